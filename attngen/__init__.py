@@ -1,0 +1,43 @@
+"""attngen: attention kernels generated from a spec.
+
+Importing this package imports neither torch nor a compiler: each public name is fetched at its first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attngen import errors
+    from attngen.runtime.debug import debug
+    from attngen.runtime.dispatch import attention, attention_varlen, explain, tile_map
+    from attngen.runtime.registry import load
+
+__version__ = "0.1.0"
+
+__all__ = ["attention", "attention_varlen", "debug", "errors", "explain", "load", "tile_map"]
+
+#: Public name → the module that holds it; None for a submodule of that name.
+_HOMES = {
+    "attention": "attngen.runtime.dispatch",
+    "attention_varlen": "attngen.runtime.dispatch",
+    "debug": "attngen.runtime.debug",
+    "errors": None,
+    "explain": "attngen.runtime.dispatch",
+    "load": "attngen.runtime.registry",
+    "tile_map": "attngen.runtime.dispatch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'attngen' has no attribute '{name}'")
+    home = _HOMES[name]
+    value = import_module(f"attngen.{name}") if home is None else getattr(import_module(home), name)
+    globals()[name] = value  # the next use does not come here again
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,5 @@
+"""``python -m attngen``: the command line."""
+
+from attngen.cli import main
+
+main()

@@ -1,0 +1,41 @@
+"""Limits and features of each GPU architecture: the only place that knows them.
+
+Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """One compile target. Shared memory and registers are per block, in bytes and 32-bit registers."""
+
+    name: str
+    capability: int  # 10 * major + minor
+    shared_memory: int
+    registers: int
+    descriptors: bool  # tensor memory accelerator (TMA)
+    wgmma: bool
+    specific: bool  # an "a" target: runs on exactly its own capability
+
+    def runs_on(self, capability: int) -> bool:
+        """Whether a cubin for this arch loads on a device of ``capability`` (binary compatibility within a major)."""
+        if self.specific:
+            return capability == self.capability
+        return capability // 10 == self.capability // 10 and capability >= self.capability
+
+
+_KIB = 1024
+
+_ROWS = (
+    Arch("sm80", 80, 163 * _KIB, 65536, False, False, False),
+    Arch("sm86", 86, 99 * _KIB, 65536, False, False, False),
+    Arch("sm89", 89, 99 * _KIB, 65536, False, False, False),
+    Arch("sm90a", 90, 227 * _KIB, 65536, True, True, True),
+    Arch("sm100a", 100, 227 * _KIB, 65536, True, False, True),
+    Arch("sm120a", 120, 99 * _KIB, 65536, True, False, True),
+)
+
+ARCHES: dict[str, Arch] = {row.name: row for row in _ROWS}

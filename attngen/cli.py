@@ -1,0 +1,108 @@
+"""The command line. A command's module is imported when that command runs, so that ``attngen --help`` is quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from attngen.errors import AttngenError, SpecError
+
+#: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
+COMMANDS: dict[str, str] = {
+    "new": "Write a commented spec to start from.",
+    "check": "Check specs without compiling: names, masks, shapes, budgets.",
+    "build": "Compile the kernels of a spec.",
+    "list": "List the kernels that are built and found.",
+    "show": "Show a kernel: source, PTX, SASS, resources.",
+    "explain": "Say which kernel a call takes, and why not the others.",
+    "verify": "Compare built kernels with the float64 reference.",
+    "bench": "Measure kernels, beside peers if they are installed.",
+    "tune": "Search the best tile, stages and warps for this GPU.",
+    "package": "Make a wheel of built kernels.",
+    "doctor": "Say what works on this machine and what is missing.",
+    "cache": "Show the cache's size, or empty it.",
+}
+
+_BUILD = "pip install 'attngen[build]'"
+
+#: Modules that only some commands need, and how to get them.
+EXTRAS: dict[str, str] = {
+    **dict.fromkeys(("pydantic", "yaml", "jinja2", "triton"), _BUILD),
+    "torch": "install the build of torch for your GPU",
+}
+
+EXIT_FAILURE = 1  # it did not work
+EXIT_USAGE = 2  # what was asked for is wrong: a bad spec, as well as click's own bad options
+
+
+class LazyGroup(click.Group):
+    """A group that knows the names and help of its commands and imports a command to run it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in COMMANDS if find_spec(f"attngen.commands.{name}")]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = import_module(f"attngen.commands.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, COMMANDS[name]) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; an error that attngen raises on purpose is printed, not traced."""
+        try:
+            return super().invoke(ctx)
+        except AttngenError as error:
+            print_error(error)
+            ctx.exit(exit_code(error))
+        except ModuleNotFoundError as error:
+            # the core is installed alone, and the command needs more
+            missing = (error.name or "").partition(".")[0]
+            if missing not in EXTRAS:
+                raise
+            print_error(AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}"))
+            ctx.exit(EXIT_FAILURE)
+
+
+def exit_code(error: AttngenError) -> int:
+    """Return what a command exits with after ``error``."""
+    return EXIT_USAGE if isinstance(error, SpecError) else EXIT_FAILURE
+
+
+def print_error(error: AttngenError) -> None:
+    """Print an error to stderr, in red on a terminal."""
+    click.secho(str(error), fg="red", err=True)
+
+
+def _print_version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if asked:
+        from attngen import __version__
+
+        click.echo(f"attngen {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+              help="Print the version.")  # fmt: skip
+def group() -> None:
+    """Generate attention kernels from specs: masks and scores in YAML, cubins that need no compiler to run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits 0, 1 (it failed) or 2 (what was asked for is wrong)."""
+    # a message may quote what the terminal's encoding lacks
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    group(arguments, prog_name="attngen")

@@ -1,0 +1,151 @@
+"""``attngen build``: from a spec to kernels in the cache, or to rendered sources."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attngen import cli
+from attngen.commands.output import print_json, print_table, warn
+from attngen.errors import AttngenError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from attngen.tools.build import BuildReport
+    from attngen.tools.generate import Generated
+
+
+@click.command()
+@click.argument("spec", type=click.Path(path_type=Path))
+@click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
+@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
+@click.option("--render-only", is_flag=True, help="Write the rendered sources instead of compiling them.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("generated"),
+    show_default=True,
+    help="Where --render-only writes, in a folder named after the spec.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.pass_context
+def command(
+    context: click.Context,
+    spec: Path,
+    arches: tuple[str, ...],
+    jobs: int | None,
+    render_only: bool,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Compile the kernels of a spec; needs no GPU. Exits 1 if one does not compile, 2 if the spec is wrong."""
+    if render_only:
+        from attngen.tools.generate import generate
+
+        generated = generate(spec, out, arches)
+        if as_json:
+            print_json(generated.to_dict())
+        else:
+            _print_generated(generated)
+        return
+    from attngen.tools.build import build
+
+    with _Progress(shown=sys.stderr.isatty()) as progress:
+        report = build(spec, arches=arches, jobs=jobs, observer=progress)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _print(report)
+    for warning in report.warnings:
+        warn(warning)
+    for count, failure in enumerate(report.failures):
+        if count < _FULL_ERRORS:
+            cli.print_error(failure.error)
+        else:
+            click.secho(str(failure.error).splitlines()[0], fg="red", err=True)
+    if report.failures:
+        context.exit(cli.EXIT_FAILURE)
+
+
+def _print(report: BuildReport) -> None:
+    if report.up_to_date:
+        click.echo(f"{report.package}: {_kernels(len(report.kernels))} up to date, nothing to do")
+        return
+    built = [kernel for kernel in report.kernels if kernel.origin == "built"]
+    if built:
+        print_table(_COLUMNS, (_row(kernel.name, kernel.manifest["resources"]) for kernel in built))
+    size = sum(kernel.manifest["resources"]["cubin_bytes"] for kernel in report.kernels)
+    click.echo(
+        f"{report.package}: {_kernels(len(report.kernels))}, {len(built)} built in {report.seconds:.1f} s, "
+        f"{len(report.kernels) - len(built)} from the cache, {size / 1e6:.1f} MB"
+        + (f"; {len(report.failures)} failed" if report.failures else "")
+    )
+
+
+#: Errors that are printed whole; of the others the first line, which names the kernel.
+_FULL_ERRORS = 3
+
+_COLUMNS = ("kernel", "registers", "spills B", "shared B", "cubin B", "seconds")
+
+
+def _row(name: str, used: Mapping[str, Any]) -> Sequence[object]:
+    figures = ("registers", "spills", "shared_memory", "cubin_bytes", "compile_seconds")
+    return (name, *(used[figure] for figure in figures))
+
+
+def _kernels(count: int) -> str:
+    return f"{count} kernel{'' if count == 1 else 's'}"
+
+
+def _print_generated(generated: Generated) -> None:
+    for name in generated.changed:
+        click.echo(f"wrote {generated.folder / name}")
+    for name in generated.removed:
+        click.echo(f"removed {generated.folder / name}")
+    same = len(generated.kernels) - len(generated.changed)
+    click.echo(
+        f"{generated.folder}: {len(generated.changed)} written, {same} unchanged, {len(generated.removed)} removed"
+    )
+
+
+class _Progress:
+    """A bar on a terminal; a build that compiles nothing shows none, and imports nothing for it."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def planned(self, total: int, missing: int) -> None:
+        """See ``Observer.planned``."""
+        if not self._shown or not missing:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("", total=missing)
+        self._bar.start()
+
+    def started(self, name: str) -> None:
+        """See ``Observer.started``."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=name)
+
+    def finished(self, name: str, error: AttngenError | None) -> None:
+        """See ``Observer.finished``."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task)

@@ -1,0 +1,133 @@
+"""``attngen check``: everything that can be known about a spec without compiling it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attngen import cli
+from attngen.commands.output import print_json, print_table, warn
+from attngen.errors import SpecError
+
+if TYPE_CHECKING:
+    from attngen.plan.model import Plan
+    from attngen.spec.expand import KernelSpec
+    from attngen.spec.lint import Remark
+
+
+@dataclass
+class Report:
+    """What the check of one spec found."""
+
+    file: str
+    package: str | None = None
+    plans: list[Plan] = field(default_factory=list)
+    warnings: list[Remark] = field(default_factory=list)
+    errors: list[SpecError] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as ``--json`` prints it."""
+        return {
+            "file": self.file,
+            "package": self.package,
+            "errors": [_remark(error.message, error) | {"field": error.field} for error in self.errors],
+            "warnings": [_remark(warning.message, warning) for warning in self.warnings],
+            "kernels": [_row(plan) for plan in self.plans],
+        }
+
+
+def check_spec(path: str) -> Report:
+    """Load, expand and plan a spec. Errors are kept, one for each kernel that cannot be planned."""
+    from attngen.plan.planner import plan
+    from attngen.spec.expand import expand
+    from attngen.spec.lint import Remark, lint
+    from attngen.spec.loading import load_spec
+
+    report = Report(path)
+    try:
+        spec = load_spec(path)
+        report.package = spec.package
+        kernels = expand(spec)
+    except SpecError as error:
+        report.errors.append(error)
+        return report
+    report.warnings = lint(spec, kernels)
+    first: dict[str, KernelSpec] = {}
+    for kernel in kernels:
+        try:
+            planned = plan(kernel)
+        except SpecError as error:
+            report.errors.append(error)
+            continue
+        report.plans.append(planned)
+        # what one entry fixes, another may leave to the plan, which then chooses the same
+        if (earlier := first.setdefault(planned.name, kernel)) is not kernel:
+            message = f"becomes the same kernel as one of line {earlier.location.line}: {planned.name}"
+            report.warnings.append(Remark(message, kernel.location))
+    return report
+
+
+@click.command()
+@click.argument("specs", nargs=-1, metavar="SPEC...")
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of specs, for editors, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--strict", is_flag=True, help="Count a warning as an error.")
+@click.pass_context
+def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_json: bool, strict: bool) -> None:
+    """Check specs without compiling: names, masks, shapes, budgets. Exits 2 if one cannot be built."""
+    if schema:
+        from attngen.spec.schema import json_schema
+
+        print_json(json_schema())
+        return
+    if not specs:
+        raise click.UsageError("name at least one spec, for example specs/hopper.yaml")
+    reports = [check_spec(path) for path in specs]
+    if as_json:
+        print_json({"specs": [report.to_dict() for report in reports]})
+    else:
+        for report in reports:
+            _print(report)
+    if any(report.errors or (strict and report.warnings) for report in reports):
+        context.exit(cli.EXIT_USAGE)
+
+
+def _print(report: Report) -> None:
+    if report.plans:
+        print_table(_SHOWN, [[row[name] for name in _SHOWN] for row in map(_row, report.plans)])
+    for warning in report.warnings:
+        warn(str(warning))
+    for error in report.errors:
+        cli.print_error(error)
+    count = len(report.plans)
+    verdict = f"{len(report.errors)} errors" if report.errors else "nothing wrong"
+    click.echo(f"{report.file}: {count} kernel{'' if count == 1 else 's'}, {verdict}")
+
+
+#: What the table shows; a kernel's name says the rest.
+_SHOWN = ("name", "variant", "head_dim", "tile", "stages", "warps", "driver")
+
+
+def _row(plan: Plan) -> dict[str, Any]:
+    same = plan.head_dim_qk == plan.head_dim_v
+    return {
+        "name": plan.name,
+        "variant": plan.variant.name,
+        "arch": plan.arch_name,
+        "dtype": plan.dtype_name,
+        "head_dim": str(plan.head_dim_qk) if same else f"{plan.head_dim_qk}/{plan.head_dim_v}",
+        "layout": plan.layout,
+        "direction": plan.direction,
+        "backend": plan.backend,
+        "tile": f"{plan.tile_m}x{plan.tile_n}",
+        "stages": plan.stages,
+        "warps": plan.num_warps,
+        "driver": plan.driver,
+    }
+
+
+def _remark(message: str, about: SpecError | Remark) -> dict[str, Any]:
+    place = about.location
+    return {"message": message, "file": place.file if place else None, "line": place.line if place else None}

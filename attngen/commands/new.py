@@ -1,0 +1,93 @@
+"""``attngen new``: a commented spec that builds as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from attngen.errors import Location, SpecError
+
+_SCAFFOLD = """\
+# Check with `attngen check {file}`, build with `attngen build {file}`.
+schema: 1
+package: {name}
+arch: [sm90a]                    # sm80, sm86, sm89, sm90a, sm100a, sm120a
+
+variants:
+{variant}
+kernels:                         # a list in a field makes one kernel for each of its values
+  - variant: {name}
+    head_dim: [64, 128]          # or {{qk: 192, v: 128}}
+    dtype: bf16                  # bf16, fp16, fp32
+    layout: dense                # dense, varlen
+    # tile: {{m: 128, n: 64}}      # left out, the plan chooses these
+    # pipeline: {{stages: 2}}
+    # warps: 4
+"""
+
+#: What expressions may say, above the variant that they are part of.
+_NOTES = """\
+  # mask: true where query q sees key kv. q_pos is q counted so that the last query stands at the last key.
+  # score: what becomes of the logit s. Names: b h hk q kv q_pos seqlen_q seqlen_k heads kv_heads, and those declared.
+  # Operators: + - * / // % ** & | ^ << >> ~, comparisons, and or not, x if c else y, min max abs clamp floor ceil
+  # exp exp2 log log2 tanh sigmoid silu sqrt rsqrt sin cos tan. Leave out mask or score where there is none.
+"""
+
+_EXAMPLE = """\
+  {name}:
+    mask: "0 <= q_pos - kv and q_pos - kv < window"
+    score: "s + slope[h] * (kv - q_pos)"
+    scalars:                     # given at the call: attngen.attention(q, k, v, variant="{name}", window=256, ...)
+      window: {{type: int32, min: 1}}
+    tensors:
+      slope: {{dtype: float32, shape: [h]}}
+"""
+
+
+def scaffold(name: str, preset: str | None, file: str) -> str:
+    """Return the text of a spec with the one variant ``name``: a copy of a preset, or an example to change.
+
+    Raises SpecError for a name that a variant may not have, and for a preset that does not exist.
+    """
+    from attngen.spec.names import check_variant_name
+
+    try:
+        check_variant_name(name)
+    except ValueError as error:
+        raise SpecError(str(error), field="NAME") from error
+    body = _EXAMPLE.format(name=name) if preset is None else _copy_of(preset, name)
+    return _SCAFFOLD.format(name=name, file=file, variant=_NOTES + body)
+
+
+def _copy_of(preset: str, name: str) -> str:
+    """Return the lines of a preset's variant, under a new name, with the preset's opening comment above them."""
+    from attngen import resources
+    from attngen.spec.presets import declared_preset
+
+    declared_preset(preset)  # refuses what is no preset, with the nearest name
+    text = (resources.specs_dir() / "presets" / f"{preset}.yaml").read_text(encoding="utf-8")
+    comment = "".join(f"  {line}\n" for line in re.match(r"(#.*\n)*", text)[0].splitlines())  # type: ignore[index]
+    section = re.search(rf"^variants:\n  {preset}:\n((?:    .*\n|\n)*)", text, re.MULTILINE)
+    assert section is not None, f"{preset}.yaml does not declare its variant as the other presets do"
+    return f"{comment}  {name}:\n{section[1].rstrip()}\n"
+
+
+@click.command()
+@click.argument("name")
+@click.option("--preset", metavar="P", help="Start from a preset variant, such as causal or sliding_window.")
+@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="Where to; by default specs/NAME.yaml.")
+def command(name: str, preset: str | None, out: Path | None) -> None:
+    """Write a commented spec with one variant NAME, which builds as it stands. Never overwrites a file."""
+    path = out or Path("specs") / f"{name}.yaml"
+    text = scaffold(name, preset, path.name if out else path.as_posix())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError as error:
+        raise SpecError("exists already; name another file with --out", location=Location(str(path))) from error
+    except OSError as error:
+        raise SpecError(f"cannot be written: {error.strerror}", location=Location(str(path))) from error
+    click.echo(f"wrote {path}; next: attngen check {path}")

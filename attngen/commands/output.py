@@ -1,0 +1,38 @@
+"""What commands print: tables for people, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    """Print rows under columns: fitted to a terminal, at full width into a pipe. Numbers stand at the right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [list(row) for row in rows]
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        numeric = bool(cells) and all(isinstance(row[index], int | float) for row in cells)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    # a pipe has no width to fit: nothing may be folded there
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+
+
+def print_json(value: Any) -> None:
+    """Print a JSON value, indented."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def warn(message: str) -> None:
+    """Print a warning to stderr, in yellow on a terminal."""
+    click.secho(f"warning: {message}", fg="yellow", err=True)

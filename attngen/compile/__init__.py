@@ -1,0 +1,31 @@
+"""Source → Artifact: a cubin, its manifest, and the texts between.
+
+Importing this package imports no compiler; ``compile_source`` does, when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attngen.compile.artifact import Artifact
+from attngen.errors import CompileError
+
+if TYPE_CHECKING:
+    from attngen.plan.model import Plan
+    from attngen.render import Source
+
+__all__ = ["Artifact", "compile_source"]
+
+
+def compile_source(plan: Plan, source: Source) -> Artifact:
+    """Compile a rendered kernel for the architecture of its plan; needs no GPU and no torch.
+
+    Raises CompileError if the compiler rejects the source, or if its result breaks a rule of the plan:
+    another parameter list than planned, too much shared memory, or a spill or a serialized wgmma in a Hopper
+    kernel whose spec does not allow it.
+    """
+    if source.backend == "triton":
+        from attngen.compile.triton import compile_triton
+
+        return compile_triton(plan, source)
+    raise CompileError(f"{plan.name}: no compiler for backend '{source.backend}'; there is one for triton")

@@ -1,0 +1,27 @@
+"""What a compile returns: bytes and plain values, no live state, so that it can be pickled, stored and shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A compiled kernel.
+
+    ``manifest`` is plain JSON. ``classifier`` is the cubin of the kernel that computes the tile map, for a plan that
+    has one. ``texts`` maps a file name to what ``attngen show`` prints (``source.py``, ``ptx``, ``ttgir``); it may
+    be empty, since nothing at run time reads it.
+    """
+
+    cubin: bytes
+    manifest: Mapping[str, Any]
+    classifier: bytes | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, which is its symbol too."""
+        return str(self.manifest["name"])

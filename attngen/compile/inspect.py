@@ -1,0 +1,79 @@
+"""What a cubin costs and what it looks like: ptxas's log, and the disassemblers that Triton ships."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from attngen.errors import CompileError
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Of one kernel: registers of a thread, bytes spilled by a thread, and what ptxas warned of."""
+
+    registers: int
+    spills: int  # bytes stored and loaded
+    serialized_wgmma: bool
+
+
+def resources_of_log(log: str) -> Resources:
+    """Read the verbose log of ptxas. Raises CompileError if it lacks the lines, which a new ptxas may have changed."""
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if registers is None or spills is None:
+        raise CompileError(f"no registers and spills in the log of ptxas:\n{log.strip()}")
+    # "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to …"
+    serialized = re.search(r"wgmma\S* instructions are serialized", log) is not None
+    return Resources(int(registers[1]), int(spills[1]) + int(spills[2]), serialized)
+
+
+def nvidia_tool(name: str) -> Path | None:
+    """Return the path of ``ptxas``, ``cuobjdump`` or ``nvdisasm`` in the Triton wheel, or None. Imports nothing."""
+    spec = importlib.util.find_spec("triton")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder, "backends", "nvidia", "bin", name)
+        if path.is_file():
+            return path
+    return None
+
+
+def tool_version(path: Path) -> str:
+    """Return what ``--version`` of an NVIDIA tool says, such as ``13.4.59``; ``unknown`` if it says nothing usable."""
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    match = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return match[1] if match else "unknown"
+
+
+def _run_tool(name: str, *options: str, cubin: bytes) -> str:
+    tool = nvidia_tool(name)
+    if tool is None:
+        raise CompileError(f"{name} is missing; it comes with triton: pip install 'attngen[build]'")
+    with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        done = subprocess.run([tool, *options, path], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(f"{name} cannot read the cubin: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def disassemble(cubin: bytes) -> str:
+    """Return the machine code of a cubin as text."""
+    return _run_tool("nvdisasm", "--print-code", cubin=cubin)
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Return what the cubin itself declares: ``REG``, ``STACK``, ``SHARED`` (static), ``LOCAL``."""
+    text = _run_tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
+    usage = re.search(r"^\s*Function [^\n]*\n(?P<values>[^\n]*)", text, re.MULTILINE)
+    if usage is None:
+        raise CompileError(f"no function in the cubin: {text.strip()}")
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage["values"])}

@@ -1,0 +1,30 @@
+"""Every option of the Triton compiler, set explicitly: a default that changes with its version changes nothing here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def triton_options(num_warps: int, stages: int) -> dict[str, Any]:
+    """Return the options of a compile; hashed into the cache key.
+
+    Names that the installed Triton does not know are left out by the compile.
+    """
+    return {
+        "num_warps": num_warps,
+        "num_stages": stages,
+        "num_ctas": 1,
+        # a * b + c in one rounding; the reference's error bounds hold with it
+        "enable_fp_fusion": True,
+        "enable_reflect_ftz": True,
+        "default_dot_input_precision": "ieee",
+        # "" and False rather than None: Triton would take None as "read the environment", which it did at import
+        "ptx_options": "",
+        "instrumentation_mode": "",
+        "debug": False,
+        "sanitize_overflow": False,
+        "launch_cooperative_grid": False,
+        "launch_pdl": False,
+        "clc": False,
+        "sched4reg": False,
+    }

@@ -1,0 +1,58 @@
+"""What a PTX text says about its kernel: parameters, ISA version, and the CUDA release that comes with it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from attngen.errors import CompileError
+
+
+class PtxParameter(NamedTuple):
+    """One ``.param`` of an entry: PTX type without the dot, size and alignment in bytes."""
+
+    type: str
+    size: int
+    align: int
+
+    def __str__(self) -> str:
+        return f".{self.type} ({self.size} bytes, aligned to {self.align})"
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+([A-Za-z_$][\w$]*)\s*(?:\((.*?)\))?\s*[.{]", re.DOTALL)
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>[busf]\d+)"
+    r"(?:\s+\.ptr(?:\s*\.(?:global|const|shared|local))?(?:\s*\.align\s+\d+)?)?"
+    r"\s+[\w$]+\s*(?:\[(?P<count>\d+)\])?"
+)
+
+
+def ptx_parameters(ptx: str) -> list[PtxParameter]:
+    """Return the parameters of the one ``.entry`` of a PTX text, in order.
+
+    Raises CompileError if there is no entry, more than one, or a parameter of a form not known here.
+    """
+    entries = _ENTRY.findall(_COMMENT.sub("", ptx))
+    if len(entries) != 1:
+        raise CompileError(f"PTX with {len(entries)} .entry; expected one")
+    name, body = entries[0]
+    parameters = []
+    for text in filter(None, (part.strip() for part in body.split(","))):
+        match = _PARAMETER.fullmatch(text)
+        if match is None:
+            raise CompileError(f"{name}: PTX parameter not understood: {text}")
+        size = int(match["type"][1:]) // 8
+        parameters.append(PtxParameter(match["type"], size * int(match["count"] or 1), int(match["align"] or size)))
+    return parameters
+
+
+def cuda_major(ptx: str) -> int:
+    """Return the CUDA major release whose ptxas a PTX text was made for: ISA 7.x is CUDA 11, 8.x is 12, 9.x is 13.
+
+    Source: PTX ISA, "Release Notes", table of the release history.
+    """
+    match = re.search(r"^\.version\s+(\d+)\.\d+", ptx, re.MULTILINE)
+    if match is None:
+        raise CompileError("PTX without a .version line")
+    return int(match[1]) + 4

@@ -1,0 +1,252 @@
+"""Triton source → cubin, offline: no GPU, no driver, no torch, nothing read from the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import linecache
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from attngen.arch import Arch
+from attngen.compile.artifact import Artifact
+from attngen.compile.environment import scrubbed
+from attngen.compile.inspect import Resources, resources_of_log
+from attngen.compile.options import triton_options
+from attngen.compile.parameters import Parameter, check_parameters, triton_parameters
+from attngen.compile.ptx import cuda_major
+from attngen.compile.toolchain import toolchain
+from attngen.errors import CompileError
+
+if TYPE_CHECKING:
+    from attngen.plan.model import Argument, Plan
+    from attngen.render import Source
+
+#: Least driver of a cubin, as cuDriverGetVersion gives it, by CUDA major and, where it came later, capability.
+#: Source: CUDA Compatibility, "Minor Version Compatibility": a cubin runs on every driver of its CUDA major.
+_MIN_DRIVER = {11: 11000, 12: 12000, 13: 13000}
+_MIN_DRIVER_OF_CAPABILITY = {89: 11080, 90: 11080, 100: 12080, 120: 12080}
+
+
+#: Bytes of spills that cost nothing measurable: a few values that are stored before the loops and read after them.
+MAX_SPILLS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFunction:
+    """One function as compiled: the cubin, the texts, and what is known of it."""
+
+    cubin: bytes
+    ptx: str
+    ttgir: str
+    parameters: list[Parameter]
+    registers_and_spills: Resources
+    shared_memory: int
+    num_warps: int  # of a block; warp specialization adds to the planned number
+
+    def resources(self) -> dict[str, int]:
+        """Return what the manifest says of it."""
+        return {
+            "registers": self.registers_and_spills.registers,
+            "spills": self.registers_and_spills.spills,
+            "shared_memory": self.shared_memory,
+            "cubin_bytes": len(self.cubin),
+        }
+
+
+def compile_triton(plan: Plan, source: Source) -> Artifact:
+    """Compile the kernel of a plan, and its classifier if it has one. Raises CompileError as ``compile_source``."""
+    _import_triton()
+    start = time.perf_counter()
+    kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages)
+    _check_hopper(plan, kernel.registers_and_spills)
+    manifest = dict(plan.to_dict())
+    manifest["parameters"] = kernel.parameters
+    manifest["num_warps"], manifest["threads"] = kernel.num_warps, 32 * kernel.num_warps
+    manifest["sha256"] = sha256(kernel.cubin).hexdigest()
+    classifier = None
+    if plan.classifier is not None:
+        part = plan.classifier
+        classifier = compile_function(source.text, part.name, part.arguments, plan.arch, part.num_warps, stages=1)
+        manifest["classifier"] = {
+            **manifest["classifier"],
+            "parameters": classifier.parameters,
+            "resources": classifier.resources(),
+            "sha256": sha256(classifier.cubin).hexdigest(),
+        }
+    major = cuda_major(kernel.ptx)
+    manifest["toolchain"] = toolchain("triton")
+    manifest["cuda_major"] = major
+    manifest["min_driver"] = max(_MIN_DRIVER[major], _MIN_DRIVER_OF_CAPABILITY.get(plan.arch.capability, 0))
+    manifest["resources"] = {
+        **kernel.resources(),
+        "compile_seconds": round(time.perf_counter() - start, 3),
+    }
+    return Artifact(
+        cubin=kernel.cubin,
+        manifest=manifest,
+        classifier=classifier.cubin if classifier else None,
+        texts={"source.py": source.text, "ptx": kernel.ptx, "ttgir": kernel.ttgir},
+    )
+
+
+def _import_triton() -> None:
+    """Import Triton with a clean environment, since some of it is read at import."""
+    with tempfile.TemporaryDirectory(prefix="attngen-") as scratch, _environment(scratch):
+        try:
+            import triton.compiler
+            import triton.language
+            import triton.runtime
+        except ImportError as error:
+            raise CompileError(f"Triton cannot be imported ({error}); pip install 'attngen[build]'") from None
+        if not isinstance(triton.language.cdiv, triton.runtime.JITFunction):
+            raise CompileError(
+                "this process imported Triton with TRITON_INTERPRET=1, which replaced its compiler; "
+                "compile in another process"
+            )
+
+
+def _environment(scratch: str, arch: Arch | None = None) -> contextlib.AbstractContextManager[None]:
+    return scrubbed(
+        scratch,
+        **_assembler(arch),
+        TRITON_HOME=scratch,
+        TRITON_CACHE_DIR=str(Path(scratch, "cache")),
+        # Line information embeds absolute paths and trebles the cubin.
+        TRITON_DISABLE_LINE_INFO="1",
+        # Prints the log, which names spills and serialized wgmma, to standard output.
+        TRITON_DUMP_PTXAS_LOG="1",
+    )
+
+
+def _assembler(arch: Arch | None) -> dict[str, str]:
+    """Return the setting that picks ptxas for ``arch``.
+
+    Triton's wheels hold two: ``ptxas`` of CUDA 12 and ``ptxas-blackwell``, of CUDA 13 in newer ones, which those use
+    for Hopper as well. There the older one is better: 13.4 serializes the wgmma of these kernels (C7513) where 12.8
+    and 12.9 do not, and cubins of CUDA 12 load on older drivers.
+    """
+    if arch is None or arch.capability >= 100:
+        return {}
+    found = importlib.util.find_spec("triton")
+    if found is None or found.origin is None:
+        return {}
+    legacy = Path(found.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    return {"TRITON_PTXAS_BLACKWELL_PATH": str(legacy)} if legacy.exists() else {}
+
+
+def _load(text: str, path: Path) -> ModuleType:
+    """Import a source from a file, which Triton needs in order to read it back."""
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"_attngen_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise CompileError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise CompileError(f"{path.stem}: the source is no valid module: {error}") from error
+    return module
+
+
+def compile_function(
+    text: str, name: str, arguments: Sequence[Argument], arch: Arch, num_warps: int, stages: int
+) -> CompiledFunction:
+    """Compile one ``@triton.jit`` function of a source for ``arch``.
+
+    Raises CompileError if Triton or ptxas rejects it, if its parameters are not those that ``arguments`` make, or if
+    it needs more shared memory than the arch has.
+    """
+    _import_triton()
+    with tempfile.TemporaryDirectory(prefix="attngen-") as scratch, _environment(scratch, arch):
+        path = Path(scratch, f"{name}.py")
+        try:
+            return _compile(_load(text, path), name, arguments, arch, num_warps, stages)
+        finally:
+            linecache.cache.pop(str(path), None)
+
+
+def _compile(
+    module: ModuleType, name: str, arguments: Sequence[Argument], arch: Arch, num_warps: int, stages: int
+) -> CompiledFunction:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(module, name, None)
+    if function is None:
+        raise CompileError(f"{name}: the source defines no function of this name")
+    if list(function.arg_names) != [a.name for a in arguments]:
+        planned = ", ".join(a.name for a in arguments)
+        raise CompileError(
+            f"{name}: the source takes ({', '.join(function.arg_names)}), but the plan passes ({planned})"
+        )
+    attributes = {
+        (i,): [["tt.divisibility", argument.divisibility]]
+        for i, argument in enumerate(arguments)
+        if argument.divisibility
+    }
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            kernel = triton.compile(
+                ASTSource(function, {a.name: a.type for a in arguments}, constexprs={}, attrs=attributes),
+                target=GPUTarget("cuda", arch.capability, 32),
+                options=triton_options(num_warps, stages),
+            )
+    except Exception as error:
+        raise CompileError(f"{name}: {_reason(error)}") from error
+    ptx, metadata = kernel.asm["ptx"], kernel.metadata._asdict()
+    parameters = triton_parameters([a.to_dict() for a in arguments], metadata.get("tensordesc_meta") or ())
+    check_parameters(name, parameters, ptx)
+    _check_memory(name, metadata, arch)
+    return CompiledFunction(
+        cubin=kernel.asm["cubin"],
+        ptx=ptx,
+        ttgir=kernel.asm["ttgir"],
+        parameters=parameters,
+        registers_and_spills=resources_of_log(output.getvalue()),
+        shared_memory=metadata["shared"],
+        num_warps=metadata["num_warps"],
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Return what a Triton error says, without the reproducer command, which names temporary files."""
+    text = str(error).strip() or type(error).__name__
+    kept = [line for line in text.splitlines() if not line.startswith("Repro command:")]
+    return f"Triton's compiler failed with {type(error).__name__}:\n" + "\n".join(kept)
+
+
+def _check_memory(name: str, metadata: Mapping[str, Any], arch: Arch) -> None:
+    if metadata["shared"] > arch.shared_memory:
+        raise CompileError(
+            f"{name}: shared memory {metadata['shared']} B exceeds {arch.shared_memory} B on {arch.name}; "
+            "a smaller tile or fewer stages need less"
+        )
+    for scratch in ("global_scratch_size", "profile_scratch_size"):
+        if metadata.get(scratch):
+            raise CompileError(f"{name}: needs {metadata[scratch]} B of {scratch}, which no launch provides")
+
+
+def _check_hopper(plan: Plan, resources: Resources) -> None:
+    """Refuse what silently costs a Hopper kernel its speed, unless the spec allows it."""
+    if not plan.arch.wgmma:
+        return
+    if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
+        raise CompileError(
+            f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile, more "
+            "warps or fewer stages need less, or the spec says 'allow: [spill]'"
+        )
+    if resources.serialized_wgmma and "serialized_wgmma" not in plan.allow:
+        raise CompileError(
+            f"{plan.name}: ptxas serialized wgmma, so that tensor cores wait for each other; "
+            "the spec may say 'allow: [serialized_wgmma]'"
+        )

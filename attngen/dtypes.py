@@ -1,0 +1,50 @@
+"""One row per dtype: its name in specs and its names in torch, Triton and CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype. ``kind`` is how the expression language sees a value of it: bool, int or float."""
+
+    name: str
+    torch: str
+    triton: str  # as in a Triton signature; also the attribute of triton.language, save for i1/iN/uN/fpN
+    triton_language: str
+    cuda: str
+    bytes: int
+    kind: str
+
+
+_ROWS = (
+    DType("bf16", "bfloat16", "bf16", "bfloat16", "__nv_bfloat16", 2, "float"),
+    DType("fp16", "float16", "fp16", "float16", "__half", 2, "float"),
+    DType("fp32", "float32", "fp32", "float32", "float", 4, "float"),
+    DType("bool", "bool", "i8", "int8", "unsigned char", 1, "bool"),
+    DType("int8", "int8", "i8", "int8", "signed char", 1, "int"),
+    DType("uint8", "uint8", "u8", "uint8", "unsigned char", 1, "int"),
+    DType("int16", "int16", "i16", "int16", "short", 2, "int"),
+    DType("int32", "int32", "i32", "int32", "int", 4, "int"),
+    DType("int64", "int64", "i64", "int64", "long long", 8, "int"),
+)
+
+DTYPES: dict[str, DType] = {row.name: row for row in _ROWS}
+
+#: Other spellings accepted in specs.
+ALIASES: dict[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "int": "int32"}
+
+#: Element types of q, k and v.
+ATTENTION_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
+
+#: Element types of a variant's tensors.
+TENSOR_DTYPES: tuple[str, ...] = tuple(DTYPES)
+
+#: Types of a variant's scalars.
+SCALAR_DTYPES: tuple[str, ...] = ("int32", "int64", "fp32", "bool")
+
+
+def dtype(name: str) -> DType:
+    """Return the row of a dtype by its name or alias; KeyError if there is none."""
+    return DTYPES[ALIASES.get(name, name)]

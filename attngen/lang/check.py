@@ -1,0 +1,230 @@
+"""From the fields of a variant to a checked ``Variant``: declarations, types, ranges, int64, divisors.
+
+Types are decided in ``promotion``; this module adds what needs the declared ranges. Every refusal is a SpecError
+with the place, the field and a caret.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attngen.errors import Location, SpecError
+from attngen.lang.declarations import check_declarations, check_let_name
+from attngen.lang.intervals import bounds
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, walk
+from attngen.lang.parser import Function, Scope, lower, parse_syntax
+from attngen.lang.promotion import to_float, typed
+from attngen.lang.ranges import INT32, INT64, declared_ranges
+from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet, locate
+from attngen.lang.variant import Scalar, Tensor, Variant
+
+#: Operators whose INT result may outgrow int32.
+_GROWING = frozenset((
+    "add", "sub", "mul", "neg", "abs", "pow", "floordiv", "mod", "lshift", "rshift",
+    "bitand", "bitor", "bitxor", "invert", "min", "max", "select",
+))  # fmt: skip
+_COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
+
+#: Canonical text of an inlined expression may be longer than what a user may write.
+_RESTORED_LENGTH = 2**20
+
+
+class Rules:
+    """Builds checked nodes: types first, then what the declared ranges say about the result."""
+
+    def __init__(self, scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> None:
+        self.ranges = declared_ranges(scalars, tensors)
+        self._int64 = {s.name for s in scalars if s.dtype == "int64"} | {
+            t.name for t in tensors if t.dtype == "int64"
+        }
+
+    def build(self, op: str, args: Sequence[Expr]) -> Expr:
+        """Return the typed node, marked ``wide`` where int32 may overflow.
+
+        Raises ExpressionError for a type, a divisor that may be zero, a shift out of range or a result beyond int64.
+        """
+        node = typed(op, args)
+        if not isinstance(node, Op):
+            return node
+        if node.op in ("truediv", "floordiv", "mod"):
+            self._divisor(node.op, node.args[1])
+        if node.op == "pow":
+            self._power(node)
+        if node.op in ("lshift", "rshift"):
+            self._shift(node)
+        if node.type is Type.INT and node.op in _GROWING:
+            return self._widen(node)
+        if node.op in _COMPARISONS and any(self.is_wide(arg) for arg in node.args):
+            return Op(node.op, node.args, node.type, wide=True)
+        return node
+
+    def is_wide(self, value: Expr) -> bool:
+        """Whether an integer value is computed or stored as int64."""
+        match value:
+            case Op(wide=wide, type=type):
+                return wide and type is Type.INT
+            case Var(name=name) | Load(tensor=name):
+                return name in self._int64
+            case Const(value=number, type=Type.INT):
+                return not INT32[0] <= number <= INT32[1]
+            case _:
+                return False
+
+    def _widen(self, node: Op) -> Op:
+        low, high = bounds(node, self.ranges)
+        inherited = any(self.is_wide(arg) for arg in node.args)
+        if not inherited and INT32[0] <= low and high <= INT32[1]:
+            return node
+        if (low < INT64[0] or high > INT64[1]) and not self._reads_int64(node):
+            raise ExpressionError(
+                f"may reach {_number(low)} .. {_number(high)}, beyond int64; declare narrower ranges"
+            )
+        return Op(node.op, node.args, node.type, wide=True)
+
+    def _reads_int64(self, node: Expr) -> bool:
+        """Undeclared int64 data reaches every bound by itself; only its arithmetic may then wrap, as in torch."""
+        return any(isinstance(n, Var | Load) and self.is_wide(n) for n in walk(node))
+
+    def _divisor(self, op: str, divisor: Expr) -> None:
+        low, high = bounds(divisor, self.ranges)
+        if low <= 0 <= high:
+            sign = {"truediv": "/", "floordiv": "//", "mod": "%"}[op]
+            raise ExpressionError(
+                f"the divisor of '{sign}' may be zero: its range is {_number(low)} .. {_number(high)}; "
+                f"declare a min or max that excludes zero, or write max(x, 1)"
+            )
+
+    def _power(self, node: Op) -> None:
+        base, exponent = node.args
+        assert isinstance(exponent, Const)
+        low, high = bounds(base, self.ranges)
+        if exponent.value < 0 and low <= 0 <= high:
+            raise ExpressionError(
+                f"the base of '**' with a negative exponent may be zero: its range is "
+                f"{_number(low)} .. {_number(high)}"
+            )
+
+    def _shift(self, node: Op) -> None:
+        low, high = bounds(node.args[1], self.ranges)
+        most = 63 if self.is_wide(node.args[0]) else 31
+        if low < 0 or high > most:
+            raise ExpressionError(
+                f"the distance of a shift must lie within 0 .. {most}: its range is "
+                f"{_number(low)} .. {_number(high)}; write (x & {most}) or declare min and max"
+            )
+
+
+def _number(value: float) -> str:
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return f"{int(value)}" if value == int(value) else f"{value:g}"
+
+
+def compile_variant(
+    name: str,
+    mask: str | bool | None = None,
+    score: str | None = None,
+    scalars: Sequence[Scalar] = (),
+    tensors: Sequence[Tensor] = (),
+    let: Mapping[str, Any] | None = None,
+    locate: Mapping[str, Location] | None = None,
+) -> Variant:
+    """Return the checked variant of a spec's fields.
+
+    ``mask`` None or True shows every key; ``score`` None is the logit itself. ``let`` maps a name to a text, or
+    ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
+    (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field serves otherwise.
+
+    Raises SpecError for the first thing that is wrong.
+    """
+    return _compile(name, mask, score, scalars, tensors, let or {}, locate, MAX_LENGTH)
+
+
+def restore_variant(data: Mapping[str, Any], scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> Variant:
+    """Rebuild a variant from ``Variant.to_dict``; texts of the user come back as they were."""
+    variant = _compile(
+        data["name"], data["mask"], data["score"], scalars, tensors, data["let"], None, _RESTORED_LENGTH
+    )
+    return Variant(
+        variant.name,
+        variant.mask,
+        variant.score,
+        variant.scalars,
+        variant.tensors,
+        data["mask_text"],
+        data["score_text"],
+        variant.let,
+    )
+
+
+def _compile(
+    name: str,
+    mask: object,
+    score: object,
+    scalars: Sequence[Scalar],
+    tensors: Sequence[Tensor],
+    let: Mapping[str, Any],
+    places: Mapping[str, Location] | None,
+    limit: int,
+) -> Variant:
+    check_declarations(name, scalars, tensors, let, places)
+    rules = Rules(scalars, tensors)
+    scope = Scope(rules.build, {s.name: s for s in scalars}, {t.name: t for t in tensors}, logit=True)
+    for key, text in let.items():
+        _define(scope, key, text, places, limit)
+
+    def expression(field: str, text: object) -> tuple[Expr, Snippet]:
+        snippet = Snippet.of(field, _text(field, text, places), locate(places, field))
+        return lower(snippet, parse_syntax(snippet, limit), scope), snippet
+
+    visible: Expr = Const(True, Type.BOOL)
+    scope.logit = False
+    if mask is not None and mask is not True:
+        text = str(mask) if isinstance(mask, bool) else mask
+        visible, snippet = expression("mask", text)
+        if visible.type is not Type.BOOL:
+            kind = "an integer; write it as a comparison (x != 0)" if visible.type is Type.INT else "a float"
+            raise snippet.error(f"must be a condition, got {kind}", 0, len(snippet.text))
+    scope.logit = True
+    logit: Expr | None = None
+    if score is not None:
+        logit, snippet = expression("score", score)
+        if logit.type is Type.BOOL:
+            raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
+        logit = to_float(logit)
+        logit = None if logit == Var("s", Type.FLOAT) else logit
+    present = {node for root in (visible, logit) if root is not None for node in walk(root)}
+    return Variant(
+        name,
+        visible,
+        logit,
+        tuple(scalars),
+        tuple(tensors),
+        mask if isinstance(mask, str) else None,
+        score if isinstance(score, str) else None,
+        tuple((k, v) for k, v in scope.values.items() if v in present and not isinstance(v, Const | Var)),
+    )
+
+
+def _define(scope: Scope, key: str, text: object, places: Mapping[str, Location] | None, limit: int) -> None:
+    """Add one ``let:`` entry to the scope."""
+    field = f"let.{key}"
+    name, parameters = check_let_name(key, scope, places)
+    snippet = Snippet.of(field, _text(field, text, places), locate(places, field))
+    tree = parse_syntax(snippet, limit)
+    if parameters is None:
+        scope.values[name] = lower(snippet, tree, scope)
+    else:
+        scope.functions[name] = Function(
+            name, parameters, tree, snippet, dict(scope.values), dict(scope.functions)
+        )
+
+
+def _text(field: str, text: object, places: Mapping[str, Location] | None) -> str:
+    if isinstance(text, str):
+        return text
+    if isinstance(text, bool | int | float):
+        return repr(text)
+    raise SpecError(f"expected an expression, got {text!r}", location=locate(places, field), field=field)

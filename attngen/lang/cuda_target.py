@@ -1,0 +1,167 @@
+"""Expressions as CUDA C++: one element per thread. The helpers are in templates/cuda/include/expression.cuh."""
+
+from __future__ import annotations
+
+import math
+
+from attngen.dtypes import DTYPES
+from attngen.lang.ir import Const, Op, Type
+from attngen.lang.targets import Dialect, Piece, Scope, power_factors, power_of_two
+
+# Binding strength in C++'s grammar, loosest first.
+_SELECT, _OR, _AND, _BITOR, _BITXOR, _BITAND, _EQUAL, _COMPARE, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(
+    13
+)
+
+_INFIX: dict[str, tuple[str, int]] = {
+    "or": ("||", _OR), "and": ("&&", _AND), "xor": ("!=", _EQUAL),
+    "bitor": ("|", _BITOR), "bitxor": ("^", _BITXOR), "bitand": ("&", _BITAND),
+    "eq": ("==", _EQUAL), "ne": ("!=", _EQUAL),
+    "lt": ("<", _COMPARE), "le": ("<=", _COMPARE), "gt": (">", _COMPARE), "ge": (">=", _COMPARE),
+    "lshift": ("<<", _SHIFT), "rshift": (">>", _SHIFT), "add": ("+", _SUM), "sub": ("-", _SUM),
+    "mul": ("*", _PRODUCT), "truediv": ("/", _PRODUCT),
+}  # fmt: skip
+#: Where precedence is right but easy to misread, and compilers warn: operands of these stand in parentheses.
+_BRACKETED = frozenset(("bitor", "bitxor", "bitand", "lshift", "rshift", "or", "xor", "eq", "ne"))
+_CALLS = {
+    "floor": "floorf", "ceil": "ceilf", "exp": "expf", "exp2": "exp2f", "log": "logf", "log2": "log2f",
+    "tanh": "tanhf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "sin": "sinf", "cos": "cosf", "tan": "tanf",
+    "sigmoid": "sigmoid", "silu": "silu",
+}  # fmt: skip
+_FAST = {"tanh": "tanh_approx", "exp": "__expf", "log": "__logf"}
+_FROM = {"bf16": "__bfloat162float", "fp16": "__half2float"}
+
+
+class CudaDialect(Dialect):
+    """CUDA's table."""
+
+    atom = _ATOM
+
+    def constant(self, node: Const) -> Piece:
+        if node.type is Type.BOOL:
+            return Piece("true" if node.value else "false", _ATOM)
+        if node.type is Type.INT:
+            value = int(node.value)
+            if value == -(2**31):  # the literal 2147483648 is no int
+                return Piece("(-2147483647 - 1)", _ATOM)
+            suffix = "" if -(2**31) < value < 2**31 else "ll"
+            return Piece(f"{value}{suffix}", _ATOM if value >= 0 else _SIGN)
+        number = float(node.value)
+        if math.isinf(number):
+            return Piece("kInfinity" if number > 0 else "-kInfinity", _ATOM if number > 0 else _SIGN)
+        return Piece(f"{number!r}f", _ATOM if math.copysign(1.0, number) > 0 else _SIGN)
+
+    def operator(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+        op = node.op
+        if node.wide and op in ("min", "max", "floordiv", "mod"):  # overloads want equal types
+            args = tuple(self._int64(arg) for arg in args)
+        elif node.wide and op not in ("select", "lt", "le", "gt", "ge", "eq", "ne"):
+            args = (self._int64(args[0]), *args[1:])
+        if op in _INFIX:
+            sign, strength = _INFIX[op]
+            left, right = (_SIGN, _SIGN) if op in _BRACKETED else (strength, strength + 1)
+            return Piece(f"{args[0].within(left)} {sign} {args[1].within(right)}", strength)
+        if op in _CALLS:
+            name = _FAST.get(op, _CALLS[op]) if scope.fast_math else _CALLS[op]
+            return Piece(f"{name}({args[0].text})", _ATOM)
+        match op:
+            case "neg":
+                return Piece(f"-{self._sign(args[0])}", _SIGN)
+            case "not":
+                return Piece(f"!{args[0].within(_SIGN)}", _SIGN)
+            case "invert":
+                return Piece(f"~{args[0].within(_SIGN)}", _SIGN)
+            case "to_float" | "to_int":
+                return Piece(f"{'float' if op == 'to_float' else 'int'}({args[0].text})", _ATOM)
+            case "abs":
+                return Piece(f"{'fabsf' if node.type is Type.FLOAT else 'abs'}({args[0].text})", _ATOM)
+            case "min" | "max":
+                name = f"nan_{op}" if node.type is Type.FLOAT else op
+                return Piece(f"{name}({args[0].text}, {args[1].text})", _ATOM)
+            case "select":
+                condition, yes, no = (arg.within(_SELECT + 1) for arg in args)
+                return Piece(f"{condition} ? {yes} : {no}", _SELECT)
+            case "floordiv" | "mod":
+                return self._divide(node, args, scope)
+            case "pow":
+                return self._power(node, scope)
+        raise ValueError(f"operator {op!r} has no CUDA form")
+
+    def _sign(self, operand: Piece) -> str:
+        text = operand.within(_SIGN)
+        return f"({text})" if text.startswith("-") else text  # "--x" would decrement
+
+    def _int64(self, operand: Piece) -> Piece:
+        return Piece(f"static_cast<long long>({operand.text})", _ATOM)
+
+    def _divide(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+        dividend, divisor = node.args
+        sign = "/" if node.op == "floordiv" else "%"
+        if scope.bounds(dividend)[0] >= 0 and scope.bounds(divisor)[0] > 0:
+            return Piece(f"{args[0].within(_PRODUCT)} {sign} {args[1].within(_SIGN)}", _PRODUCT)
+        shift = power_of_two(divisor)
+        if shift is not None and sign == "/":  # an arithmetic shift rounds down
+            return Piece(f"{args[0].within(_SIGN)} >> {shift}", _SHIFT)
+        if shift is not None:
+            return Piece(f"{args[0].within(_SIGN)} & {2**shift - 1}", _BITAND)
+        name = "floor_div" if node.op == "floordiv" else "floor_mod"
+        return Piece(f"{name}({args[0].text}, {args[1].text})", _ATOM)
+
+    def _power(self, node: Op, scope: Scope) -> Piece:
+        exponent = node.args[1]
+        assert isinstance(exponent, Const)
+        power = exponent.value
+        if power == 0:  # also of NaN
+            return Piece("1.0f" if node.type is Type.FLOAT else "1", _ATOM)
+        base = scope.named(node.args[0])
+        if node.wide:
+            base = scope.temporary(node, "base", self._int64(base).text)
+        if power == int(power):
+            factors = power_factors(
+                base.within(_SIGN),
+                abs(int(power)),
+                lambda x: scope.temporary(node, "square", f"{x} * {x}").text,
+            )
+            result = Piece(" * ".join(factors), _PRODUCT if len(factors) > 1 else _SIGN)
+            return result if power > 0 else Piece(f"1.0f / {result.within(_SIGN)}", _PRODUCT)
+        if power in (0.5, -0.5):
+            return Piece(f"{'sqrtf' if power > 0 else 'rsqrtf'}({base.text})", _ATOM)
+        return Piece(f"exp2f({power!r}f * log2f({base.text}))", _ATOM)
+
+    def declare(self, name: str, type: Type, wide: bool, text: str) -> str:
+        kind = {Type.BOOL: "bool", Type.FLOAT: "float", Type.INT: "long long" if wide else "int"}[type]
+        return f"const {kind} {name} = {text};"
+
+    def offset(self, index: Piece, stride: str) -> str:
+        wide = self._int64(index).text
+        return wide if stride == "1" else f"{wide} * {stride}"
+
+    def within(self, index: Piece, extent: str, *, low: bool, high: bool) -> Piece:
+        parts = []
+        if low:
+            parts.append(Piece(f"{index.within(_SHIFT)} >= 0", _COMPARE))
+        if high:
+            parts.append(Piece(f"{index.within(_SHIFT)} < {extent}", _COMPARE))
+        return parts[0] if len(parts) == 1 else Piece(self.conjunction(parts), _AND)
+
+    def conjunction(self, parts: list[Piece]) -> str:
+        return " && ".join(part.within(_AND if len(parts) > 1 else _SELECT) for part in parts)
+
+    def pointer(self, name: str, base: str, offsets: list[str]) -> str:
+        return f"const auto* {name} = {' + '.join([base, *offsets])};"
+
+    def load(self, name: str, dtype: str, base: str, offsets: list[str], guard: str | None) -> list[str]:
+        row = DTYPES[dtype]
+        kind = {"bool": "bool", "float": "float", "int": "long long" if row.bytes == 8 else "int"}[row.kind]
+        element = f"{base}[{' + '.join(offsets)}]" if offsets else f"*{base}"
+        if dtype in _FROM:
+            value = f"{_FROM[dtype]}({element})"
+        else:
+            value = f"{element} != 0" if kind == "bool" else element
+        if guard is not None:
+            zero = {"bool": "false", "float": "0.0f"}.get(kind, "0")
+            value = f"{guard if guard.isidentifier() else f'({guard})'} ? {value} : {zero}"
+        return [f"const {kind} {name} = {value};"]
+
+    def search(self, pointer: str, stride: str, length: str, value: str, strict: bool) -> str:
+        return f"first_at_least({pointer}, {stride}, {length}, {value}, {'true' if strict else 'false'})"

@@ -1,0 +1,197 @@
+"""The derivative of a score, as an expression: with respect to ``s``, to a scalar, or to each element it loads.
+
+Where a function has no derivative the value is torch's: 0 for ``floor`` and at the kink of ``abs``, one half of
+each argument where ``min`` and ``max`` meet, 1 at both ends of ``clamp``. A branch that is not taken is selected
+away, never multiplied by zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from attngen.lang.eager import as_clamp
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, walk
+
+ZERO = Const(0.0, Type.FLOAT)
+ONE = Const(1.0, Type.FLOAT)
+
+
+def differentiate(expr: Expr, wrt: str | Load) -> Expr:
+    """Return d expr / d wrt, a FLOAT expression (``Const(0.0)`` where nothing depends on it).
+
+    ``wrt`` is ``s``, the name of a float scalar or of a 0-d float tensor, or one ``Load`` as it stands in ``expr``.
+    """
+    if isinstance(wrt, Load):
+        return _Derivative(wrt).of(expr) or ZERO
+    leaves = {
+        n for n in walk(expr) if (isinstance(n, Var) and n.name == wrt) or n == Load(wrt, (), Type.FLOAT)
+    }
+    assert len(leaves) <= 1
+    return (_Derivative(leaves.pop()).of(expr) or ZERO) if leaves else ZERO
+
+
+def differentiate_loads(expr: Expr, tensor: str) -> tuple[tuple[Load, Expr], ...]:
+    """Return each distinct element of ``tensor`` that the expression reads, with the derivative by it.
+
+    An element read at two places counts once; two different index expressions count apart, also where they meet,
+    so that adding up all contributions is right.
+    """
+    loads = dict.fromkeys(n for n in walk(expr) if isinstance(n, Load) and n.tensor == tensor)
+    pairs = ((load, differentiate(expr, load)) for load in loads)
+    return tuple((load, slope) for load, slope in pairs if slope != ZERO)
+
+
+class _Derivative:
+    """Differentiates by one leaf; None stands for a derivative that is zero everywhere."""
+
+    def __init__(self, leaf: Expr) -> None:
+        self.leaf = leaf
+        self._known: dict[Expr, Expr | None] = {}
+
+    def of(self, node: Expr) -> Expr | None:
+        if node == self.leaf:
+            return ONE
+        if not isinstance(node, Op) or node.type is not Type.FLOAT:
+            return None
+        if node not in self._known:
+            self._known[node] = self._rule(node)
+        return self._known[node]
+
+    def _rule(self, node: Op) -> Expr | None:
+        clamp = as_clamp(node)
+        if clamp is not None:
+            return self._clamp(*clamp)
+        match node.op:
+            case "select":
+                condition, a, b = node.args
+                return _select(condition, self.of(a), self.of(b))
+            case "min" | "max":
+                return self._extremum(node)
+            case "add" | "sub":
+                a, b = (self.of(arg) for arg in node.args)
+                return _sum(a, b if node.op == "add" else _neg(b))
+            case "mul":
+                a, b = node.args
+                return _sum(_times(self.of(a), b), _times(self.of(b), a))
+            case "truediv":
+                return self._quotient(node)
+            case "pow":
+                return self._power(node)
+            case op if op in _OUTER:
+                inner = self.of(node.args[0])
+                return None if inner is None else _times(inner, _OUTER[op](node, node.args[0]))
+            case _:  # to_float, floor, ceil: constant almost everywhere
+                return None
+
+    def _clamp(self, value: Expr, low: Expr, high: Expr) -> Expr | None:
+        inside = _both(_op("ge", value, low), _op("le", value, high))
+        below = _both(_op("lt", low, high), _op("lt", value, low))
+        above = Op("or", (_op("gt", value, high), _op("lt", high, low)), Type.BOOL)
+        parts = [
+            _select(inside, self.of(value), None),
+            _select(below, self.of(low), None),
+            _select(above, self.of(high), None),
+        ]
+        return _sum(_sum(parts[0], parts[1]), parts[2])
+
+    def _extremum(self, node: Op) -> Expr | None:
+        a, b = node.args
+        da, db = self.of(a), self.of(b)
+        if da is None and db is None:
+            return None
+        first, second = ("lt", "gt") if node.op == "min" else ("gt", "lt")
+        meet = _times(_sum(da, db), Const(0.5, Type.FLOAT))  # equal arguments share; NaN makes all NaN anyway
+        return _select(_op(first, a, b), da, _select(_op(second, a, b), db, meet))
+
+    def _quotient(self, node: Op) -> Expr | None:
+        a, b = node.args
+        da, db = self.of(a), self.of(b)
+        left: Expr | None = None if da is None else _op("truediv", da, b)
+        right = None if db is None else _neg(_times(db, _op("truediv", node, b)))
+        return _sum(left, right)
+
+    def _power(self, node: Op) -> Expr | None:
+        base, exponent = node.args
+        inner = self.of(base)
+        assert isinstance(exponent, Const)
+        power = float(exponent.value)
+        if inner is None or power == 0:
+            return None
+        if power == 1:
+            return inner
+        lower = base if power == 2 else _op("pow", base, Const(power - 1, Type.FLOAT))
+        return _times(inner, _op("mul", Const(power, Type.FLOAT), lower))
+
+
+def _number(value: float) -> Const:
+    return Const(value, Type.FLOAT)
+
+
+def _op(op: str, *args: Expr) -> Op:
+    compared = op in ("lt", "le", "gt", "ge", "eq", "ne")
+    return Op(op, args, Type.BOOL if compared else Type.FLOAT)
+
+
+def _both(a: Expr, b: Expr) -> Expr:
+    return Op("and", (a, b), Type.BOOL)
+
+
+def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(b, Op) and b.op == "neg":
+        return _op("sub", a, b.args[0])
+    return _op("add", a, b)
+
+
+def _neg(a: Expr | None) -> Expr | None:
+    if isinstance(a, Const):
+        return _number(-a.value)
+    return None if a is None else _op("neg", a)
+
+
+def _times(a: Expr | None, b: Expr) -> Expr | None:
+    """Return a * b for a derivative ``a``; a factor of one vanishes."""
+    if a is None:
+        return None
+    if a == ONE:
+        return b
+    return a if b == ONE else _op("mul", a, b)
+
+
+def _select(condition: Expr, a: Expr | None, b: Expr | None) -> Expr | None:
+    if a is None and b is None:
+        return None
+    if a == b:
+        return a
+    return Op("select", (condition, ZERO if a is None else a, ZERO if b is None else b), Type.FLOAT)
+
+
+def _sign(node: Op, x: Expr) -> Expr:
+    negative = Op("select", (_op("lt", x, ZERO), _number(-1.0), ZERO), Type.FLOAT)
+    return Op("select", (_op("gt", x, ZERO), ONE, negative), Type.FLOAT)
+
+
+def _silu(node: Op, x: Expr) -> Expr:
+    sigmoid = _op("sigmoid", x)
+    return _op("mul", sigmoid, _op("add", ONE, _op("mul", x, _op("sub", ONE, sigmoid))))
+
+
+#: Derivative of each function by its argument, from the node itself and the argument, so that values are reused.
+_OUTER: dict[str, Callable[[Op, Expr], Expr]] = {
+    "neg": lambda y, x: _number(-1.0),
+    "abs": _sign,
+    "exp": lambda y, x: y,
+    "exp2": lambda y, x: _op("mul", y, _number(math.log(2))),
+    "log": lambda y, x: _op("truediv", ONE, x),
+    "log2": lambda y, x: _op("truediv", _number(1 / math.log(2)), x),
+    "tanh": lambda y, x: _op("sub", ONE, _op("mul", y, y)),
+    "sigmoid": lambda y, x: _op("mul", y, _op("sub", ONE, y)),
+    "silu": _silu,
+    "sqrt": lambda y, x: _op("truediv", _number(0.5), y),
+    "rsqrt": lambda y, x: _op("mul", _number(-0.5), _op("mul", y, _op("mul", y, y))),
+    "sin": lambda y, x: _op("cos", x),
+    "cos": lambda y, x: _op("neg", _op("sin", x)),
+    "tan": lambda y, x: _op("add", ONE, _op("mul", y, y)),
+}

@@ -1,0 +1,343 @@
+"""Expressions as source text: common subexpressions once, loads predicated, loop invariants hoisted, good names.
+
+The output is a list of statements and one expression. A temporary is made for a load, for a subexpression that is
+used twice, and for one that does not vary along ``kv`` inside one that does: its statement goes before the loop.
+Everything else stays one expression with the fewest parentheses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from attngen.lang.literals import fold_literals
+from attngen.lang.intervals import bounds
+from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, rewrite
+from attngen.lang.naming import describe, label
+from attngen.lang.ranges import INDEX_RANGES, INT32, Range
+from attngen.lang.targets import Piece, Target
+from attngen.lang.usage import Usage
+
+_NO_AXES: frozenset[str] = frozenset()
+#: Which index is inside which extent by what it means; rows and keys are not, as tiles overhang the sequence.
+_INSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_heads")}
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a name of an expression is called in the target, e.g. ``q_index[:, None]``.
+
+    ``axes`` says along which of 'q' and 'kv' the value varies; empty for a scalar. ``wide`` marks int64. ``below``
+    names the extents that the value never reaches, in lanes that overhang the sequence neither.
+    The text must be a name, a literal, a call or a subscript: it is never put in parentheses.
+    """
+
+    text: str
+    axes: frozenset[str] = _NO_AXES
+    wide: bool = False
+    below: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBinding:
+    """A tensor in the target: pointer, strides in elements and extents, one of each per axis, as text.
+
+    ``shape`` repeats the declared extents; it lets the emitter leave out tests of ``b``, ``h`` and ``hk``.
+    """
+
+    pointer: str
+    strides: tuple[str, ...]
+    extents: tuple[str, ...]
+    dtype: str
+    shape: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Statements before the loop, statements inside it, and the text of the value.
+
+    ``result`` may be an operator expression: put it in parentheses inside another one. ``axes`` is where it varies.
+    """
+
+    hoisted: tuple[str, ...]
+    body: tuple[str, ...]
+    result: str
+    axes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedMany:
+    """As ``Emitted``, for several expressions that share their temporaries."""
+
+    hoisted: tuple[str, ...]
+    body: tuple[str, ...]
+    results: tuple[str, ...]
+    axes: tuple[frozenset[str], ...]
+
+
+def emit(
+    expr: Expr,
+    target: Target,
+    names: Mapping[str, Binding],
+    tensors: Mapping[str, TensorBinding] | None = None,
+    *,
+    prefix: str = "",
+    fast_math: bool = False,
+    ranges: Mapping[str, Range] | None = None,
+    labels: Mapping[Expr, str] | None = None,
+    taken: Iterable[str] = (),
+) -> Emitted:
+    """Return one expression as source text; see ``emit_many``."""
+    many = emit_many(
+        [expr],
+        target,
+        names,
+        tensors,
+        prefix=prefix,
+        fast_math=fast_math,
+        ranges=ranges,
+        labels=labels,
+        taken=taken,
+    )
+    return Emitted(many.hoisted, many.body, many.results[0], many.axes[0])
+
+
+def emit_many(
+    exprs: Sequence[Expr],
+    target: Target,
+    names: Mapping[str, Binding],
+    tensors: Mapping[str, TensorBinding] | None = None,
+    *,
+    prefix: str = "",
+    fast_math: bool = False,
+    ranges: Mapping[str, Range] | None = None,
+    labels: Mapping[Expr, str] | None = None,
+    taken: Iterable[str] = (),
+) -> EmittedMany:
+    """Return expressions as source text.
+
+    ``names`` binds every variable, ``tensors`` every tensor. Temporaries begin with ``prefix`` and avoid ``taken``
+    and the words of all bindings. ``ranges`` (inclusive, by name) decide where the plain forms of ``//`` and ``%``
+    and unguarded loads are right. ``labels`` names subexpressions (``Variant.labels``).
+
+    Statements that vary along ``kv`` are ``body``, all others ``hoisted``; with scalar bindings only, everything
+    is hoisted. Raises KeyError for a name or a tensor without a binding.
+    """
+    exprs = [rewrite(expr, fold_literals) for expr in exprs]
+    labels = {rewrite(expr, fold_literals): label for expr, label in (labels or {}).items()}
+    emission = _Emission(exprs, target, names, tensors or {}, prefix, fast_math, ranges, labels, taken)
+    results = tuple(emission.value(expr).text for expr in exprs)
+    axes = tuple(emission.axes(expr) for expr in exprs)
+    return EmittedMany(tuple(emission.hoisted), tuple(emission.body), results, axes)
+
+
+class _Emission:
+    """One run over a set of expressions; ``value`` writes what a node depends on, then returns its text."""
+
+    def __init__(
+        self,
+        roots: Sequence[Expr],
+        target: Target,
+        names: Mapping[str, Binding],
+        tensors: Mapping[str, TensorBinding],
+        prefix: str,
+        fast_math: bool,
+        ranges: Mapping[str, Range] | None,
+        labels: Mapping[Expr, str],
+        taken: Iterable[str],
+    ) -> None:
+        self.dialect = target.dialect
+        self.names = names
+        self.tensors = tensors
+        self.prefix = prefix
+        self.fast_math = fast_math
+        self.labels = labels
+        self.hoisted: list[str] = []
+        self.body: list[str] = []
+        self._ranges = _safe_ranges(ranges, names, tensors)
+        self._bounds: dict[Expr, Range] = {}
+        self._axes: dict[Expr, frozenset[str]] = {}
+        self._pieces: dict[Expr, Piece] = {}
+        self._bases: dict[tuple[str, ...], str] = {}
+        self._taken = {*taken, *_words(names, tensors)}
+        self.usage = Usage(roots, self.axes)
+
+    # --- what is known of a node --------------------------------------------------------------------------
+
+    def axes(self, node: Expr) -> frozenset[str]:
+        """Return the axes along which a node varies."""
+        found = self._axes.get(node)
+        if found is None:
+            if isinstance(node, Var):
+                found = self.names[node.name].axes
+            else:
+                found = _NO_AXES.union(*(self.axes(child) for child in children(node)))
+            self._axes[node] = found
+        return found
+
+    def bounds(self, node: Expr) -> Range:
+        """Return the range of a node, in which a predicated load may also be 0."""
+        found = self._bounds.get(node)
+        if found is None:
+            found = self._bounds[node] = bounds(node, self._ranges)
+        return found
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def value(self, node: Expr) -> Piece:
+        """Return the text of a node, after writing the statements that it needs."""
+        piece = self._pieces.get(node)
+        if piece is None:
+            piece = self._write(node)
+            if isinstance(node, Op) and self._deserves_name(node):
+                piece = self._declare(node, piece.text)
+            self._pieces[node] = piece
+        return piece
+
+    def named(self, node: Expr) -> Piece:
+        """Return a node as a name or a literal."""
+        piece = self.value(node)
+        if isinstance(node, Op) and (piece.strength < self.dialect.atom or "(" in piece.text):
+            piece = self._pieces[node] = self._declare(node, piece.text)
+        return piece
+
+    def temporary(self, node: Expr, role: str, text: str) -> Piece:
+        """Store an intermediate result of a node."""
+        name = self._fresh(role)
+        self._lines(node).append(self.dialect.declare(name, node.type, _wide(node), text))
+        return Piece(name, self.dialect.atom)
+
+    def _write(self, node: Expr) -> Piece:
+        match node:
+            case Const():
+                return self.dialect.constant(node)
+            case Var(name=name):
+                return Piece(self.names[name].text, self.dialect.atom)
+            case Load():
+                return self._load(node)
+            case Search():
+                return self._search(node)
+            case Op(args=args):
+                return self.dialect.operator(node, tuple(self.value(arg) for arg in args), self)
+
+    def _deserves_name(self, node: Op) -> bool:
+        if _trivial(node):
+            return False
+        return self.usage.count[node] > 1 or node in self.labels or self.usage.invariant(node)
+
+    def _declare(self, node: Expr, text: str) -> Piece:
+        name = self._fresh(self.labels.get(node) or describe(node, self.axes(node)))
+        self._lines(node).append(self.dialect.declare(name, node.type, _wide(node), text))
+        return Piece(name, self.dialect.atom)
+
+    def _load(self, node: Load) -> Piece:
+        tensor = self.tensors[node.tensor]
+        indices = [self.value(index) for index in node.indices]
+        tests = [
+            self._test(node, condition, self.value(condition if holds else Op("not", (condition,), Type.BOOL)))
+            for condition, holds in self.usage.guards(node)
+        ]
+        for axis, index in enumerate(node.indices):
+            low, high = self._may_leave(index, tensor, axis)
+            if low or high:
+                piece = indices[axis] = self.named(index)  # it stands in the offset, too
+                test = self.dialect.within(piece, tensor.extents[axis], low=low, high=high)
+                tests.append(self._test(node, index, test))
+        guard = self.dialect.conjunction(tests) if tests else None
+        base, offsets = self._address(node, indices)
+        name = self._fresh(describe(node, self.axes(node)))
+        self._lines(node).extend(self.dialect.load(name, tensor.dtype, base, offsets, guard))
+        return Piece(name, self.dialect.atom)
+
+    def _test(self, load: Load, source: Expr, test: Piece) -> Piece:
+        """Return a condition of a load, lifted if it is a scalar and the load is not."""
+        return self.dialect.lifted(test) if self.axes(load) and not self.axes(source) else test
+
+    def _address(self, node: Load, indices: Sequence[Piece]) -> tuple[str, list[str]]:
+        """Return the base and the offsets of a load; what is the same for a whole block is added up once."""
+        tensor = self.tensors[node.tensor]
+        offsets = [self._offset(piece, stride) for piece, stride in zip(indices, tensor.strides, strict=True)]
+        fixed = [axis for axis, index in enumerate(node.indices) if not self.axes(index)]
+        moving = [axis for axis in range(len(offsets)) if axis not in fixed]
+        shared = [text for axis in fixed for text in offsets[axis]]
+        if not moving or not shared:
+            return tensor.pointer, [text for texts in offsets for text in texts]
+        key = (tensor.pointer, *shared)
+        if key not in self._bases:
+            part = Load(node.tensor, tuple(node.indices[axis] for axis in fixed), node.type)
+            self._bases[key] = self._fresh(label(part) or f"{node.tensor}_base")
+            self.hoisted.append(self.dialect.pointer(self._bases[key], tensor.pointer, shared))
+        return self._bases[key], [text for axis in moving for text in offsets[axis]]
+
+    def _offset(self, index: Piece, stride: str) -> list[str]:
+        return [] if index.text == "0" else [self.dialect.offset(index, stride)]
+
+    def _search(self, node: Search) -> Piece:
+        tensor = self.tensors[node.tensor]
+        indices = [self.value(index) for index in node.indices]
+        parts = zip(indices, tensor.strides, strict=True)
+        offsets = [t for axis, (i, n) in enumerate(parts) if axis != node.axis for t in self._offset(i, n)]
+        call = self.dialect.search(
+            " + ".join([tensor.pointer, *offsets]),
+            tensor.strides[node.axis],
+            self.value(node.length).text,
+            self.value(node.value).text,
+            node.strict,
+        )
+        name = self._fresh(f"{node.tensor}_{'after' if node.strict else 'from'}")
+        self._lines(node).append(self.dialect.declare(name, Type.INT, False, call))
+        return Piece(name, self.dialect.atom)
+
+    def _may_leave(self, index: Expr, tensor: TensorBinding, axis: int) -> tuple[bool, bool]:
+        """Return whether an index may be negative, and whether it may reach the extent."""
+        low, high = self.bounds(index)
+        extent = tensor.shape[axis] if tensor.shape else None
+        if isinstance(index, Var) and (index.name, extent) in _INSIDE:
+            return False, False
+        if isinstance(index, Var) and extent in self.names[index.name].below:
+            return low < 0, False
+        return low < 0, not (isinstance(extent, int) and high < extent)
+
+    # --- names --------------------------------------------------------------------------------------------
+
+    def _lines(self, node: Expr) -> list[str]:
+        return self.body if "kv" in self.axes(node) else self.hoisted
+
+    def _fresh(self, wanted: str) -> str:
+        base = f"{self.prefix}{wanted}"
+        name, number = base, 2
+        while name in self._taken:
+            name, number = f"{base}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+
+def _wide(node: Expr) -> bool:
+    return isinstance(node, Op) and node.wide
+
+
+def _trivial(node: Op) -> bool:
+    """Whether repeating a node costs nothing: the negative of a leaf."""
+    return node.op in ("neg", "not") and isinstance(node.args[0], Var | Const)
+
+
+def _words(names: Mapping[str, Binding], tensors: Mapping[str, TensorBinding]) -> set[str]:
+    texts = [binding.text for binding in names.values()]
+    for tensor in tensors.values():
+        texts += [tensor.pointer, *tensor.strides, *tensor.extents]
+    return {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
+
+
+def _safe_ranges(
+    ranges: Mapping[str, Range] | None, names: Mapping[str, Binding], tensors: Mapping[str, TensorBinding]
+) -> dict[str, Range]:
+    """Ranges that hold in overhanging lanes as well, where loads read 0."""
+    known = dict(INDEX_RANGES if ranges is None else ranges)
+    for name in names:
+        known.setdefault(name, INT32)
+    for name in tensors:
+        if name in known:
+            low, high = known[name]
+            known[name] = (min(low, 0), max(high, 0))
+    return known

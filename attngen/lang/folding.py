@@ -1,0 +1,128 @@
+"""Scores in units of log2, with what is constant over a tile folded together: exp2 then needs no further multiply.
+
+A kernel computes ``p = exp2(x * multiplier - max)``. Without a score, x is the raw product q·k and the multiplier is
+``softmax_scale * log2(e)``. A score is brought into the same form where algebra allows: a constant factor that is
+never negative becomes the multiplier (soft-capping), a sum is scaled term by term (ALiBi, biases). Products are
+regrouped so that each element is multiplied once by everything that does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from attngen.lang.intervals import bounds
+from attngen.lang.ir import Const, Expr, Op, Type, Var, names, rewrite
+from attngen.lang.ranges import Range
+from attngen.lang.simplify import mul, truediv
+
+#: The raw product of a query row and a key row, before the scale.
+PRODUCT = Var("qk", Type.FLOAT)
+SOFTMAX_SCALE = Var("softmax_scale", Type.FLOAT)
+LOG2E = Var("LOG2E", Type.FLOAT)
+ONE = Const(1.0, Type.FLOAT)
+
+#: What differs from element to element of a tile.
+_VARYING = frozenset({"q", "kv", "q_pos", "q_global", "kv_global", "s", PRODUCT.name})
+_ROWS = frozenset({"q", "q_pos", "q_global"})
+_KEYS = frozenset({"kv", "kv_global"})
+
+
+@dataclass(frozen=True, slots=True)
+class Logit:
+    """``value * multiplier`` is the logit in units of log2; the multiplier is the same for a whole tile."""
+
+    value: Expr
+    multiplier: Expr
+
+
+def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool) -> Logit:
+    """Return the form that a kernel evaluates; without ``fast_math`` nothing is reassociated."""
+    unit = _product([SOFTMAX_SCALE, LOG2E])
+    if score is None:
+        return Logit(PRODUCT, unit)
+    scaled = rewrite(score, lambda node: mul(PRODUCT, SOFTMAX_SCALE) if node == Var("s", Type.FLOAT) else None)
+    if not fast_math:
+        return Logit(scaled, LOG2E)
+    grouped = rewrite(scaled, _regroup)
+    constant, varying = _factors(grouped)
+    if constant and bounds(_product(constant), ranges)[0] >= 0:
+        return Logit(_product(varying), _product([*constant, LOG2E]))
+    if isinstance(grouped, Op) and grouped.op in ("add", "sub"):
+        return Logit(_scale_terms(grouped), ONE)
+    return Logit(grouped, LOG2E)
+
+
+def _varies(node: Expr) -> bool:
+    return bool(names(node) & _VARYING)
+
+
+def _regroup(node: Expr) -> Expr | None:
+    """Return a product as (what is constant over the tile) * (what varies), a quotient by a constant likewise."""
+    if not isinstance(node, Op) or node.type is not Type.FLOAT:
+        return None
+    if node.op == "to_float":
+        return _split_difference(node)
+    if node.op not in ("mul", "truediv"):
+        return None
+    constant, varying = _factors(node)
+    if not constant or not varying:
+        return None
+    return mul(_product(varying), _product(constant))
+
+
+def _split_difference(node: Op) -> Expr | None:
+    """Convert rows and keys to float before subtracting them: one conversion per row and key, not per element."""
+    match node.args[0]:
+        case Op(op="add" | "sub" as op, args=(a, b)) if _axes(a) and _axes(b) and not _axes(a) & _axes(b):
+            left, right = (Op("to_float", (x,), Type.FLOAT) for x in (a, b))
+            return Op(op, (left, right), Type.FLOAT)
+    return None
+
+
+def _axes(node: Expr) -> frozenset[str]:
+    used = names(node)
+    return frozenset(axis for axis, group in (("q", _ROWS), ("kv", _KEYS)) if used & group)
+
+
+def _factors(node: Expr) -> tuple[list[Expr], list[Expr]]:
+    """Return the factors of a product: those constant over the tile, and the others."""
+    if isinstance(node, Op) and node.type is Type.FLOAT and not _reads_integers(node):
+        if node.op == "mul":
+            parts = [_factors(argument) for argument in node.args]
+            return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+        if node.op == "truediv" and not _varies(node.args[1]):
+            constant, varying = _factors(node.args[0])
+            return [*constant, truediv(ONE, node.args[1])], varying
+        if node.op == "neg":
+            constant, varying = _factors(node.args[0])
+            return [*constant, Const(-1.0, Type.FLOAT)], varying
+    return ([], [node]) if _varies(node) else ([node], [])
+
+
+def _reads_integers(node: Op) -> bool:
+    return any(argument.type is not Type.FLOAT for argument in node.args)
+
+
+def _product(factors: list[Expr]) -> Expr:
+    result: Expr = ONE
+    literal = math.prod(f.value for f in factors if isinstance(f, Const))
+    for factor in factors:
+        if isinstance(factor, Const):
+            continue
+        match factor:
+            case Op(op="truediv", args=(Const(value=1.0), divisor)) if result != ONE:
+                result = truediv(result, divisor)
+            case _:
+                result = mul(result, factor)
+    return result if literal == 1 else mul(result, Const(float(literal), Type.FLOAT))
+
+
+def _scale_terms(node: Expr) -> Expr:
+    """Return ``node * LOG2E`` with the factor taken into each term of a sum."""
+    if isinstance(node, Op) and node.op in ("add", "sub") and node.type is Type.FLOAT:
+        return Op(node.op, tuple(_scale_terms(argument) for argument in node.args), Type.FLOAT)
+    constant, varying = _factors(node)
+    constant = [*constant, LOG2E]
+    return mul(_product(varying), _product(constant)) if varying else _product(constant)
+

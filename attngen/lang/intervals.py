@@ -1,0 +1,222 @@
+"""Bounds of expressions: numeric (``bounds``), and as expressions over the corners of a tile (symbols.py).
+
+Integers are exact here (overflow.py cares for int32). A float interval holds for values that are not NaN; a
+comparison that NaN could decide is never known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from attngen.lang.facts import Facts, aligned
+from attngen.lang.interval_rules import RULES, Interval
+from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Load, Op, Search, Type, Var, names
+from attngen.lang.ranges import INT32, Range
+from attngen.lang.simplify import COMPLEMENT, FOLD, Linear, linear, make
+
+#: Float operators whose result is NaN only if an argument is.
+_NAN_PRESERVING = frozenset({"neg", "abs", "min", "max", "floor", "ceil"})
+
+#: Which length each position is below.
+_LENGTHS = {
+    **dict.fromkeys(("q", "q_lo", "q_hi"), "seqlen_q"),
+    **dict.fromkeys(("kv", "kv_lo", "kv_hi", "q_pos", "q_pos_lo", "q_pos_hi"), "seqlen_k"),
+}
+
+#: Float operators that do not round; the result of any other depends on how a compiler contracts it.
+EXACT = _NAN_PRESERVING | {"select", "to_float"}
+
+
+def bounds(expr: Expr, ranges: Mapping[str, Range] | Facts) -> Range:
+    """Return inclusive numeric bounds of an expression; ±inf where there is none.
+
+    ``ranges`` maps names of scalars and tensors (their elements) to (lo, hi); index names that it lacks have
+    their default range. A BOOL expression gives (must, may). Sound for every value that is not NaN.
+    """
+    facts = ranges if isinstance(ranges, Facts) else Facts(ranges)
+    return evaluate(expr, Numbers(facts))
+
+
+def evaluate(expr: Expr, algebra: Any) -> Interval:
+    """Return the interval of an expression in an algebra of endpoints, which keeps what it has computed."""
+    known = algebra.memo.get(expr)
+    if known is None:
+        known = algebra.memo[expr] = _evaluate(expr, algebra)
+    return known
+
+
+def _evaluate(expr: Expr, algebra: Any) -> Interval:
+    leaf = algebra.leaf(expr)
+    if leaf is not None:
+        return leaf
+    match expr:
+        case Load(indices=indices):
+            return algebra.load(expr, tuple(evaluate(i, algebra) for i in indices))
+        case Search(value=value, length=length):
+            return algebra.search(expr, evaluate(value, algebra), evaluate(length, algebra))
+        case Op(op="add" | "sub" | "neg" | "mul", type=Type.INT):
+            total = linear(expr)
+            if expr not in total.terms:
+                return _sum(total, algebra)
+        case Op(op=op, args=(a, b)) if op in COMPLEMENT:
+            return _comparison(op, a, b, algebra)
+    assert isinstance(expr, Op)
+    args = [evaluate(a, algebra) for a in expr.args]
+    if expr.op == "mul" and expr.args[0] == expr.args[1]:
+        args = [RULES["abs"](algebra, args[0])] * 2
+    interval = RULES[expr.op](algebra, *args)
+    if expr.type is Type.FLOAT:
+        return algebra.rounded(expr.op, interval)
+    return algebra.refined(expr, interval)
+
+
+def _sum(total: Linear, algebra: Any) -> Interval:
+    """Add up the intervals of the terms; ``q`` and ``q_pos`` in one sum move together."""
+    q_pos, q = Var("q_pos", Type.INT), Var("q", Type.INT)
+    if q_pos in total.terms and q in total.terms:
+        total = _without(total, q_pos).plus(linear(aligned()), total.terms[q_pos])
+    total, result = algebra.paired(total)
+    for term, coefficient in total.terms.items():
+        factor = (algebra.literal(coefficient),) * 2
+        result = RULES["add"](algebra, result, RULES["mul"](algebra, evaluate(term, algebra), factor))
+    return RULES["add"](algebra, result, (algebra.literal(total.constant),) * 2)
+
+
+def _without(total: Linear, *terms: Expr) -> Linear:
+    return Linear({t: c for t, c in total.terms.items() if t not in terms}, total.constant)
+
+
+def _comparison(op: str, a: Expr, b: Expr, algebra: Any) -> Interval:
+    """Compare; sides that share a name are subtracted first, so that what they share cancels."""
+    if a.type is Type.BOOL:
+        unequal = RULES["xor"](algebra, evaluate(a, algebra), evaluate(b, algebra))
+        return unequal if op == "ne" else RULES["not"](algebra, unequal)
+    if Type.FLOAT in (a.type, b.type):
+        if not (_never_nan(a) and _never_nan(b)):
+            return (algebra.false, algebra.true)
+    elif algebra.varies(a) & algebra.varies(b):
+        apart = evaluate(make("sub", a, b), algebra)
+        return RULES[op](algebra, apart, (algebra.literal(0),) * 2)
+    return RULES[op](algebra, evaluate(a, algebra), evaluate(b, algebra))
+
+
+def _never_nan(expr: Expr) -> bool:
+    match expr:
+        case Const(value=value):
+            return value == value
+        case Op(op="to_float"):
+            return True
+        case Op(op=op, args=args) if op in _NAN_PRESERVING:
+            return all(_never_nan(a) for a in args)
+        case Op(op="select", args=(_, a, b)):
+            return _never_nan(a) and _never_nan(b)
+    return expr.type is not Type.FLOAT
+
+
+class Numbers:
+    """Anys are Python numbers; ±inf means unbounded."""
+
+    unbounded: Interval = (-math.inf, math.inf)
+    false, true = False, True
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self.memo: dict[Expr, Interval] = {}
+
+    @staticmethod
+    def literal(value: float) -> float:
+        return value
+
+    def varies(self, node: Expr) -> frozenset[str]:
+        return names(node)
+
+    def leaf(self, node: Expr) -> Interval | None:
+        match node:
+            case Const(value=value):
+                return (value, value)
+            case Var(name=name, type=type):
+                low, high = self._facts.range(name, type)
+            case Load(tensor=tensor, type=type):
+                low, high = self._facts.ranges.get(tensor, INT32 if type is Type.INT else self.unbounded)
+            case _:
+                return None
+        if type is Type.BOOL:
+            return (low == 1, high != 0)
+        return (low, high)
+
+    def load(self, node: Load, indices: tuple[Interval, ...]) -> Interval:
+        raise AssertionError("a leaf")
+
+    def search(self, node: Search, value: Interval, length: Interval) -> Interval:
+        return (0, length[1])
+
+    def paired(self, total: Linear) -> tuple[Linear, Interval]:
+        """Take out what is below a length together with that length: ``kv - seqlen_k`` is in [-MAX_SEQLEN, -1]."""
+        lo = hi = 0
+        for term, coefficient in tuple(total.terms.items()):
+            length = _LENGTHS.get(term.name) if isinstance(term, Var) else None
+            opposite = total.terms.get(Var(length, Type.INT), 0) if length else 0
+            if coefficient * opposite >= 0:
+                continue
+            count = min(abs(coefficient), abs(opposite)) * (1 if coefficient > 0 else -1)
+            ends = sorted((-count, -count * MAX_SEQLEN))
+            lo, hi = lo + ends[0], hi + ends[1]
+            total = total.plus(Linear({term: 1, Var(str(length), Type.INT): -1}), -count)
+        return total, (lo, hi)
+
+    def refined(self, node: Op, interval: Interval) -> Interval:
+        """``x // n * n`` for positive n is near x, or -n if x is negative and n larger."""
+        match node:
+            case Op(op="mul", args=(a, b)):
+                for quotient, n in ((a, b), (b, a)):
+                    match quotient:
+                        case Op(op="floordiv", args=(x, d)) if d == n and evaluate(n, self)[0] > 0:
+                            lo, hi = evaluate(x, self)
+                            least = 0 if lo >= 0 else -max(evaluate(n, self)[1], -2 * lo)
+                            return max(interval[0], least), min(interval[1], hi)
+        return interval
+
+    def value(self, end: Any) -> float | None:
+        return end
+
+    def call(self, op: str, *args: Any) -> Any:
+        match op, args:
+            case "mul", (x, y) if x == 0 or y == 0:  # 0 * inf: an unbounded factor is still finite
+                return 0
+            case "floordiv", (x, y) if math.isinf(x):
+                return x if y > 0 else -x
+            case "floordiv", (x, y) if math.isinf(y):
+                return 0 if (x >= 0) == (y > 0) or x == 0 else -1
+            case "mod", (x, y) if math.isinf(x) or math.isinf(y):
+                return 0  # only asked for where select drops it
+        return FOLD[op](*args)
+
+    def holds(self, op: str, x: Any, y: Any) -> bool:
+        return bool(FOLD[op](x, y))
+
+    def is_point(self, interval: Interval) -> bool:
+        return bool(interval[0] == interval[1])
+
+    def rounded(self, op: str, interval: Interval) -> Interval:
+        """Allow for rounding to float32, underflow and overflow of each operation."""
+        lo, hi = interval
+        if lo != lo or hi != hi:
+            return self.unbounded
+        return (_loosened(lo, -1), _loosened(hi, 1)) if op not in EXACT else interval
+
+    def envelope(self, *ends: Any) -> Interval:
+        """Return the range of the narrowest two's complement numbers that hold the endpoints."""
+        if any(math.isinf(e) for e in ends):
+            return self.unbounded
+        bits = max((~e if e < 0 else e).bit_length() for e in ends)
+        return (-(2**bits), 2**bits - 1)
+
+
+def _loosened(value: float, side: int) -> float:
+    """Move a float endpoint outward by 2 parts per million, to 0 below the normal floats, to inf above."""
+    value += side * abs(value) * 2e-6
+    if 0 < abs(value) < 1.2e-38:
+        return 0.0 if (value > 0) != (side > 0) else side * 1.2e-38
+    return math.copysign(math.inf, value) if abs(value) > 3.4e38 else value

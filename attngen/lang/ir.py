@@ -1,0 +1,200 @@
+"""The intermediate representation of masks and scores: five node kinds, one table of operators, one walker.
+
+Every consumer (type check, intervals, bands, derivative, emitters, reference) walks these nodes; none of them
+keeps a second description of the language. Nodes are frozen values, compared and hashed by content, so that a
+common subexpression is one dictionary entry.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+
+class Type(enum.Enum):
+    """Type of a value in an expression. INT is int32 (``Op.wide`` marks int64), FLOAT is float32."""
+
+    BOOL = "bool"
+    INT = "int"
+    FLOAT = "float"
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A literal. ``inf`` is ``Const(math.inf, Type.FLOAT)``."""
+
+    value: bool | int | float
+    type: Type
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """A name: an index (``q``, ``kv``, ``b``, ``h`` …), a length, the logit ``s``, or a declared scalar."""
+
+    name: str
+    type: Type
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One element of a declared tensor; a 0-d tensor has no indices."""
+
+    tensor: str
+    indices: tuple[Expr, ...]
+    type: Type
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator of ``OPERATORS`` applied to ``args``; ``wide`` computes in int64."""
+
+    op: str
+    args: tuple[Expr, ...]
+    type: Type
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Position of the first element ``>= value`` (``> value`` if ``strict``) along ``axis`` of a monotone tensor.
+
+    The tensor is nondecreasing along ``axis``; ``indices`` holds the other indices in order (the entry at
+    ``axis`` is ignored and kept as ``Const(0)``). ``length`` bounds the search: the result lies in [0, length].
+    Produced by the band analysis only, never by the parser.
+    """
+
+    tensor: str
+    axis: int
+    indices: tuple[Expr, ...]
+    value: Expr
+    strict: bool
+    length: Expr
+    type: Type = Type.INT
+
+
+Expr = Const | Var | Load | Op | Search
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorInfo:
+    """How many arguments an operator takes and what it makes of their types.
+
+    ``result`` is a fixed type, or None when the result has the promoted type of the arguments.
+    ``float_args`` converts integer arguments to float32 first.
+    """
+
+    arity: tuple[int, int]  # least, most; -1 is unbounded
+    result: Type | None = None
+    float_args: bool = False
+
+
+#: Every operator that an expression may hold. Emitters and rules are tables over exactly these keys.
+OPERATORS: dict[str, OperatorInfo] = {
+    # arithmetic
+    "add": OperatorInfo((2, 2)),
+    "sub": OperatorInfo((2, 2)),
+    "mul": OperatorInfo((2, 2)),
+    "neg": OperatorInfo((1, 1)),
+    "truediv": OperatorInfo((2, 2), Type.FLOAT, float_args=True),
+    "floordiv": OperatorInfo((2, 2)),
+    "mod": OperatorInfo((2, 2)),
+    "pow": OperatorInfo((2, 2)),  # constant exponent
+    # bits (on INT; and/or/xor/invert on BOOL are the logical ones below)
+    "bitand": OperatorInfo((2, 2), Type.INT),
+    "bitor": OperatorInfo((2, 2), Type.INT),
+    "bitxor": OperatorInfo((2, 2), Type.INT),
+    "invert": OperatorInfo((1, 1), Type.INT),
+    "lshift": OperatorInfo((2, 2), Type.INT),
+    "rshift": OperatorInfo((2, 2), Type.INT),
+    # comparisons: chains become "and" of pairs
+    "lt": OperatorInfo((2, 2), Type.BOOL),
+    "le": OperatorInfo((2, 2), Type.BOOL),
+    "gt": OperatorInfo((2, 2), Type.BOOL),
+    "ge": OperatorInfo((2, 2), Type.BOOL),
+    "eq": OperatorInfo((2, 2), Type.BOOL),
+    "ne": OperatorInfo((2, 2), Type.BOOL),
+    # logic; the right side of "and"/"or" and the arms of "select" are guarded
+    "and": OperatorInfo((2, 2), Type.BOOL),
+    "or": OperatorInfo((2, 2), Type.BOOL),
+    "xor": OperatorInfo((2, 2), Type.BOOL),
+    "not": OperatorInfo((1, 1), Type.BOOL),
+    "select": OperatorInfo((3, 3)),  # condition, value if true, value if false
+    # functions
+    "min": OperatorInfo((2, 2)),
+    "max": OperatorInfo((2, 2)),
+    "abs": OperatorInfo((1, 1)),
+    "floor": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "ceil": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "exp": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "exp2": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "log": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "log2": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "tanh": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "sigmoid": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "silu": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "sqrt": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "rsqrt": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "sin": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "cos": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "tan": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "to_float": OperatorInfo((1, 1), Type.FLOAT),  # inserted by the type check
+    "to_int": OperatorInfo((1, 1), Type.INT),  # bool → int, inserted by the type check
+}
+
+#: The largest sequence length and packed length that an expression may see: keeps ``q_pos - kv`` within int32.
+MAX_SEQLEN = 2**30 - 1
+
+#: Names that every expression may use; all are INT, save ``s`` (the scaled logit, FLOAT, scores only).
+INDEX_NAMES: tuple[str, ...] = (
+    "b", "h", "hk", "q", "kv", "q_pos", "q_global", "kv_global",
+    "seqlen_q", "seqlen_k", "total_q", "total_k", "heads", "kv_heads",
+)  # fmt: skip
+
+
+def children(node: Expr) -> tuple[Expr, ...]:
+    """Return the direct subexpressions of a node."""
+    match node:
+        case Op(args=args):
+            return args
+        case Load(indices=indices):
+            return indices
+        case Search(indices=indices, value=value, length=length):
+            return (*indices, value, length)
+        case _:
+            return ()
+
+
+def walk(node: Expr) -> Iterator[Expr]:
+    """Yield a node and everything below it, parents first; a shared subexpression is yielded each time."""
+    yield node
+    for child in children(node):
+        yield from walk(child)
+
+
+def rewrite(node: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
+    """Rebuild an expression bottom up; ``rule`` returns a replacement for a node, or None to keep it."""
+    match node:
+        case Op(args=args):
+            node = replace(node, args=tuple(rewrite(a, rule) for a in args))
+        case Load(indices=indices):
+            node = replace(node, indices=tuple(rewrite(i, rule) for i in indices))
+        case Search(indices=indices, value=value, length=length):
+            node = replace(
+                node,
+                indices=tuple(rewrite(i, rule) for i in indices),
+                value=rewrite(value, rule),
+                length=rewrite(length, rule),
+            )
+    replacement = rule(node)
+    return node if replacement is None else replacement
+
+
+def names(node: Expr) -> frozenset[str]:
+    """Return the names of all variables in an expression."""
+    return frozenset(n.name for n in walk(node) if isinstance(n, Var))
+
+
+def tensors(node: Expr) -> frozenset[str]:
+    """Return the names of all tensors that an expression reads."""
+    return frozenset(n.tensor for n in walk(node) if isinstance(n, Load | Search))

@@ -1,0 +1,170 @@
+"""The algebra of interval rules whose endpoints are expressions over the corners of a box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from attngen.lang.facts import Facts
+from attngen.lang.interval_rules import Interval
+from attngen.lang.intervals import EXACT
+from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, names, walk
+from attngen.lang.proof import Proof
+from attngen.lang.simplify import COMPLEMENT, FALSE, FOLD, TRUE, Linear, boolean, integer, make
+
+#: Endpoints of an unbounded interval of expressions.
+_LOWEST, _HIGHEST = Const(-math.inf, Type.FLOAT), Const(math.inf, Type.FLOAT)
+
+_ORDERS = ("lt", "le", "gt", "ge")
+
+
+class Symbols:
+    """Endpoints are expressions over the corners of a box; ``_LOWEST`` and ``_HIGHEST`` mean unbounded.
+
+    ``corners`` maps the names that vary over the box to their least and greatest value.
+    """
+
+    unbounded: Interval = (_LOWEST, _HIGHEST)
+    false, true = FALSE, TRUE
+
+    def __init__(self, facts: Facts, corners: Mapping[str, tuple[Expr, Expr]]) -> None:
+        self._facts = facts
+        self._corners = corners
+        self._proof = Proof(facts)
+        self.memo: dict[Expr, Interval] = {}
+
+    @staticmethod
+    def literal(value: int) -> Expr:
+        return integer(value)
+
+    def varies(self, node: Expr) -> frozenset[str]:
+        return names(node) & self._corners.keys()
+
+    def leaf(self, node: Expr) -> Interval | None:
+        if isinstance(node, Var) and node.name in self._corners:
+            return self._corners[node.name]
+        if self.varies(node) or any(_rounds(n) for n in walk(node)):
+            return None
+        return (node, node)
+
+    def load(self, node: Load, indices: tuple[Interval, ...]) -> Interval:
+        """A monotone tensor is read at the ends of its box; of any other only the declared range is known."""
+        if node.type is not Type.INT:
+            return (FALSE, TRUE) if node.type is Type.BOOL else self.unbounded
+        lo, hi = self._facts.ranges.get(node.tensor, self.unbounded)
+        declared = (integer(int(lo)), integer(int(hi)))
+        axis = self._facts.monotone_axis(node.tensor)
+        if axis is None or any(not self.is_point(i) for n, i in enumerate(indices) if n != axis):
+            return declared
+        first, last = self._inside(node.tensor, axis, indices[axis])
+
+        def at(position: Expr | None, otherwise: Expr) -> Expr:
+            if position is None:
+                return otherwise
+            return replace(node, indices=(*node.indices[:axis], position, *node.indices[axis + 1 :]))
+
+        return at(first, declared[0]), at(last, declared[1])
+
+    def _inside(self, tensor: str, axis: int, box: Interval) -> tuple[Expr, Expr | None]:
+        """Move the ends of a box into the extent; rows whose own index lies outside it are guarded."""
+        extent, exact = self._facts.extent(tensor, axis)
+        last = make("sub", extent, integer(1))
+        first = self.call("max", box[0], integer(0))
+        if exact:
+            first = self.call("max", self.call("min", box[0], last), integer(0))
+            return first, self.call("max", self.call("min", box[1], last), integer(0))
+        inside = self.holds("le", box[1], last)
+        return first, self.call("max", box[1], integer(0)) if inside else None
+
+    def search(self, node: Search, value: Interval, length: Interval) -> Interval:
+        """The position of a greater value is no earlier."""
+        if not self.is_point(length) or any(self.varies(i) for i in node.indices):
+            return (integer(0), length[1])
+        lo, hi = (
+            replace(node, value=end) if end not in self.unbounded else other
+            for end, other in zip(value, (integer(0), node.length), strict=True)
+        )
+        return lo, hi
+
+    def paired(self, total: Linear) -> tuple[Linear, Interval]:
+        return total, (integer(0), integer(0))
+
+    def refined(self, node: Op, interval: Interval) -> Interval:
+        return interval
+
+    def value(self, end: Expr) -> float | None:
+        return end.value if isinstance(end, Const) else None
+
+    def holds(self, op: str, x: Expr, y: Expr) -> bool:
+        known = make(op, x, y) if x not in self.unbounded and y not in self.unbounded else self.call(op, x, y)
+        if isinstance(known, Const):
+            return bool(known.value)
+        less, more = (y, x) if op in ("gt", "ge") else (x, y)
+        return self._proof.at_most(make("add", less, integer(1)) if op in ("lt", "gt") else less, more)
+
+    def is_point(self, interval: Interval) -> bool:
+        return bool(interval[0] == interval[1])
+
+    def rounded(self, op: str, interval: Interval) -> Interval:
+        """Nothing is known of a rounded float: two compilations of one expression may differ in the last bit."""
+        return interval if op in EXACT else self.unbounded
+
+    def envelope(self, *ends: Expr) -> Interval:
+        return self.unbounded
+
+    def call(self, op: str, *args: Expr) -> Expr:
+        infinite = [a for a in args if a in self.unbounded]
+        if infinite:
+            return self._with_infinity(op, args, infinite[0])
+        if op in ("min", "max") and args[0].type is Type.INT:
+            return self._extremum(op, *args)
+        if op in _ORDERS and args[0].type is args[1].type is Type.INT:
+            for known in (op, COMPLEMENT[op]):
+                if self.holds(known, *args):
+                    return boolean(known == op)
+        return make(op, *args)
+
+    def _extremum(self, op: str, x: Expr, y: Expr) -> Expr:
+        """Return the least or greatest of two, or of what is left of them once it is known which is which."""
+        for a, b in ((x, y), (y, x)):
+            less, more = (a, b) if op == "min" else (b, a)
+            if self._proof.at_most(less, more):
+                return a
+            if isinstance(b, Op) and b.op == op:  # min(a, min(u, v)) where a <= u
+                for u, v in (b.args, b.args[::-1]):
+                    less, more = (a, u) if op == "min" else (u, a)
+                    if self._proof.at_most(less, more):
+                        return self._extremum(op, a, v)
+        return make(op, x, y)
+
+    def _with_infinity(self, op: str, args: tuple[Expr, ...], infinity: Expr) -> Expr:
+        """Apply an operator where an argument is unbounded. Rules ask this only where the result is plain."""
+        negative = _HIGHEST if infinity == _LOWEST else _LOWEST
+        match op:
+            case "add" | "to_float":
+                return infinity
+            case "neg":
+                return negative
+            case "sub":
+                return infinity if args[0] == infinity else negative
+            case "min" | "max":
+                absorbs = infinity == (_LOWEST if op == "min" else _HIGHEST)
+                return infinity if absorbs else args[1] if args[0] == infinity else args[0]
+            case "mul":
+                other = args[1] if args[0] == infinity else args[0]
+                return infinity if self.holds("ge", other, integer(0)) else negative
+            case "floordiv" if args[0] == infinity:
+                return infinity
+            case "floordiv":
+                return make("select", make("ge", args[0], integer(0)), integer(0), integer(-1))
+            case "select":
+                if isinstance(args[0], Const):
+                    return args[1] if args[0].value else args[2]
+                return infinity
+        sides = (float(self.value(a) or 0) if a in self.unbounded else 0 for a in args)
+        return TRUE if FOLD[op](*sides) else FALSE
+
+
+def _rounds(node: Expr) -> bool:
+    return isinstance(node, Op) and node.type is Type.FLOAT and node.op not in EXACT

@@ -1,0 +1,131 @@
+"""What the emitter asks of a target language: how to write a literal, an operator, a load, a declaration.
+
+``Target`` names the languages; each has a module with its table over all of ``ir.OPERATORS``.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from attngen.lang.ir import Const, Expr, Op, Type
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of a subexpression and how tightly its outermost operator binds, on the scale of its language."""
+
+    text: str
+    strength: int
+
+    def within(self, strength: int) -> str:
+        """Return the text, in parentheses where the context binds tighter."""
+        return f"({self.text})" if self.strength < strength else self.text
+
+
+class Scope(Protocol):
+    """What an operator's rule may ask of the emission that it is part of."""
+
+    fast_math: bool
+
+    def bounds(self, node: Expr) -> tuple[float, float]:
+        """Return the inclusive range of a node; infinite where nothing is known."""
+
+    def axes(self, node: Expr) -> frozenset[str]:
+        """Return the axes of a tile along which a node varies."""
+
+    def named(self, node: Expr) -> Piece:
+        """Return a node as a leaf, so that it may be repeated: a name, unless it is one already."""
+
+    def temporary(self, node: Expr, role: str, text: str) -> Piece:
+        """Store an intermediate result of ``node`` under a name built from ``role``."""
+
+
+class Dialect(ABC):
+    """One target language."""
+
+    #: Strength of a name, a literal, a call.
+    atom: int
+
+    @abstractmethod
+    def constant(self, node: Const) -> Piece:
+        """Write a literal."""
+
+    @abstractmethod
+    def operator(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+        """Write an operator whose arguments are written already."""
+
+    @abstractmethod
+    def declare(self, name: str, type: Type, wide: bool, text: str) -> str:
+        """Write the statement that gives a name to a value."""
+
+    @abstractmethod
+    def offset(self, index: Piece, stride: str) -> str:
+        """Write one summand of an element offset, computed in 64 bits."""
+
+    @abstractmethod
+    def within(self, index: Piece, extent: str, *, low: bool, high: bool) -> Piece:
+        """Write the test that an index is not negative (``low``) and below its extent (``high``)."""
+
+    @abstractmethod
+    def conjunction(self, parts: list[Piece]) -> str:
+        """Join conditions into one."""
+
+    def lifted(self, condition: Piece) -> Piece:
+        """Write a scalar condition so that it may meet one that varies over a tile."""
+        return condition
+
+    @abstractmethod
+    def pointer(self, name: str, base: str, offsets: list[str]) -> str:
+        """Write the statement that names an address within a tensor."""
+
+    @abstractmethod
+    def load(self, name: str, dtype: str, base: str, offsets: list[str], guard: str | None) -> list[str]:
+        """Write the statement that loads one element per lane; lanes outside the guard read 0."""
+
+    @abstractmethod
+    def search(self, pointer: str, stride: str, length: str, value: str, strict: bool) -> str:
+        """Write the call of the search over a monotone tensor."""
+
+
+class Target(enum.Enum):
+    """A language that expressions are emitted in."""
+
+    TRITON = "triton"
+    CUDA = "cuda"
+
+    @property
+    def dialect(self) -> Dialect:
+        """The table of this language."""
+        if self is Target.TRITON:
+            from attngen.lang.triton_target import TritonDialect
+
+            return TritonDialect()
+        from attngen.lang.cuda_target import CudaDialect
+
+        return CudaDialect()
+
+
+def power_of_two(node: Expr) -> int | None:
+    """Return the exponent of a literal that is a power of two, else None."""
+    if isinstance(node, Const) and node.type is Type.INT and node.value > 0:
+        value = int(node.value)
+        return value.bit_length() - 1 if value & (value - 1) == 0 else None
+    return None
+
+
+def power_factors(base: str, exponent: int, square: Callable[[str], str]) -> list[str]:
+    """Return factors whose product is a positive power of ``base``; ``square`` stores the square of its argument."""
+    if exponent <= 3:
+        return [base] * exponent
+    factors = []
+    while True:
+        if exponent & 1:
+            factors.append(base)
+        exponent >>= 1
+        if not exponent:
+            return factors
+        base = square(base)

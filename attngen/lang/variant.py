@@ -1,0 +1,182 @@
+"""A variant of attention as a value: its mask, its score and what they read. Frozen, comparable, JSON both ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from attngen.lang.ir import Const, Expr, Type, names, tensors
+from attngen.lang.ranges import Range, declared_ranges
+
+#: The mask that hides nothing.
+VISIBLE: Expr = Const(True, Type.BOOL)
+
+Bound = int | float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number that a variant takes. ``const`` fixes it at build time; otherwise it is an argument of the call.
+
+    ``min`` and ``max`` are inclusive and trusted; a string names an extent (``seqlen_k``). ``default`` serves a
+    call that leaves the argument out. ``grad`` asks the backward pass for its gradient (fp32 only).
+    """
+
+    name: str
+    dtype: str  # int32 | int64 | fp32 | bool
+    const: bool | int | float | None = None
+    min: Bound = None
+    max: Bound = None
+    default: bool | int | float | None = None
+    grad: bool = False
+
+    @property
+    def type(self) -> Type:
+        """The type that expressions see."""
+        return {"bool": Type.BOOL, "fp32": Type.FLOAT}.get(self.dtype, Type.INT)
+
+
+@dataclass(frozen=True, slots=True)
+class Monotone:
+    """A declared fact: along ``axis`` the elements never decrease."""
+
+    axis: int
+    order: str = "nondecreasing"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that a variant reads. ``shape`` holds integers, extents (``b h hk seqlen_k`` …) or free names."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...] = ()
+    monotone: Monotone | None = None
+    range: tuple[Bound, Bound] | None = None
+    grad: bool = False
+
+    @property
+    def type(self) -> Type:
+        """The type that expressions see."""
+        if self.dtype in ("fp32", "fp16", "bf16"):
+            return Type.FLOAT
+        return Type.BOOL if self.dtype == "bool" else Type.INT
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A mask and a score over declared scalars and tensors.
+
+    ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``.
+    Constant scalars stand inlined in both and stay listed in ``scalars``. ``let`` keeps the named values of the
+    spec, inlined as well, so that generated code can use the same names. The texts are the user's own.
+    """
+
+    name: str
+    mask: Expr = VISIBLE
+    score: Expr | None = None
+    scalars: tuple[Scalar, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    mask_text: str | None = None
+    score_text: str | None = None
+    let: tuple[tuple[str, Expr], ...] = ()
+
+    @property
+    def masked(self) -> bool:
+        """Whether the mask hides anything at all."""
+        return self.mask != VISIBLE
+
+    @property
+    def arguments(self) -> tuple[Scalar, ...]:
+        """The scalars that a call passes, in order of declaration."""
+        return tuple(scalar for scalar in self.scalars if scalar.const is None)
+
+    @property
+    def labels(self) -> dict[Expr, str]:
+        """Name of each ``let:`` value, for the emitter."""
+        return {value: name for name, value in self.let}
+
+    @cached_property
+    def ranges(self) -> dict[str, Range]:
+        """Inclusive numeric ranges of every name that mask and score may hold."""
+        return declared_ranges(self.scalars, self.tensors)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a declared tensor; KeyError if there is none."""
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+    def scalar(self, name: str) -> Scalar:
+        """Return a declared scalar; KeyError if there is none."""
+        for scalar in self.scalars:
+            if scalar.name == name:
+                return scalar
+        raise KeyError(name)
+
+    def uses(self, *expressions: Expr | None) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the variable names and the tensor names that the expressions (by default mask and score) hold."""
+        chosen = [e for e in (expressions or (self.mask, self.score)) if e is not None]
+        variables = frozenset[str]().union(*(names(e) for e in chosen))
+        loaded = frozenset[str]().union(*(tensors(e) for e in chosen))
+        return variables, loaded
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON value that ``from_dict`` turns into an equal variant."""
+        from attngen.lang.printing import canonical
+
+        return {
+            "name": self.name,
+            "mask": canonical(self.mask),
+            "score": None if self.score is None else canonical(self.score),
+            "let": {name: canonical(value) for name, value in self.let},
+            "scalars": [_plain(asdict(scalar)) for scalar in self.scalars],
+            "tensors": [_plain(asdict(tensor)) for tensor in self.tensors],
+            "mask_text": self.mask_text,
+            "score_text": self.score_text,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Variant:
+        """Rebuild a variant; the expressions are parsed and checked anew, so a damaged manifest raises SpecError."""
+        from attngen.lang.check import restore_variant
+
+        scalars = tuple(Scalar(**_lively(row)) for row in data["scalars"])
+        tensors = tuple(_tensor(_lively(row)) for row in data["tensors"])
+        return restore_variant(data, scalars, tensors)
+
+
+def _tensor(row: dict[str, Any]) -> Tensor:
+    monotone = row.pop("monotone")
+    shape, span = tuple(row.pop("shape")), row.pop("range")
+    return Tensor(
+        **row,
+        shape=shape,
+        monotone=None if monotone is None else Monotone(**monotone),
+        range=None if span is None else (span[0], span[1]),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Spell infinities as text, since JSON has none."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return {"inf": 1 if value > 0 else -1}
+    return value
+
+
+def _lively(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"inf"}:
+            return math.inf * value["inf"]
+        return {key: _lively(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_lively(item) for item in value]
+    return value

@@ -1,0 +1,157 @@
+"""The argument list of a Triton forward kernel, in order: the one description that the template's signature, the
+compiler's attributes and the runtime's packing all follow."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterator
+
+from attngen.dtypes import dtype
+from attngen.lang.variant import Tensor, Variant
+from attngen.plan.model import Argument, Columns, Plan
+
+#: Axes of q, k, v and out that have a stride; the last axis is contiguous.
+_STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
+#: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.
+KERNEL_NAMES: frozenset[str] = frozenset(
+    """
+    BLOCK_M BLOCK_N STAGES SECTION_KEYS LOG2E LN2 STRICT tl triton online_softmax schedule_tile first_at_least
+    lowest_bit count_bits x scale row_max row_sum new_max reference p alpha block q_tiles units section units_before
+    width rest ptr stride length value low high step probe inside element below word power unit q_tile b h hk q_begin
+    k_begin seqlen_q seqlen_k max_seqlen_q max_seqlen_k q_start q_index q_row q_position q_packed kv_packed q_last
+    first_position last_position scale_log2e whole_tiles whole_keys tail_tiles visible_lo visible_hi words tile_map full_word
+    partial_word full_count partial_count tiles kv_lo kv_hi listed bit seen_whole seen_partly tile i kv_start kv_index
+    s logit visible dead normalize stored out_rows column lse q k v q_0 q_1 k_0 k_1 v_0 v_1 acc acc_0 acc_1 out out_0
+    out_1 q_rows k_head v_head q_desc k_desc v_desc batch heads kv_heads total_q total_k map_heads softmax_scale
+    write_lse has_seqused_k seen rows entry full_lo full_hi partial_lo partial_hi
+    """.split()
+)
+_LOOP_NAME = re.compile(r"(full|partial)_(lo|hi|until)_\d+")
+_SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
+
+
+def forward_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the forward kernel of ``plan``."""
+    return tuple(_forward(plan))
+
+
+def classifier_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the kernel that computes the tile map."""
+    return tuple(_classifier(plan))
+
+
+def _forward(plan: Plan) -> Iterator[Argument]:
+    blocks = {"q": plan.columns_qk, "k": plan.columns_qk, "v": plan.columns_v}
+    rows = {"q": plan.tile_m, "k": plan.tile_n, "v": plan.tile_n}
+    if plan.loads == "descriptor":
+        for name, columns in blocks.items():
+            for index, block in enumerate(columns):
+                yield _descriptor(plan, name, f"{name}_desc{block_suffix(columns, index)}", rows[name], block)
+    else:
+        for name in blocks:
+            yield _pointer(plan, name)
+    yield _pointer(plan, "out")
+    yield Argument("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
+    if plan.varlen:
+        yield Argument("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4)
+        yield Argument("cu_seqlens_k_ptr", "pointer", "*i32", of="cu_seqlens_k", divisibility=4)
+    yield Argument("seqused_k_ptr", "pointer", "*i32", of="seqused_k", divisibility=4)
+    if plan.driver == "tile_map":
+        yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
+    yield from _tensor_pointers(plan.variant)
+    element_alignment = max(plan.alignment // plan.dtype.bytes, 1)
+    for name in (*(blocks if plan.loads == "pointer" else ()), "out"):
+        for axis in _STRIDED[plan.layout]:
+            divisibility = element_alignment if element_alignment > 1 else 0
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis, divisibility=divisibility)
+    if plan.driver == "tile_map":
+        for axis in ("b", "h", "q"):
+            yield Argument(f"stride_tile_map_{axis}", "stride", "i64", of="tile_map", axis=axis)
+    yield from _tensor_shapes(plan.variant)
+    yield from _sizes(plan)
+    yield Argument("softmax_scale", "scale", "fp32")
+    yield from _scalars(plan.variant)
+    yield Argument("write_lse", "present", "i32", of="lse")
+    yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
+
+
+def _classifier(plan: Plan) -> Iterator[Argument]:
+    yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
+    if plan.varlen:
+        yield Argument("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4)
+        yield Argument("cu_seqlens_k_ptr", "pointer", "*i32", of="cu_seqlens_k", divisibility=4)
+    yield Argument("seqused_k_ptr", "pointer", "*i32", of="seqused_k", divisibility=4)
+    yield from _tensor_pointers(plan.variant)
+    for axis in ("b", "h", "q"):
+        yield Argument(f"stride_tile_map_{axis}", "stride", "i64", of="tile_map", axis=axis)
+    yield from _tensor_shapes(plan.variant)
+    yield from _sizes(plan)
+    yield Argument("map_heads", "size", "i32", of="map_heads")
+    yield from _scalars(plan.variant)
+    yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
+
+
+def block_suffix(blocks: tuple[Columns, ...], index: int) -> str:
+    """Return what distinguishes a column block in names: nothing where there is only one."""
+    return f"_{index}" if len(blocks) > 1 else ""
+
+
+def argument_name(name: str) -> str:
+    """Return the name of a variant's scalar in the kernel: its own, unless the kernel needs that for itself."""
+    return f"{name}_value" if name in KERNEL_NAMES or _LOOP_NAME.fullmatch(name) or keyword.iskeyword(name) else name
+
+
+def pointer_name(tensor: str) -> str:
+    """Return the name of the argument that holds a tensor's address."""
+    return f"{argument_name(tensor)}_ptr"
+
+
+def _descriptor(plan: Plan, of: str, name: str, rows: int, block: Columns) -> Argument:
+    box = (rows, 1, block.width) if plan.varlen else (1, rows, 1, block.width)
+    shape = ",".join(map(str, box))
+    return Argument(name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box)
+
+
+def _pointer(plan: Plan, of: str) -> Argument:
+    divisibility = plan.alignment if plan.alignment > plan.dtype.bytes else 0
+    return Argument(f"{of}_ptr", "pointer", f"*{plan.dtype.triton}", of=of, divisibility=divisibility)
+
+
+def _tensor_pointers(variant: Variant) -> Iterator[Argument]:
+    for tensor in variant.tensors:
+        yield Argument(pointer_name(tensor.name), "pointer", f"*{dtype(tensor.dtype).triton}", of=f"tensor:{tensor.name}")
+
+
+def _tensor_shapes(variant: Variant) -> Iterator[Argument]:
+    for tensor in variant.tensors:
+        of = f"tensor:{tensor.name}"
+        for axis, name in enumerate(strides(tensor)[:-1]):
+            yield Argument(name, "stride", "i64", of=of, axis=axis)
+        for axis in range(len(tensor.shape)):
+            yield Argument(extent_name(tensor, axis), "extent", "i32", of=of, axis=axis)
+
+
+def strides(tensor: Tensor) -> list[str]:
+    """Return the stride of each axis as kernels write it: the last one is contiguous, so that loads are vectors."""
+    return [f"stride_{argument_name(tensor.name)}_{axis}" for axis in range(len(tensor.shape) - 1)] + ["1"] * (
+        len(tensor.shape) > 0
+    )
+
+
+def extent_name(tensor: Tensor, axis: int) -> str:
+    """Return the name of the argument that holds a tensor's extent."""
+    return f"extent_{argument_name(tensor.name)}_{axis}"
+
+
+def _sizes(plan: Plan) -> Iterator[Argument]:
+    names = ["batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "total_q", "total_k"]
+    for name in names:
+        yield Argument(f"max_{name}" if plan.varlen and name.startswith("seqlen") else name, "size", "i32", of=name)
+
+
+def _scalars(variant: Variant) -> Iterator[Argument]:
+    for scalar in variant.scalars:
+        if scalar.const is None:
+            yield Argument(argument_name(scalar.name), "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
+

@@ -1,0 +1,51 @@
+"""The schedules that exist: one row each, with what it can do. A new schedule is a new row and a new template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.arch import Arch
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One kernel structure. ``label`` goes into kernel names, ``template`` is its file below ``templates/``."""
+
+    name: str
+    label: str
+    backend: str
+    direction: str
+    loads: str
+    template: str
+    head_dims: tuple[int, ...]
+    needs_descriptors: bool
+
+    def supports(self, arch: Arch) -> bool:
+        """Whether the arch has what the schedule is made of."""
+        return arch.descriptors or not self.needs_descriptors
+
+
+_MULTIPLES_OF_16 = tuple(range(16, 257, 16))
+
+SCHEDULES: tuple[Schedule, ...] = (
+    Schedule(
+        name="triton_forward_descriptor",
+        label="tma",
+        backend="triton",
+        direction="forward",
+        loads="descriptor",
+        template="triton/forward.py.j2",
+        head_dims=_MULTIPLES_OF_16,
+        needs_descriptors=True,
+    ),
+    Schedule(
+        name="triton_forward_pointer",
+        label="ptr",
+        backend="triton",
+        direction="forward",
+        loads="pointer",
+        template="triton/forward.py.j2",
+        head_dims=_MULTIPLES_OF_16,
+        needs_descriptors=False,
+    ),
+)

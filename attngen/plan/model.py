@@ -1,0 +1,169 @@
+"""The plan: a frozen value that holds every decision about one kernel. Templates and compilers only read it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from attngen.arch import ARCHES, Arch
+from attngen.dtypes import DType, dtype
+from attngen.lang.variant import Variant
+
+#: Version of the manifest that a plan writes; the runtime refuses others by name.
+MANIFEST_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One kernel argument: its name and type in the source, and what the runtime puts there.
+
+    ``kind`` and ``of`` say what it is (a pointer to q, the stride of k along ``axis`` …); ``type`` is the Triton
+    type of the signature; ``divisibility`` is a promise of the runtime to the compiler (0: none).
+    """
+
+    name: str
+    kind: str
+    type: str
+    of: str | None = None
+    axis: str | int | None = None
+    divisibility: int = 0
+    box: tuple[int, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form of the manifest, without the entries that are unset."""
+        return {key: value for key, value in asdict(self).items() if value is not None and value != 0 or key == "axis"}
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A power-of-two block of head_dim columns: ``width`` columns from ``start``, ``used`` of them real."""
+
+    start: int
+    width: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """The kernel that computes the tile map of a mask which no analysis can bound."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    batch: bool  # the map has one entry per batch (else it is shared)
+    heads: bool  # the map has one entry per head (else it is shared)
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every decision about one kernel. ``name`` is file, symbol and log label."""
+
+    name: str
+    package: str
+    spec_file: str  # as headers of sources name it
+    variant: Variant
+    arch_name: str
+    dtype_name: str
+    head_dim_qk: int
+    head_dim_v: int
+    columns_qk: tuple[Columns, ...]
+    columns_v: tuple[Columns, ...]
+    layout: str  # dense | varlen
+    direction: str  # forward
+    backend: str  # triton
+    schedule: str  # row of the catalogue; names the template
+    loads: str  # descriptor | pointer
+    alignment: int  # bytes that pointers and strides are multiples of
+    tile_m: int
+    tile_n: int
+    stages: int
+    num_warps: int
+    driver: str  # ranges | classified | tile_map
+    softmax: str
+    softmax_scale: float | None  # None: 1 / sqrt(head_dim_qk), unless the call says otherwise
+    fast_math: bool
+    section_bytes: int  # K and V of the heads that run side by side, sized for L2
+    allow: tuple[str, ...]
+    arguments: tuple[Argument, ...] = ()
+    classifier: Classifier | None = None
+
+    @property
+    def arch(self) -> Arch:
+        """The row of limits and features of the target."""
+        return ARCHES[self.arch_name]
+
+    @property
+    def dtype(self) -> DType:
+        """The row of the element type of q, k, v and out."""
+        return dtype(self.dtype_name)
+
+    @property
+    def varlen(self) -> bool:
+        """Whether sequences are packed and located by cu_seqlens."""
+        return self.layout == "varlen"
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * self.num_warps
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Argument name to Triton type, in order."""
+        return {argument.name: argument.type for argument in self.arguments}
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """Argument name to promised divisibility, for those that have one."""
+        return {argument.name: argument.divisibility for argument in self.arguments if argument.divisibility}
+
+    def with_arguments(self, arguments: tuple[Argument, ...], classifier: Classifier | None) -> Plan:
+        """Return the plan completed by its argument list."""
+        return replace(self, arguments=arguments, classifier=classifier)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every choice as JSON; hashed into the cache key and written to the manifest."""
+        classifier = None
+        if self.classifier:
+            classifier = {
+                "symbol": self.classifier.name,
+                "parameters": [argument.to_dict() for argument in self.classifier.arguments],
+                "num_warps": self.classifier.num_warps,
+                "threads": 32 * self.classifier.num_warps,
+            }
+        return {
+            "format": MANIFEST_FORMAT,
+            "name": self.name,
+            "symbol": self.name,
+            "package": self.package,
+            "variant": self.variant.to_dict(),
+            "arch": self.arch_name,
+            "capability": self.arch.capability,
+            "specific": self.arch.specific,
+            "dtype": self.dtype_name,
+            "head_dim_qk": self.head_dim_qk,
+            "head_dim_v": self.head_dim_v,
+            "columns_qk": [asdict(c) for c in self.columns_qk],
+            "columns_v": [asdict(c) for c in self.columns_v],
+            "layout": self.layout,
+            "direction": self.direction,
+            "backend": self.backend,
+            "schedule": self.schedule,
+            "loads": self.loads,
+            "alignment": self.alignment,
+            "tile_m": self.tile_m,
+            "tile_n": self.tile_n,
+            "stages": self.stages,
+            "num_warps": self.num_warps,
+            "threads": self.threads,
+            "driver": self.driver,
+            "softmax": self.softmax,
+            "softmax_scale": self.softmax_scale,
+            "fast_math": self.fast_math,
+            "section_bytes": self.section_bytes,
+            "allow": list(self.allow),
+            "grid": {"tile_m": self.tile_m},
+            "tile_map": {"batch": self.classifier.batch, "heads": self.classifier.heads} if self.classifier else None,
+            "classifier": classifier,
+            "parameters": [argument.to_dict() for argument in self.arguments],
+        }

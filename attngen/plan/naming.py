@@ -1,0 +1,53 @@
+"""The only place that makes a kernel's name: file, symbol, cache label and log line are all this one string."""
+
+from __future__ import annotations
+
+_DIRECTIONS = {"forward": "fwd", "backward": "bwd"}
+
+
+def head_dim_label(head_dim_qk: int, head_dim_v: int) -> str:
+    """Return ``128`` or, where they differ, ``192x128``."""
+    return str(head_dim_qk) if head_dim_qk == head_dim_v else f"{head_dim_qk}x{head_dim_v}"
+
+
+def kernel_name(
+    *,
+    direction: str,
+    arch: str,
+    schedule: str,
+    dtype: str,
+    head_dim_qk: int,
+    head_dim_v: int,
+    variant: str,
+    layout: str,
+    tile_m: int,
+    tile_n: int,
+    stages: int,
+    num_warps: int,
+    fast_math: bool,
+    aligned: bool,
+    tile_map: bool,
+) -> str:
+    """Return the kernel's name, such as ``fwd_sm90a_tma_bf16_d128_causal_m64n64s3w4``.
+
+    Choices that differ from the default are appended: ``_varlen``, ``_exactmath``, ``_unaligned``, ``_tilemap``.
+    """
+    parts = [
+        _DIRECTIONS[direction],
+        arch,
+        schedule,
+        dtype,
+        f"d{head_dim_label(head_dim_qk, head_dim_v)}",
+        variant,
+        *(["varlen"] if layout == "varlen" else []),
+        f"m{tile_m}n{tile_n}s{stages}w{num_warps}",
+        *([] if fast_math else ["exactmath"]),
+        *([] if aligned else ["unaligned"]),
+        *(["tilemap"] if tile_map else []),
+    ]
+    return "_".join(parts)
+
+
+def classifier_name(kernel: str) -> str:
+    """Return the name of the kernel that computes the tile map for ``kernel``."""
+    return f"classify_{kernel}"

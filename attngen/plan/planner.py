@@ -1,0 +1,218 @@
+"""Spec → Plan: every open choice is made here, and every illegal one is refused with its reason."""
+
+from __future__ import annotations
+
+from attngen.arch import ARCHES, Arch
+from attngen.dtypes import ATTENTION_DTYPES, dtype
+from attngen.errors import PlanError
+from attngen.lang.bands import bands
+from attngen.lang.facts import Facts
+from attngen.lang.ir import Load, names, walk
+from attngen.lang.variant import Variant
+from attngen.plan import arguments, budget, naming
+from attngen.plan.catalogue import SCHEDULES, Schedule
+from attngen.plan.model import Classifier, Plan
+from attngen.plan.tiles import Tile, columns, default_tile, padded_width
+from attngen.spec.expand import KernelSpec
+
+_TILE_SIZES = (16, 32, 64, 128, 256)
+_WARPS = (1, 2, 4, 8, 16)
+_MAX_STAGES = 8
+
+#: K and V of the heads that run side by side should stay in L2; half of the H200's, measured best on it.
+_SECTION_BYTES = 32 * 2**20
+
+
+def plan(spec: KernelSpec) -> Plan:
+    """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
+    arch = ARCHES[spec.arch]
+    schedule = _schedule(spec, arch)
+    element = dtype(spec.dtype)
+    columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)
+    widths = padded_width(columns_qk), padded_width(columns_v)
+    alignment = _alignment(spec, schedule, element.bytes)
+    tile = _tile(spec, arch, widths, element.bytes)
+    driver = _driver(spec)
+    name = naming.kernel_name(
+        direction=spec.direction,
+        arch=spec.arch,
+        schedule=schedule.label,
+        dtype=spec.dtype,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        variant=spec.variant.name,
+        layout=spec.layout,
+        tile_m=tile.m,
+        tile_n=tile.n,
+        stages=tile.stages,
+        num_warps=tile.warps,
+        fast_math=spec.fast_math,
+        aligned=alignment == 16,
+        tile_map=driver == "tile_map",
+    )
+    draft = Plan(
+        name=name,
+        package=spec.package,
+        spec_file=spec.spec_file,
+        variant=spec.variant,
+        arch_name=spec.arch,
+        dtype_name=spec.dtype,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        columns_qk=columns_qk,
+        columns_v=columns_v,
+        layout=spec.layout,
+        direction=spec.direction,
+        backend="triton",
+        schedule=schedule.name,
+        loads=schedule.loads,
+        alignment=alignment,
+        tile_m=tile.m,
+        tile_n=tile.n,
+        stages=tile.stages,
+        num_warps=tile.warps,
+        driver=driver,
+        softmax=spec.softmax,
+        softmax_scale=spec.softmax_scale,
+        fast_math=spec.fast_math,
+        section_bytes=_SECTION_BYTES,
+        allow=spec.allow,
+    )
+    classifier = _classifier(draft) if driver == "tile_map" else None
+    return draft.with_arguments(arguments.forward_arguments(draft), classifier)
+
+
+def _refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
+    return PlanError(message, location=spec.locate(field), field=field)
+
+
+def _schedule(spec: KernelSpec, arch: Arch) -> Schedule:
+    """Return the schedule that serves the spec, the fastest first."""
+    if spec.direction != "forward":
+        raise _refuse(spec, "passes", f"{spec.direction} kernels do not exist yet; allowed: forward")
+    if spec.dtype not in ATTENTION_DTYPES:
+        raise _refuse(spec, "dtype", f"{spec.dtype} kernels do not exist yet; allowed: {', '.join(ATTENTION_DTYPES)}")
+    if spec.backend not in (None, "triton"):
+        raise _refuse(spec, "backend", f"{spec.backend} kernels do not exist yet; allowed: triton")
+    if spec.softmax != "exact_max":
+        raise _refuse(spec, "softmax", f"'{spec.softmax}' does not exist in Triton kernels; allowed: exact_max")
+    for field, value in (("warps", spec.roles), ("sinks", spec.sinks), ("dropout", spec.dropout)):
+        if value:
+            raise _refuse(spec, field, f"Triton kernels have no {field}; leave it out")
+    if spec.persistent:
+        raise _refuse(spec, "persistent", "Triton kernels are not persistent; allowed: false")
+    reasons = []
+    for schedule in SCHEDULES:
+        if spec.loads not in (None, schedule.loads):
+            continue
+        if schedule.needs_descriptors and spec.alignment not in (None, 16):
+            reasons.append(f"{schedule.name}: descriptors need alignment 16, not {spec.alignment}")
+        elif not schedule.supports(arch):
+            reasons.append(f"{schedule.name}: {arch.name} has no tensor descriptors; use loads: pointer")
+        else:
+            for head_dim in (spec.head_dim_qk, spec.head_dim_v):
+                if head_dim not in schedule.head_dims:
+                    nearest = min(schedule.head_dims, key=lambda d: (abs(d - head_dim), -d))
+                    raise _refuse(
+                        spec,
+                        "head_dim",
+                        f"{schedule.name}: head_dim {head_dim} is no multiple of 16 from 16 to 256; nearest: {nearest}",
+                    )
+            return schedule
+    raise _refuse(spec, "loads", "; ".join(reasons))
+
+
+def _alignment(spec: KernelSpec, schedule: Schedule, element_bytes: int) -> int:
+    """Return the bytes that pointers and strides must be multiples of."""
+    if spec.alignment not in (None, 16, element_bytes):
+        raise _refuse(spec, "alignment", f"{spec.alignment} is not allowed; allowed: 16, {element_bytes} (one element)")
+    return spec.alignment or 16
+
+
+def _tile(spec: KernelSpec, arch: Arch, widths: tuple[int, int], element_bytes: int) -> Tile:
+    """Return the spec's tile, completed from the table, and within the shared memory of the arch."""
+    table = default_tile(arch, *widths, element_bytes, gathers=_gathers(spec.variant))
+    for field, value, allowed in (
+        ("tile.m", spec.tile_m, _TILE_SIZES),
+        ("tile.n", spec.tile_n, _TILE_SIZES),
+        ("num_warps", spec.num_warps, _WARPS),
+        ("pipeline.stages", spec.stages, tuple(range(1, _MAX_STAGES + 1))),
+    ):
+        if value is not None and value not in allowed:
+            nearest = min(allowed, key=lambda a: abs(a - value))
+            raise _refuse(spec, field, f"{value} is not one of {', '.join(map(str, allowed))}; nearest: {nearest}")
+    tile = Tile(
+        spec.tile_m or table.m, spec.tile_n or table.n, spec.stages or table.stages, spec.num_warps or table.warps
+    )
+    while True:
+        needed = budget.shared_memory(
+            tile_m=tile.m,
+            tile_n=tile.n,
+            stages=tile.stages,
+            width_qk=widths[0],
+            width_v=widths[1],
+            element_bytes=element_bytes,
+        )
+        if needed.total <= arch.shared_memory:
+            return tile
+        smaller = _smaller(spec, tile)
+        if smaller is None:
+            raise _refuse(
+                spec,
+                "tile",
+                f"Shared memory {needed.total} B exceeds {arch.shared_memory} B on {arch.name}: {needed}",
+            )
+        tile = smaller
+
+
+def _smaller(spec: KernelSpec, tile: Tile) -> Tile | None:
+    """Return the next smaller tile that keeps what the spec fixed, or None."""
+    if spec.stages is None and tile.stages > 1:
+        return Tile(tile.m, tile.n, tile.stages - 1, tile.warps)
+    if spec.tile_n is None and tile.n > _TILE_SIZES[0]:
+        return Tile(tile.m, tile.n // 2, tile.stages, tile.warps)
+    return None
+
+
+def _driver(spec: KernelSpec) -> str:
+    """Return how the kernel finds its KV tiles: ranges from bands, classification in the kernel, or a tile map."""
+    if spec.tile_map == "always":
+        return "tile_map"
+    if bands(spec.variant.mask, Facts.of(spec.variant), over="kv").exact:
+        return "ranges"
+    if spec.tile_map == "auto" and _reads_data_per_key(spec.variant):
+        return "tile_map"
+    return "classified"
+
+
+def _reads_data_per_key(variant: Variant) -> bool:
+    """Whether the mask reads a tensor at an index that depends on the key: no interval rule can bound that."""
+    return any(
+        isinstance(node, Load) and any("kv" in names(index) or "kv_global" in names(index) for index in node.indices)
+        for node in walk(variant.mask)
+    )
+
+
+def _gathers(variant: Variant) -> bool:
+    """Whether mask or score load a value for each pair of query and key."""
+    rows, keys = {"q", "q_pos", "q_global"}, {"kv", "kv_global"}
+    for expression in (variant.mask, variant.score):
+        for node in walk(expression) if expression is not None else ():
+            if isinstance(node, Load):
+                used = frozenset[str]().union(*(names(index) for index in node.indices))
+                if used & rows and used & keys:
+                    return True
+    return False
+
+
+def _classifier(draft: Plan) -> Classifier:
+    """Return the plan of the kernel that computes the tile map."""
+    used = names(draft.variant.mask)
+    varlen_or_batch = draft.varlen or bool(used & {"b", "q_global", "kv_global"})
+    return Classifier(
+        name=naming.classifier_name(draft.name),
+        arguments=arguments.classifier_arguments(draft),
+        batch=varlen_or_batch,
+        heads=bool(used & {"h", "hk"}),
+        num_warps=4,
+    )

@@ -1,0 +1,259 @@
+"""Plan → what the Triton templates are filled with: lines of code under names, no decision of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attngen.lang.printing import canonical
+from attngen.plan.arguments import block_suffix
+from attngen.plan.model import Argument, Columns, Plan
+from attngen.render.triton_math import Math, Ranges, classifier, math, ranges, words
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One column block of V and of the accumulator."""
+
+    suffix: str
+    width: int
+    columns: str
+    store_mask: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one KV tile takes: loads, products, the lines of score and mask, and the logit that results."""
+
+    kv_index: bool
+    load_k: tuple[str, ...]
+    dot_qk: tuple[str, ...]
+    lines: tuple[str, ...]
+    logit: str
+    multiplier: str
+    load_v: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierView:
+    """The kernel that computes the tile map."""
+
+    argument_lines: tuple[str, ...]
+    begin_lines: tuple[str, ...]
+    range_lines: tuple[str, ...]
+    hoisted_lines: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonView:
+    """Everything that ``forward.py.j2`` names beside the plan itself."""
+
+    template: str
+    command: str
+    summary: str
+    section_keys: int
+    searches: bool
+    argument_lines: tuple[str, ...]
+    begin_lines: tuple[str, ...]
+    uses_q_row: bool
+    uses_q_pos: bool
+    range_lines: tuple[str, ...]
+    q_load_lines: tuple[str, ...]
+    hoisted_lines: tuple[str, ...]
+    v_blocks: tuple[Block, ...]
+    full: Ranges | None
+    partial: Ranges | None
+    full_words: bool
+    word_lines: tuple[str, ...]
+    full_step: Step
+    partial_step: Step
+    tail_step: Step
+    element: str
+    precision: str
+    max_seqlen_q: str
+    max_seqlen_k: str
+    classifier: ClassifierView | None
+
+
+def triton_view(plan: Plan, template: str) -> TritonView:
+    """Return the view of a plan."""
+    spans = ranges(plan)
+    listed = words(plan)
+    code = math(plan, before=[*spans.lines, *listed.lines])
+    steps = {
+        name: _step(plan, code, tail=name == "tail", masked=name != "full") for name in ("full", "partial", "tail")
+    }
+    texts = [*spans.lines, *listed.lines, *code.hoisted, *(line for step in steps.values() for line in step.lines)]
+    prefix = "max_" if plan.varlen else ""
+    return TritonView(
+        template=template,
+        command=re.sub(r"[^\w./-]", "_", plan.spec_file),
+        summary=_summary(plan),
+        section_keys=plan.section_bytes
+        // (sum(c.width for c in (*plan.columns_qk, *plan.columns_v)) * plan.dtype.bytes),
+        searches=any("first_at_least(" in line for line in texts),
+        argument_lines=_argument_lines(plan.arguments),
+        begin_lines=_begins(plan, texts),
+        uses_q_row=code.uses_q_row,
+        uses_q_pos=code.uses_q_pos,
+        range_lines=spans.lines,
+        q_load_lines=_load_q(plan),
+        hoisted_lines=code.hoisted,
+        v_blocks=tuple(_block(plan, i) for i in range(len(plan.columns_v))),
+        full=spans.full,
+        partial=spans.partial,
+        full_words=listed.full,
+        word_lines=listed.lines,
+        full_step=steps["full"],
+        partial_step=steps["partial"],
+        tail_step=steps["tail"],
+        element=f"tl.{plan.dtype.triton_language}",
+        precision=_precision(plan),
+        max_seqlen_q=f"{prefix}seqlen_q",
+        max_seqlen_k=f"{prefix}seqlen_k",
+        classifier=_classifier(plan) if plan.classifier else None,
+    )
+
+
+def _summary(plan: Plan) -> str:
+    """Return what the kernel computes; expressions in their canonical print, never the user's own text."""
+    variant = plan.variant
+    parts = [f"mask `{canonical(variant.mask)}`"]
+    if variant.score is not None:
+        parts.append(f"score `{canonical(variant.score)}`")
+    return f"Attention {plan.direction}, variant {variant.name}: {', '.join(parts)}."
+
+
+def _argument_lines(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
+    """Return the parameter list, related arguments on one line."""
+    lines: list[str] = []
+    group: tuple[str, str | None] | None = None
+    for argument in arguments:
+        of = argument.of if argument.kind in ("stride", "extent") else None
+        if (argument.kind, of) == group and len(lines[-1]) + len(argument.name) < 100:
+            lines[-1] += f" {argument.name},"
+        else:
+            lines.append(f"{argument.name},")
+        group = (argument.kind, of)
+    return tuple(lines)
+
+
+def _begins(plan: Plan, texts: Iterable[str]) -> tuple[str, ...]:
+    """Return where a dense sequence begins in the packed numbering, for expressions that ask."""
+    used = "\n".join(texts)
+    begins = {"q_begin": "b * seqlen_q", "k_begin": "b * seqlen_k"}
+    return () if plan.varlen else tuple(f"{name} = {value}" for name, value in begins.items() if name in used)
+
+
+def _precision(plan: Plan) -> str:
+    """Return how ``tl.dot`` multiplies float32: exactly, never rounded to TF32."""
+    return ', input_precision="ieee"' if plan.dtype.name == "fp32" else ""
+
+
+def _block(plan: Plan, index: int) -> Block:
+    block = plan.columns_v[index]
+    inside = f" & (column[None, :] < {plan.head_dim_v})" if block.used < block.width else ""
+    columns = f"{block.start} + " * (block.start > 0) + f"tl.arange(0, {block.width})"
+    return Block(block_suffix(plan.columns_v, index), block.width, columns, f"stored{inside}")
+
+
+# --- loads --------------------------------------------------------------------------------------------------
+
+
+def _load_q(plan: Plan) -> tuple[str, ...]:
+    lines: list[str] = []
+    if plan.loads == "pointer":
+        lines.append(f"q_rows = {_head(plan, 'q', 'h')} + {_row('q_begin + q_index', 'q_index', plan)} * stride_q_s")
+        for name, begin in (("k", "k_begin"), ("v", "k_begin")):
+            start = f" + {begin} * stride_{name}_s" if plan.varlen else ""
+            lines.append(f"{name}_head = {_head(plan, name, 'hk')}{start}")
+    for index, block in enumerate(plan.columns_qk):
+        suffix = block_suffix(plan.columns_qk, index)
+        if plan.loads == "descriptor":
+            lines.append(f"q{suffix} = {_descriptor_load(plan, 'q', suffix, 'h', block, 'q_start', 'BLOCK_M')}")
+        else:
+            column, inside = _columns(block, plan.head_dim_qk)
+            mask = " & ".join(["(q_index[:, None] < seqlen_q)", *inside])
+            lines.append(f"q{suffix} = tl.load(q_rows + {column}, mask={mask}, other=0.0)")
+    return tuple(lines)
+
+
+def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...], *, tail: bool) -> tuple[str, ...]:
+    """Return the lines that load one K or V tile; in the tail, rows beyond the end become 0."""
+    lines: list[str] = []
+    head_dim = plan.head_dim_qk if name == "k" else plan.head_dim_v
+    for index, block in enumerate(blocks):
+        suffix = block_suffix(blocks, index)
+        if plan.loads == "descriptor":
+            lines.append(
+                f"{name}{suffix} = {_descriptor_load(plan, name, suffix, 'hk', block, 'kv_start', 'BLOCK_N')}"
+            )
+            if tail and name == "v":  # a probability of 0 times NaN would be NaN
+                lines.append(f"v{suffix} = tl.where(kv_index[:, None] < seqlen_k, v{suffix}, 0.0)")
+            continue
+        column, inside = _columns(block, head_dim)
+        tests = ["(kv_index[:, None] < seqlen_k)"] * tail + inside
+        mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
+        lines.append(f"{name}{suffix} = tl.load({name}_head + kv_index[:, None] * stride_{name}_s + {column}{mask})")
+    return tuple(lines)
+
+
+def _descriptor_load(plan: Plan, name: str, suffix: str, head: str, block: Columns, row: str, rows: str) -> str:
+    begin = {"q": "q_begin", "k": "k_begin", "v": "k_begin"}[name]
+    place = f"[{begin} + {row}, {head}, {block.start}]" if plan.varlen else f"[b, {row}, {head}, {block.start}]"
+    return f"tl.reshape({name}_desc{suffix}.load({place}), [{rows}, {block.width}])"
+
+
+def _head(plan: Plan, name: str, head: str) -> str:
+    batch = "" if plan.varlen else f" + b * stride_{name}_b"
+    return f"{name}_ptr{batch} + {head} * stride_{name}_h"
+
+
+def _row(packed: str, own: str, plan: Plan) -> str:
+    return f"({packed})[:, None]" if plan.varlen else f"{own}[:, None]"
+
+
+def _columns(block: Columns, head_dim: int) -> tuple[str, list[str]]:
+    """Return the column offsets of a block, and the test that keeps its padding out."""
+    vector = f"tl.arange(0, {block.width})[None, :]"
+    column = f"{block.start} + {vector}" if block.start else vector
+    return column, [f"({column} < {head_dim})"] if block.used < block.width else []
+
+
+# --- one step over a KV tile --------------------------------------------------------------------------------
+
+
+def _step(plan: Plan, code: Math, *, masked: bool, tail: bool) -> Step:
+    dots = []
+    for index in range(len(plan.columns_qk)):
+        suffix = block_suffix(plan.columns_qk, index)
+        accumulate = ", s" if index else ""
+        dots.append(f"s = tl.dot(q{suffix}, tl.trans(k{suffix}){accumulate}{_precision(plan)})")
+    body = code.tail if tail else code.partial if masked else code.full
+    load_k = _load_kv(plan, "k", plan.columns_qk, tail=tail)
+    load_v = _load_kv(plan, "v", plan.columns_v, tail=tail)
+    return Step(
+        kv_index=any("kv_index" in line for line in (*load_k, *load_v, *body.lines)),
+        load_k=load_k,
+        dot_qk=tuple(dots),
+        lines=body.lines,
+        logit=body.logit,
+        multiplier=body.multiplier,
+        load_v=load_v,
+    )
+
+
+def _classifier(plan: Plan) -> ClassifierView:
+    assert plan.classifier is not None
+    code = classifier(plan)
+    return ClassifierView(
+        argument_lines=_argument_lines(plan.classifier.arguments),
+        begin_lines=_begins(plan, (*code.range_lines, *code.hoisted, *code.lines)),
+        range_lines=code.range_lines,
+        hoisted_lines=code.hoisted,
+        lines=code.lines,
+    )
+
+

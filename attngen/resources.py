@@ -1,0 +1,49 @@
+"""Where the specs, templates and generated sources are: the top level of a checkout, or inside an installed wheel.
+
+A checkout is preferred, since an editable install may hold an outdated copy of them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@cache
+def root() -> Path:
+    """Return the folder that holds ``specs/``, ``templates/`` and ``generated/``.
+
+    Raises FileNotFoundError for an installation that lacks them.
+    """
+    checkout, installed = _PACKAGE.parent, _PACKAGE / "_data"
+    for folder in (checkout, installed):
+        # Both names are asked for: a stray "templates" in site-packages is not a checkout.
+        if (folder / "specs" / "presets").is_dir() and (folder / "templates").is_dir():
+            return folder
+    raise FileNotFoundError(f"attngen's specs and templates are neither in {checkout} nor in {installed}")
+
+
+def specs_dir() -> Path:
+    """Return the folder of the shipped specs; its ``presets/`` holds one spec for each preset variant."""
+    return root() / "specs"
+
+
+def templates_dir() -> Path:
+    """Return the folder of the kernel templates, one subfolder for each backend."""
+    return root() / "templates"
+
+
+def generated_dir() -> Path:
+    """Return the folder of the committed rendered sources, one subfolder for each spec."""
+    return root() / "generated"
+
+
+def display_name(path: Path) -> str:
+    """Name a file for headers and manifests: relative to the checkout if it lies in it, else its bare name.
+
+    Never an absolute path, so that what is generated is the same on every machine.
+    """
+    resolved = path.resolve()
+    return resolved.relative_to(root()).as_posix() if resolved.is_relative_to(root()) else path.name

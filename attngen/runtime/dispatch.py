@@ -1,0 +1,396 @@
+"""The calls that users make: each finds its variant and its kernel, and runs the reference where there is no GPU.
+
+The first call with some shapes checks everything, selects a kernel and prepares its launch. Later ones with the same
+shapes, strides, dtypes and devices find that in a cache, check the scalars, and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, NoKernelError, suggest
+from attngen.lang.variant import Variant
+from attngen.runtime import debug as debugging
+from attngen.runtime import driver as drivers
+from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.cache import LruCache
+from attngen.runtime.explanation import Explanation
+from attngen.runtime.module import Kernel
+from attngen.runtime.prepared import PreparedCall
+from attngen.runtime.registry import Found, registry
+from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
+from attngen.runtime.tile_map import TileMap
+
+#: What ``backend=`` may say.
+BACKENDS = ("triton", "cuda", "reference")
+
+#: Calls that are kept prepared; each takes a few kilobytes of host memory.
+PREPARED_CALLS = 2048
+
+_PREPARED: LruCache[PreparedCall] = LruCache(PREPARED_CALLS)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS = (int, float, bool)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str | Variant = "full",
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    layout: str = "bshd",
+    backend: str | None = None,
+    package: str | None = None,
+    tile_map: TileMap | None = None,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
+
+    q is (batch, seqlen_q, heads, head_dim), k and v are (batch, seqlen_k, kv_heads, …), or (batch, heads, seqlen, …)
+    with ``layout='bhsd'``; heads is a multiple of kv_heads. ``variant`` names what was built (``package/variant``
+    where the short name is ambiguous); its scalars and tensors are keywords. ``softmax_scale`` is 1/√head_dim unless
+    given. ``seqused_k`` (batch,) int32 cuts each sequence's keys. With ``return_lse`` the natural log-sum-exp
+    (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf. ``tile_map`` is what
+    ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
+
+    Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
+    current stream and does not wait. Raises CallError for arguments that are wrong or disagree, and NoKernelError,
+    which lists every candidate and its reason, if no kernel takes the call.
+    """
+    return _attend(
+        q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, tile_map, arguments
+    )
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    variant: str | Variant = "full",
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    package: str | None = None,
+    tile_map: TileMap | None = None,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As ``attention``, for sequences packed one after the other: q (total_q, heads, head_dim), k and v (total_k, …).
+
+    Sequence i holds rows cu_seqlens[i] to cu_seqlens[i + 1]; both are int32 of shape (batch + 1,), start with 0 and
+    never decrease. max_seqlen_q and max_seqlen_k are at least the longest lengths. The log-sum-exp is
+    (heads, total_q). What the offsets hold is checked on the CPU and under ``attngen.debug()`` only, since reading
+    it would wait for the GPU. Rows behind the last sequence are unspecified.
+    """
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend(
+        q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, tile_map, arguments
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: tuple[Any, Any, Any, Any] | None,
+    variant: str | Variant,
+    softmax_scale: Any,
+    seqused_k: Any,
+    return_lse: bool,
+    layout: str,
+    backend: str | None,
+    package: str | None,
+    tile_map: TileMap | None,
+    arguments: Mapping[str, Any],
+) -> Any:
+    if torch.compiler.is_compiling() or _is_traced(q):
+        from attngen.runtime import operators
+
+        return operators.call(
+            q,
+            k,
+            v,
+            packing,
+            variant,
+            softmax_scale,
+            seqused_k,
+            return_lse,
+            layout,
+            backend,
+            package,
+            tile_map,
+            arguments,
+        )
+    if not (type(k) in _PLAIN and type(v) in _PLAIN and _on_gpu(q)) or backend == "reference" or debugging.active():
+        call, found = _bind(
+            q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
+        )
+        if debugging.active():
+            debugging.check(call)
+        if backend == "reference" or not _on_gpu(q):
+            return _run_reference(call, q, k, v)
+    # The cache's key: everything that checks, selection and the packed template depend on.
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, 0]
+    key: list[Any] = [
+        variant if type(variant) is str else id(variant), package, backend, layout, return_lse, registry.generation,
+        q.dtype, q.shape, q.stride(), q.get_device(), addresses[0] & 15,
+        k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15,
+        v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15,
+    ]  # fmt: skip
+    if packing is not None:
+        addresses[5] = _note(key, packing[0])
+        addresses[6] = _note(key, packing[1])
+        key += packing[2:]
+    if seqused_k is not None:
+        addresses[7] = _note(key, seqused_k)
+    inputs: Sequence[Tensor] = (q, k, v)
+    if arguments:
+        inputs = [q, k, v]
+        for name, value in arguments.items():
+            key.append(name)
+            if type(value) not in _NUMBERS and isinstance(value, Tensor):
+                addresses.append(_note(key, value))
+                inputs.append(value)
+    identity = tuple(key)
+    prepared = _PREPARED.get(identity)
+    if prepared is None:
+        call, found = _bind(
+            q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
+        )
+        prepared = _prepare(call, found, addresses, variant, package, backend, arguments)
+        _PREPARED.put(identity, prepared)
+    return prepared(addresses, inputs, softmax_scale, arguments, tile_map)
+
+
+def _is_traced(tensor: Any) -> bool:
+    """Whether a tensor has no data of its own, as those of tracers and of the meta device."""
+    return (type(tensor) not in _PLAIN and isinstance(tensor, Tensor)) or getattr(tensor, "is_meta", False)
+
+
+def _note(key: list[Any], tensor: Any) -> int:
+    """Add to a key what a launch depends on of a tensor, and return its address; 0 for what is no tensor."""
+    if not isinstance(tensor, Tensor):
+        key.append(type(tensor))  # refused when the call is bound
+        return 0
+    address = tensor.data_ptr()
+    key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), address & 15)
+    return address
+
+
+def _on_gpu(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_cuda
+
+
+def _find(variant: str | Variant, package: str | None) -> Found:
+    """Return the variant and its kernels. A variant given as a value takes the kernels that compute exactly it."""
+    if not isinstance(variant, Variant):
+        if not isinstance(variant, str):
+            raise CallError(f"variant must be a name or a Variant, got {type(variant).__name__}")
+        try:
+            return registry.find(variant, package)
+        except NoKernelError:
+            registry.refresh()  # it may have been built since
+            return registry.find(variant, package)
+    kernels: tuple[Kernel, ...] = ()
+    for _, candidate in registry.packages():
+        if package in (None, candidate.name) and variant.name in candidate.sources:
+            kernels += tuple(kernel for kernel in candidate.kernels(variant.name) if kernel.variant == variant)
+    return Found(package or "", variant, kernels)
+
+
+def _bind(
+    q: Any,
+    k: Any,
+    v: Any,
+    packing: tuple[Any, Any, Any, Any] | None,
+    variant: str | Variant,
+    softmax_scale: Any,
+    seqused_k: Any,
+    return_lse: bool,
+    layout: str,
+    backend: str | None,
+    package: str | None,
+    arguments: Mapping[str, Any],
+) -> tuple[Call, Found]:
+    """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths that its tensors hold."""
+    if backend is not None and backend not in BACKENDS:
+        raise CallError(
+            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}{suggest(str(backend), BACKENDS)}"
+        )
+    found = _find(variant, package)
+    call = bind(
+        found.variant,
+        q,
+        k,
+        v,
+        None if packing is None else Packing(*packing),
+        softmax_scale=softmax_scale,
+        seqused_k=seqused_k,
+        return_lse=return_lse,
+        layout=layout,
+        arguments=arguments,
+    )
+    if call.device.type == "cpu":
+        debugging.check_lengths(call)
+    return call, found
+
+
+def _request(call: Call, addresses: Sequence[int], backend: str | None, arguments: Mapping[str, Any]) -> Request:
+    """Return what selection looks at; ``addresses`` as ``_attend`` lists them."""
+    names = _tensor_names(arguments)
+    known = dict(zip(("q", "k", "v"), addresses, strict=False))
+    known |= {f"tensor:{name}": address for name, address in zip(names, addresses[9:], strict=True)}
+    given = {name: call.scalars[name] for name in arguments if name in call.scalars}
+    return Request(call, _index(call), known, given, backend)
+
+
+def _tensor_names(arguments: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in arguments.items() if isinstance(value, Tensor)]
+
+
+def _index(call: Call) -> int:
+    return call.device.index or 0
+
+
+def _choose(found: Found, request: Request) -> tuple[Kernel, Selection]:
+    """Return the kernel for a call, or raise NoKernelError."""
+    driver = drivers.current()
+    selection = select(found.kernels, request, driver)
+    if selection.kernel is None:
+        raise no_kernel(found.kernels, selection, request, driver)
+    return selection.kernel, selection
+
+
+def _prepare(
+    call: Call,
+    found: Found,
+    addresses: Sequence[int],
+    variant: str | Variant,
+    package: str | None,
+    backend: str | None,
+    arguments: Mapping[str, Any],
+) -> PreparedCall:
+    """Select a kernel and prepare its launch. Nothing is selected where there is nothing to compute."""
+    kernel = None
+    if not call.empty:
+        request = _request(call, addresses, backend, arguments)
+        try:
+            kernel, _ = _choose(found, request)
+        except NoKernelError:
+            registry.refresh()  # it may have been built since
+            kernel, _ = _choose(_find(variant, package), request)
+    kept = variant if isinstance(variant, Variant) else None
+    return PreparedCall(call, kernel, _tensor_names(arguments), drivers.current(), _index(call), kept)
+
+
+def _run_reference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    from attngen.runtime.reference import reference
+
+    out, lse = reference(call, q, k, v)
+    return (out, lse) if call.return_lse else out
+
+
+def tile_map(
+    q: Tensor,
+    k: Tensor,
+    *,
+    variant: str | Variant,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    layout: str = "bshd",
+    backend: str | None = None,
+    package: str | None = None,
+    **arguments: Any,
+) -> TileMap:
+    """Return which tiles a call with these arguments has to visit, to be passed to any number of them.
+
+    It stays right as long as the mask's tensors and scalars, and the lengths, keep their values; scores, and what
+    q, k and v hold, do not matter. ``v`` is needed only where its head_dim differs from that of k and kernels for
+    several exist. Where no map is needed (the CPU, a kernel that bounds its loops otherwise) the result is empty,
+    and may be passed all the same.
+    """
+    packing = None
+    if cu_seqlens_q is not None:
+        packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
+    values = k if v is None else v
+    call, found = _bind(q, k, values, packing, variant, None, seqused_k, False, layout, backend, package, arguments)
+    if not _on_gpu(q) or backend == "reference" or call.empty:
+        return TileMap(call.variant.name)
+    addresses = [t.data_ptr() for t in (q, k, values)] + [0] * 6
+    for index, tensor in ((5, call.cu_seqlens_q), (6, call.cu_seqlens_k), (7, call.seqused_k)):
+        addresses[index] = 0 if tensor is None else tensor.data_ptr()
+    addresses += [arguments[name].data_ptr() for name in _tensor_names(arguments)]
+    request = _request(call, addresses, backend, arguments)
+    if v is None:
+        driver = drivers.current()
+        for candidate in preferred(found.kernels):
+            call.head_dim_v = candidate.head_dim_v
+            if reason_against(candidate, request, driver) is None:
+                break
+        else:
+            call.head_dim_v = call.head_dim_qk
+    kernel, _ = _choose(found, request)
+    if not kernel.needs_tile_map:
+        return TileMap(call.variant.name)
+    prepared = PreparedCall(call, kernel, _tensor_names(arguments), drivers.current(), _index(call))
+    words = prepared.words(None, addresses, prepared.scalars(arguments))
+    return TileMap(call.variant.name, words, kernel.tile_m, kernel.tile_n, call.seqlen_q, call.seqlen_k)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str | Variant = "full",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    layout: str = "bshd",
+    backend: str | None = None,
+    package: str | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Say what a call with these arguments would run, and why not something else. Launches nothing.
+
+    Raises what the call would raise, save that a call which no kernel takes is explained as well.
+    """
+    packing = None
+    if cu_seqlens_q is not None:
+        packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
+    call, found = _bind(
+        q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
+    )
+    if not _on_gpu(q) or backend == "reference":
+        reason = "backend='reference' asks for it" if backend == "reference" else f"q is on {call.device}"
+        return Explanation(call, found, "reference", reason)
+    if call.empty:
+        return Explanation(call, found, "nothing", "there is no query or no key")
+    addresses = [t.data_ptr() for t in (q, k, v)] + [0] * 6
+    addresses += [arguments[name].data_ptr() for name in _tensor_names(arguments)]
+    request = _request(call, addresses, backend, arguments)
+    selection = select(found.kernels, request, drivers.current())
+    if selection.kernel is None:
+        error = no_kernel(found.kernels, selection, request, drivers.current())
+        return Explanation(call, found, "no kernel", str(error), selection)
+    return Explanation(call, found, "kernel", "the first that takes the call", selection)

@@ -1,0 +1,334 @@
+"""The few CUDA driver calls that loading and launching need, behind one small object.
+
+Everything above sees ``Driver``; tests put another in its place with ``use``. The real one needs ``cuda-bindings``,
+which torch's CUDA builds install, and nothing that compiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from attngen.errors import LoadError
+
+#: Largest parameter block of a kernel in bytes. CUDA C++ Programming Guide, "Function parameters" (sm70 and later).
+MAX_PARAMETER_BYTES = 32764
+
+
+class Frame:
+    """A parameter block and what the driver needs to find it: one per thread, overwritten by each launch.
+
+    The views share one buffer and write numbers of one size each; indices count elements of that size.
+    """
+
+    __slots__ = ("_keep", "address", "bytes", "extra", "float32", "int8", "int32", "int64", "size", "words")
+
+    def __init__(self) -> None:
+        buffer = (ctypes.c_uint64 * (MAX_PARAMETER_BYTES // 8 + 1))()
+        raw = memoryview(buffer).cast("B")
+        self.bytes = raw
+        self.words = raw.cast("Q")
+        self.int64 = raw.cast("q")
+        self.int32 = raw.cast("i")
+        self.int8 = raw.cast("b")
+        self.float32 = raw.cast("f")
+        self.address = ctypes.addressof(buffer)
+        self.size = ctypes.c_size_t(0)
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END (cuda.h)
+        extra = (ctypes.c_void_p * 5)(1, self.address, 2, ctypes.addressof(self.size), 0)
+        self.extra = ctypes.addressof(extra)
+        self._keep = (buffer, extra)
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.frame = Frame()
+
+
+_FRAMES = _Frames()
+
+
+def frame() -> Frame:
+    """Return this thread's parameter block."""
+    return _FRAMES.frame
+
+
+class Driver(Protocol):
+    """What loading and launching ask of CUDA. Devices are torch's indices; handles are opaque."""
+
+    def version(self) -> int:
+        """CUDA version of the driver: 1000 * major + 10 * minor."""
+
+    def capability(self, device: int) -> int:
+        """10 * major + minor of the device."""
+
+    def shared_memory(self, device: int) -> int:
+        """Most shared memory of one block, in bytes."""
+
+    def stream(self, device: int) -> int:
+        """Handle of the caller's current stream on the device."""
+
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[tuple[int, int]]) -> Any:
+        """Load a cubin and return one of its kernels, ready to launch with ``shared`` bytes of dynamic memory.
+
+        ``sizes`` lists offset and size of each parameter; LoadError if the cubin's own list differs.
+        """
+
+    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, frame: Frame) -> None:
+        """Enqueue a kernel on the caller's current stream; never synchronizes."""
+
+    def encode_tensor_map(
+        self,
+        dtype: str,
+        address: int,
+        extents: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+        device: int,
+    ) -> bytes:
+        """Encode a TMA descriptor; axes fastest first, ``strides`` in bytes without that of the fastest axis."""
+
+
+class CudaDriver:
+    """The driver of this machine, through ``cuda.bindings``.
+
+    Raises LoadError if ``cuda-bindings`` or the driver library is missing.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import cuda.bindings.driver as cu
+        except ImportError as error:
+            raise LoadError(
+                f"running a kernel needs the package 'cuda-bindings', which torch's CUDA builds install: {error}"
+            ) from error
+        import torch
+
+        self._cu = cu
+        self._torch = torch
+        self._raw_stream = torch._C._cuda_getCurrentRawStream
+        self._current_device = torch._C._cuda_getDevice
+        self._launch = cu.cuLaunchKernel
+        self._bound = threading.local()
+        self._libraries: dict[int, tuple[bytes, Any]] = {}
+        self._lock = threading.Lock()
+        self._shared: dict[int, int] = {}
+        self._capabilities: dict[int, int] = {}
+        try:
+            self._version = int(self._call(cu.cuDriverGetVersion))
+        except RuntimeError as error:  # what cuda-bindings raises where libcuda is absent
+            raise LoadError(f"no CUDA driver on this machine: {error}") from error
+
+    def _call(self, function: Any, *arguments: Any, what: str = "") -> Any:
+        """Call the driver and return its one result; LoadError with the driver's own words if it fails."""
+        status, *results = function(*arguments)
+        if status:
+            raise LoadError(f"{what or function.__name__}: {self._describe(status)}")
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _describe(self, status: Any) -> str:
+        _, text = self._cu.cuGetErrorString(status)
+        return f"{status.name} ({text.decode() if text else 'unknown error'})"
+
+    def version(self) -> int:
+        """See ``Driver.version``."""
+        return self._version
+
+    def capability(self, device: int) -> int:
+        """See ``Driver.capability``."""
+        if device not in self._capabilities:
+            major, minor = self._torch.cuda.get_device_capability(device)
+            self._capabilities[device] = 10 * major + minor
+        return self._capabilities[device]
+
+    def shared_memory(self, device: int) -> int:
+        """See ``Driver.shared_memory``."""
+        if device not in self._shared:
+            cu = self._cu
+            with self._device(device):
+                handle = self._call(cu.cuCtxGetDevice)
+            attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+            self._shared[device] = self._call(cu.cuDeviceGetAttribute, attribute, handle)
+        return self._shared[device]
+
+    def stream(self, device: int) -> int:
+        """See ``Driver.stream``."""
+        return int(self._raw_stream(device))
+
+    @contextmanager
+    def _device(self, device: int) -> Iterator[None]:
+        """Make a device and its primary context current, and restore torch's device afterwards."""
+        with self._torch.cuda.device(device):
+            self._bind(device)
+            yield
+
+    def _bind(self, device: int) -> None:
+        """Make sure that this thread has a context: torch sets one only when it first calls the CUDA runtime."""
+        cu = self._cu
+        self._torch.cuda.init()
+        if not int(self._call(cu.cuCtxGetCurrent)):
+            # cudaSetDevice binds the primary context since CUDA 12, also where the device is already the current one
+            self._torch._C._cuda_setDevice(device)
+        if not int(self._call(cu.cuCtxGetCurrent)):
+            # torch's indices follow CUDA_VISIBLE_DEVICES as the driver's ordinals do
+            handle = self._call(cu.cuDeviceGet, device)
+            self._call(cu.cuCtxSetCurrent, self._call(cu.cuDevicePrimaryCtxRetain, handle))
+
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[tuple[int, int]]) -> Any:
+        """See ``Driver.load``."""
+        cu = self._cu
+        with self._lock, self._device(device), self._relaxed_capture():
+            library = self._library(image, symbol)
+            kernel = self._call(cu.cuLibraryGetKernel, library, symbol.encode(), what=f"symbol '{symbol}'")
+            self._check_parameters(kernel, symbol, sizes)
+            function = self._call(cu.cuKernelGetFunction, kernel, what=f"loading '{symbol}'")
+            if shared > 48 * 1024:  # beyond that, a kernel has to opt in
+                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._call(cu.cuFuncSetAttribute, function, attribute, shared, what=f"'{symbol}', {shared} B shared")
+            return function
+
+    def _library(self, image: bytes, symbol: str) -> Any:
+        """Load an image once per process; a library serves every context. The bytes are kept as long as it is."""
+        known = self._libraries.get(id(image))
+        if known is None:
+            library = self._call(
+                self._cu.cuLibraryLoadData, image, None, None, 0, None, None, 0, what=f"cubin of '{symbol}'"
+            )
+            known = self._libraries[id(image)] = (image, library)
+        return known[1]
+
+    @contextmanager
+    def _relaxed_capture(self) -> Iterator[None]:
+        """Let a first call inside a CUDA graph capture load its kernel, which a capture otherwise forbids."""
+        cu = self._cu
+        relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        previous = self._call(cu.cuThreadExchangeStreamCaptureMode, relaxed)
+        try:
+            yield
+        finally:
+            self._call(cu.cuThreadExchangeStreamCaptureMode, previous)
+
+    def _check_parameters(self, kernel: Any, symbol: str, sizes: Sequence[tuple[int, int]]) -> None:
+        """Compare the manifest's parameter list with the cubin's: a shifted list would pass garbage, silently."""
+        query = getattr(self._cu, "cuKernelGetParamInfo", None)
+        if query is None or self._version < 12040:
+            return
+        for i, planned in enumerate(sizes):
+            status, offset, size = query(kernel, i)
+            if status or (offset, size) != planned:
+                found = "it has none" if status else f"it stands at {offset} with {size} B"
+                raise LoadError(
+                    f"'{symbol}': the manifest puts parameter {i} at {planned[0]} with {planned[1]} B, but in the cubin "
+                    f"{found}; rebuild the kernel"
+                )
+        status, *_ = query(kernel, len(sizes))
+        if not status:
+            raise LoadError(f"'{symbol}': the cubin has more than the manifest's {len(sizes)} parameters; rebuild it")
+
+    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, frame: Frame) -> None:
+        """See ``Driver.launch``."""
+        if self._current_device() != device or not getattr(self._bound, "ready", False):
+            return self._launch_elsewhere(function, grid, threads, shared, device, frame)
+        status = self._launch(
+            function, grid, 1, 1, threads, 1, 1, shared, self._raw_stream(device), 0, frame.extra
+        )[0]  # fmt: skip
+        if status:
+            self._refuse(status, grid, threads, shared)
+        return None
+
+    def _launch_elsewhere(self, function: Any, grid: int, threads: int, shared: int, device: int, frame: Frame) -> None:
+        """Launch on a device that is not current, or in a thread that has not launched on it before."""
+        with self._device(device):
+            status = self._launch(
+                function, grid, 1, 1, threads, 1, 1, shared, self._raw_stream(device), 0, frame.extra
+            )[0]  # fmt: skip
+        if status:
+            self._refuse(status, grid, threads, shared)
+        self._bound.ready = True
+
+    def _refuse(self, status: Any, grid: int, threads: int, shared: int) -> None:
+        raise LoadError(
+            f"launch of {grid} blocks of {threads} threads with {shared} B of shared memory failed: "
+            f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
+        )
+
+    def encode_tensor_map(
+        self,
+        dtype: str,
+        address: int,
+        extents: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+        device: int,
+    ) -> bytes:
+        """See ``Driver.encode_tensor_map``."""
+        cu = self._cu
+        status, tensor_map = cu.cuTensorMapEncodeTiled(
+            _TENSOR_MAP_DTYPES[dtype](cu),
+            len(extents),
+            address,
+            [cu.cuuint64_t(n) for n in extents],
+            [cu.cuuint64_t(n) for n in strides],
+            [cu.cuuint32_t(n) for n in box],
+            [cu.cuuint32_t(1) for _ in box],
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            _SWIZZLES[swizzle](cu),
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        if status:
+            raise LoadError(
+                f"TMA descriptor refused by the driver: {self._describe(status)}; {dtype}, address {address:#x}, "
+                f"extents {list(extents)}, strides {list(strides)} B, box {list(box)}, swizzle {swizzle} B"
+            )
+        encoded = bytearray(ctypes.string_at(tensor_map.getPtr(), 128))
+        if self._version <= 13030 and self.capability(device) >= 100:
+            # Drivers up to CUDA 13.3 encode a small tensor that is not dense wrongly on Blackwell; clearing bit 85 is
+            # NVIDIA's workaround (release notes of driver 595.71, "Known issues").
+            span = sum((n - 1) * s for n, s in zip(extents[1:], strides, strict=True))
+            if span < 128 * 1024:
+                encoded[10] &= ~0x20
+        return bytes(encoded)
+
+
+_TENSOR_MAP_DTYPES = {
+    "bf16": lambda cu: cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    "fp16": lambda cu: cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    "fp32": lambda cu: cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+}
+
+_SWIZZLES = {
+    0: lambda cu: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+    32: lambda cu: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
+    64: lambda cu: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+    128: lambda cu: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+}
+
+_active: Driver | None = None
+_active_pid = 0
+
+
+def current() -> Driver:
+    """Return the driver in use, made at the first call. A forked child makes its own."""
+    global _active, _active_pid
+    if _active is None or _active_pid != os.getpid():
+        _active, _active_pid = CudaDriver(), os.getpid()
+    return _active
+
+
+@contextmanager
+def use(driver: Driver) -> Iterator[None]:
+    """Put another driver in place, for tests."""
+    global _active, _active_pid
+    saved = _active, _active_pid
+    _active, _active_pid = driver, os.getpid()
+    try:
+        yield
+    finally:
+        _active, _active_pid = saved

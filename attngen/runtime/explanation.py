@@ -1,0 +1,63 @@
+"""What a call would run and why, as a value that prints well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from attngen.runtime.arguments import Call
+from attngen.runtime.module import Kernel
+from attngen.runtime.registry import Found
+from attngen.runtime.select import Selection, describe
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The outcome of ``attngen.explain``. ``runs`` is kernel, reference, nothing, or no kernel."""
+
+    call: Call
+    found: Found
+    runs: str
+    reason: str
+    selection: Selection | None = None
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The kernel that would run, if one would."""
+        return self.selection.kernel if self.selection else None
+
+    @property
+    def rejected(self) -> list[tuple[str, str]]:
+        """Name of each kernel that was tried before, and the one reason against it."""
+        return [(r.kernel.full_name, r.reason) for r in self.selection.rejected] if self.selection else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as plain JSON."""
+        return {
+            "variant": self.call.variant.name,
+            "call": describe(self.call),
+            "runs": self.runs,
+            "reason": self.reason,
+            "kernel": self.kernel.full_name if self.kernel else None,
+            "grid": self._blocks(),
+            "rejected": [{"kernel": name, "reason": reason} for name, reason in self.rejected],
+        }
+
+    def _blocks(self) -> int | None:
+        kernel = self.kernel
+        return -(-self.call.seqlen_q // kernel.tile_m) * self.call.heads * self.call.batch if kernel else None
+
+    def __str__(self) -> str:
+        if self.runs == "no kernel":
+            return self.reason
+        lines = [f"{self.call.variant.name} ({describe(self.call)}): runs {self.runs}, since {self.reason}"]
+        kernel = self.kernel
+        if kernel is not None:
+            lines[0] = f"{self.call.variant.name} ({describe(self.call)}): runs {kernel.full_name}"
+            lines.append(
+                f"  {kernel.backend}, {kernel.arch.name}, {kernel.loads} loads, tile {kernel.tile_m} x {kernel.tile_n}, "
+                f"driver {kernel.manifest.get('driver')}, {self._blocks()} blocks of {kernel.entry.threads} threads, "
+                f"{kernel.shared_memory} B of shared memory"
+            )
+        lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
+        return "\n".join(lines)

@@ -1,0 +1,249 @@
+"""A kernel launch prepared for one set of shapes: what stays the same is packed once, a call fills in the rest.
+
+A call then copies a template of a few hundred bytes, writes the addresses, the scalars and the descriptors into
+it, and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attngen.errors import LoadError
+from attngen.runtime.arguments import Call, View, view
+from attngen.runtime.driver import Driver, Frame, frame
+from attngen.runtime.module import Entry, Kernel
+from attngen.runtime.packing import Parameter
+from attngen.runtime.tensormap import TensorMap, usable_strides
+
+#: Order of the addresses that a launch takes; those of the variant's tensors follow, in an order that the call chose.
+ADDRESSES = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map")
+
+#: Manifest type → the view of a frame that writes it, and the bytes of one element.
+_WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
+
+
+class MapShape:
+    """Shape of a tile map: (batch, heads, q_tiles, 2, words) of int32; batch or heads are 1 where shared."""
+
+    __slots__ = ("batch", "heads", "kv_tiles", "q_tiles", "words")
+
+    def __init__(self, kernel: Kernel, call: Call) -> None:
+        per_batch, per_head = kernel.map_axes
+        # Lengths of its own for each sequence make a map for each sequence, whatever the mask reads.
+        per_batch = per_batch or call.layout == "varlen" or call.seqused_k is not None
+        self.batch = call.batch if per_batch else 1
+        self.heads = call.heads if per_head else 1
+        self.q_tiles = -(-call.seqlen_q // kernel.tile_m)
+        self.kv_tiles = -(-call.seqlen_k // kernel.tile_n)
+        self.words = -(-self.kv_tiles // 32)
+
+    def tensor_shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of the tensor: for each query tile the bits of full tiles, then those of partial tiles."""
+        return (self.batch, self.heads, self.q_tiles, 2, self.words)
+
+    def stride(self, axis: str) -> int:
+        """Stride along b, h or q in words; 0 along an axis that is shared."""
+        q = 2 * self.words
+        if axis == "q":
+            return q
+        if axis == "h":
+            return q * self.q_tiles if self.heads > 1 else 0
+        return q * self.q_tiles * self.heads if self.batch > 1 else 0
+
+
+class Geometry:
+    """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
+
+    def __init__(self, kernel: Kernel, call: Call) -> None:
+        self.kernel = kernel
+        self.call = call
+        self.map = MapShape(kernel, call) if kernel.needs_tile_map else None
+        self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": _contiguous(call)}
+        q_tiles = -(-call.seqlen_q // kernel.tile_m)
+        self.sizes: dict[str, int] = {
+            "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads,
+            "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
+            "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
+            "total_q": call.total_q, "total_k": call.total_k,
+            "head_dim_qk": call.head_dim_qk, "head_dim_v": call.head_dim_v,
+            "q_tiles": q_tiles, "kv_tiles": -(-call.seqlen_k // kernel.tile_n),
+        }  # fmt: skip
+        if self.map is not None:
+            self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
+        self.blocks = q_tiles * call.heads * call.batch
+
+    @property
+    def classifier_blocks(self) -> int:
+        """Blocks of the classifier: one for each word of the map."""
+        assert self.map is not None
+        return self.map.words * self.map.q_tiles * self.map.heads * self.map.batch
+
+    def number(self, parameter: Parameter) -> int:
+        """Return the value of a stride, extent, size or presence; LoadError for one that is not known."""
+        match parameter.kind:
+            case "stride":
+                return self._stride(parameter)
+            case "extent":
+                return int(self.call.tensors[self._tensor(parameter)].shape[int(parameter.axis or 0)])
+            case "size":
+                name = parameter.of or parameter.name
+                if name not in self.sizes:
+                    raise LoadError(f"parameter '{parameter.name}': no size is called '{name}'")
+                return self.sizes[name]
+            case "present":
+                return int(self._present(parameter))
+            case "descriptor_shape":
+                return self._described(parameter).shape[self._axis(parameter)]
+            case "descriptor_stride":
+                described = self._described(parameter)
+                return usable_strides(described.shape, described.strides, self.kernel.element_bytes)[
+                    self._axis(parameter)
+                ]
+            case _:
+                raise LoadError(f"parameter '{parameter.name}': kind '{parameter.kind}' is not a number")
+
+    def _stride(self, parameter: Parameter) -> int:
+        of, axis = parameter.of, parameter.axis
+        if of in self.views:
+            seen = self.views[of]
+            name = str(axis) if isinstance(axis, str) else seen.axes[int(axis or 0)]
+            # Along an axis of extent 1 nothing steps, and torch's stride there is arbitrary.
+            one = name in seen.axes and seen.shape[seen.axes.index(name)] == 1
+            return 0 if one else seen.stride(name)
+        if of == "lse":
+            return self._lse_stride(str(axis))
+        if of == "tile_map" and self.map is not None:
+            return self.map.stride(str(axis))
+        tensor = self.call.tensors[self._tensor(parameter)]
+        index = int(axis or 0)
+        return 0 if tensor.shape[index] == 1 else tensor.stride(index)
+
+    def _lse_stride(self, axis: str) -> int:
+        rows = self.call.total_q if self.call.layout == "varlen" else self.call.seqlen_q
+        by_axis = {"s": 1, "h": rows, "b": 0 if self.call.layout == "varlen" else rows * self.call.heads}
+        return by_axis[axis]
+
+    def _tensor(self, parameter: Parameter) -> str:
+        name = parameter.tensor
+        if name is None or name not in self.call.tensors:
+            raise LoadError(f"parameter '{parameter.name}': the variant has no tensor for '{parameter.of}'")
+        return name
+
+    def _present(self, parameter: Parameter) -> bool:
+        if parameter.of == "lse":
+            return self.call.return_lse
+        if parameter.of == "seqused_k":
+            return self.call.seqused_k is not None
+        raise LoadError(f"parameter '{parameter.name}': presence of '{parameter.of}' is not known")
+
+    def _described(self, parameter: Parameter) -> View:
+        if parameter.of not in self.views:
+            raise LoadError(f"parameter '{parameter.name}': '{parameter.of}' has no descriptor")
+        return self.views[parameter.of]
+
+    def _axis(self, parameter: Parameter) -> int:
+        axis = parameter.axis
+        return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
+
+
+def _contiguous(call: Call) -> View:
+    """Return the view of the output that the runtime allocates."""
+    shape = call.out_shape()
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return view(shape, strides, call.order)
+
+
+class PreparedLaunch:
+    """One kernel with one geometry on one device."""
+
+    __slots__ = (
+        "_address_slots", "_descriptors", "_device", "_driver", "_function", "_grid", "_scalar_slots", "_scale_slots",
+        "_shared", "_size", "_template", "_threads",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        entry: Entry,
+        blocks: int,
+        geometry: Geometry,
+        tensor_names: Sequence[str],
+        driver: Driver,
+        device: int,
+    ) -> None:
+        """Pack what does not change between calls; the cubin is loaded here. Raises LoadError."""
+        call = geometry.call
+        tensors = {f"tensor:{name}": len(ADDRESSES) + i for i, name in enumerate(tensor_names)}
+        position = {name: i for i, name in enumerate(ADDRESSES)} | tensors
+        scalar_position = {rule.name: i for i, rule in enumerate(call.rules)}
+        packed = Frame()
+        self._address_slots: list[tuple[int, int]] = []
+        self._descriptors: list[tuple[slice, TensorMap, int]] = []
+        self._scale_slots: list[int] = []
+        self._scalar_slots: list[tuple[str, int, int]] = []
+        for parameter in entry.layout.parameters:
+            match parameter.kind:
+                case "pointer":
+                    if parameter.of not in position:
+                        raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
+                    self._address_slots.append((parameter.offset // 8, position[parameter.of]))
+                case "scratch":
+                    packed.words[parameter.offset // 8] = 0
+                case "descriptor":
+                    self._descriptors.append(_descriptor(parameter, geometry, driver, device, position))
+                case "scale":
+                    self._scale_slots.append(parameter.offset // 4)
+                case "scalar":
+                    writer, size = _WRITERS[parameter.type]
+                    name = parameter.of or parameter.name
+                    if name not in scalar_position:
+                        raise LoadError(f"parameter '{parameter.name}': the variant has no scalar '{name}'")
+                    self._scalar_slots.append((writer, parameter.offset // size, scalar_position[name]))
+                case _:
+                    _write(packed, parameter, geometry.number(parameter))
+        self._size = entry.layout.size
+        self._template = bytes(packed.bytes[: self._size])
+        self._grid, self._threads, self._shared = blocks, entry.threads, entry.shared_memory
+        self._driver, self._device = driver, device
+        self._function = entry.function(driver, device)
+
+    def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
+        """Enqueue the kernel. ``addresses`` in the order of ``ADDRESSES``, ``scalars`` in order of declaration."""
+        block = frame()
+        size = self._size
+        block.bytes[:size] = self._template
+        words = block.words
+        for index, position in self._address_slots:
+            words[index] = addresses[position]
+        for place, tensor_map, position in self._descriptors:
+            block.bytes[place] = tensor_map.at(addresses[position])
+        for index in self._scale_slots:
+            block.float32[index] = scale
+        for writer, index, position in self._scalar_slots:
+            getattr(block, writer)[index] = scalars[position]
+        block.size.value = size
+        self._driver.launch(self._function, self._grid, self._threads, self._shared, self._device, block)
+
+
+def _write(packed: Frame, parameter: Parameter, value: int) -> None:
+    """Write a number of a geometry into the template; LoadError if it does not fit."""
+    writer, size = _WRITERS[parameter.type]
+    try:
+        getattr(packed, writer)[parameter.offset // size] = value
+    except ValueError:
+        raise LoadError(f"parameter '{parameter.name}': {value} does not fit {parameter.type}") from None
+
+
+def _descriptor(
+    parameter: Parameter, geometry: Geometry, driver: Driver, device: int, position: Mapping[str, int]
+) -> tuple[slice, TensorMap, int]:
+    of = parameter.of
+    if of not in geometry.views:
+        raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
+    described = geometry.views[of]
+    tensor_map = TensorMap(
+        driver, device, geometry.kernel.dtype, described.shape, described.strides, parameter.box, parameter.swizzle
+    )
+    return slice(parameter.offset, parameter.offset + parameter.size), tensor_map, position[of]

@@ -1,0 +1,199 @@
+"""A built kernel as the runtime sees it: its manifest, its cubin, and the handle on each device that has run it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from attngen.arch import ARCHES, Arch
+from attngen.dtypes import dtype as dtype_row
+from attngen.errors import AttngenError, LoadError
+from attngen.lang.variant import Variant
+from attngen.runtime.driver import Driver
+from attngen.runtime.packing import Layout, lay_out
+
+MANIFEST_FORMAT = 1
+
+
+class Entry:
+    """One launchable function of a cubin: its symbol, its parameter block, and its handle on each device."""
+
+    def __init__(
+        self,
+        symbol: str,
+        rows: list[Mapping[str, Any]],
+        threads: int,
+        shared_memory: int,
+        image: Callable[[], bytes],
+    ) -> None:
+        self.symbol = symbol
+        self.threads = threads
+        self.shared_memory = shared_memory
+        self._rows = rows
+        self._image = image
+        self._functions: dict[int, Any] = {}
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The parameter block; LoadError for a list that this version does not understand."""
+        return lay_out(self._rows)
+
+    def function(self, driver: Driver, device: int) -> Any:
+        """Return the handle on a device; the cubin is read and loaded at the first use there."""
+        function = self._functions.get(device)
+        if function is None:
+            function = self._functions[device] = driver.load(
+                self._image(), self.symbol, device, self.shared_memory, self.layout.places
+            )
+        return function
+
+
+class Kernel:
+    """One kernel of a package. Cheap to make: the cubin is read when the kernel is first launched."""
+
+    def __init__(
+        self,
+        manifest: Mapping[str, Any],
+        cubin: Callable[[], bytes],
+        classifier: Callable[[], bytes] | None = None,
+        origin: str = "",
+    ) -> None:
+        """``cubin`` and ``classifier`` return the images; ``origin`` says in messages where the kernel is from.
+
+        Raises LoadError for a manifest of another format or without a required entry.
+        """
+        found = manifest.get("format")
+        if found != MANIFEST_FORMAT:
+            raise LoadError(
+                f"{origin}: manifest format {found}, but this version of attngen reads format {MANIFEST_FORMAT}; rebuild"
+            )
+        self.manifest = manifest
+        self.origin = origin
+        self._cubin = cubin
+        self._classifier = classifier
+        try:
+            self.name: str = manifest["name"]
+            self.package: str = manifest["package"]
+            self.variant_name: str = manifest["variant"]["name"]
+            self.arch: Arch = ARCHES[manifest["arch"]]
+            self.dtype: str = manifest["dtype"]
+            self.head_dim_qk: int = manifest["head_dim_qk"]
+            self.head_dim_v: int = manifest["head_dim_v"]
+            self.layout: str = manifest["layout"]
+            self.direction: str = manifest["direction"]
+            self.backend: str = manifest["backend"]
+            self.loads: str = manifest["loads"]
+            self.tile_m: int = manifest["tile_m"]
+            self.tile_n: int = manifest["tile_n"]
+            self.shared_memory: int = manifest["resources"]["shared_memory"]
+            self.entry = Entry(
+                manifest["symbol"], manifest["parameters"], manifest["threads"], self.shared_memory, self._image
+            )
+        except KeyError as error:
+            raise LoadError(f"{origin}: the manifest lacks {error}; rebuild the kernel") from None
+        self.element_bytes = dtype_row(self.dtype).bytes
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.full_name})"
+
+    @property
+    def full_name(self) -> str:
+        """``package/kernel``, as messages name it."""
+        return f"{self.package}/{self.name}"
+
+    @cached_property
+    def variant(self) -> Variant:
+        """The variant that the kernel computes; LoadError if the manifest is damaged."""
+        try:
+            return Variant.from_dict(self.manifest["variant"])
+        except (AttngenError, KeyError, TypeError, ValueError) as error:
+            raise LoadError(f"{self.origin}: the manifest's variant cannot be read: {error}") from error
+
+    @cached_property
+    def const_scalars(self) -> dict[str, bool | int | float]:
+        """Scalars whose value the build fixed."""
+        rows = self.manifest["variant"].get("scalars", ())
+        return {row["name"]: _number(row["const"]) for row in rows if row.get("const") is not None}
+
+    @cached_property
+    def classifier(self) -> Entry | None:
+        """The kernel that computes the tile map, or None."""
+        row = self.manifest.get("classifier")
+        if not row:
+            return None
+        shared = (row.get("resources") or {}).get("shared_memory", row.get("shared_memory", 0))
+        threads = row.get("threads") or 32 * row["num_warps"]
+        image = self._classifier_image if self._classifier is not None else self._image
+        return Entry(row["symbol"], row["parameters"], threads, shared, image)
+
+    @property
+    def needs_tile_map(self) -> bool:
+        """Whether a call must bring, or first compute, a tile map."""
+        return bool(self.manifest.get("tile_map"))
+
+    @property
+    def map_axes(self) -> tuple[bool, bool]:
+        """Whether the tile map differs between batch entries, and between heads."""
+        axes = self.manifest.get("tile_map") or {}
+        if axes is True:
+            return True, True
+        return bool(axes.get("batch", True)), bool(axes.get("heads", True))
+
+    def _image(self) -> bytes:
+        return self._image_bytes
+
+    def _classifier_image(self) -> bytes:
+        return self._classifier_bytes
+
+    @cached_property
+    def _image_bytes(self) -> bytes:
+        return _verified(self._cubin, self.manifest.get("sha256"), self.full_name)
+
+    @cached_property
+    def _classifier_bytes(self) -> bytes:
+        assert self._classifier is not None
+        return _verified(self._classifier, self.manifest["classifier"].get("sha256"), f"{self.full_name} (classifier)")
+
+
+def _number(value: Any) -> bool | int | float:
+    """Read a number of a manifest, in which infinities are spelled out."""
+    return math.inf * value["inf"] if isinstance(value, dict) else value
+
+
+def _verified(read: Callable[[], bytes], expected: str | None, name: str) -> bytes:
+    """Read an image; LoadError if it is missing or is not the one that the manifest was written for."""
+    try:
+        image = read()
+    except OSError as error:
+        raise LoadError(f"{name}: its cubin cannot be read ({error}); rebuild the kernel") from error
+    if expected is not None and sha256(image).hexdigest() != expected:
+        raise LoadError(f"{name}: the cubin is damaged (its checksum differs from the manifest's); rebuild the kernel")
+    return image
+
+
+def read_kernel(folder: Path) -> Kernel:
+    """Return the kernel of a folder that holds ``manifest.json``, ``kernel.cubin`` and maybe ``classifier.cubin``.
+
+    Raises LoadError for a folder without a readable manifest.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"{folder} holds no manifest.json") from None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(manifest, dict):
+        raise LoadError(f"{path} is no manifest")
+    classifier = folder / "classifier.cubin"
+    return Kernel(
+        manifest,
+        (folder / "kernel.cubin").read_bytes,
+        classifier.read_bytes if classifier.is_file() else None,
+        origin=str(folder),
+    )

@@ -1,0 +1,293 @@
+"""One typed operator of ``torch.library`` for each variant of a package, so that compiled programs keep it whole.
+
+``<package>::<variant>`` takes dense tensors, ``<variant>__varlen`` packed ones, and ``…__backward`` belongs to each.
+All return (out, lse). They are defined when a traced program first names the variant; outside a trace ``attention``
+does without them, since an operator costs several microseconds a call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, suggest
+from attngen.lang.variant import Variant
+from attngen.runtime import dispatch
+from attngen.runtime.arguments import CALL_KEYWORDS
+from attngen.runtime.prepared import no_backward
+from attngen.runtime.registry import registry
+from attngen.runtime.tile_map import TileMap
+
+_SCALAR_SCHEMAS = {"int32": "SymInt", "int64": "SymInt", "fp32": "float", "bool": "bool"}
+_PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+#: Strides reach the operator as the program made them: kernels take any, and selection depends on them.
+_TAGS = tuple(
+    getattr(torch.Tag, name)
+    for name in ("pt2_compliant_tag", "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") else "")
+    if name
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How an operator takes a variant's own arguments: names and defaults in order of the schema."""
+
+    tensors: tuple[str, ...]
+    scalars: tuple[str, ...]
+    defaults: tuple[Any, ...]  # of the scalars; None where the caller has to say
+    differentiable: tuple[str, ...]  # float tensors that the spec wants a gradient of
+
+    @classmethod
+    def of(cls, variant: Variant) -> Signature:
+        """Return the signature of a variant's operators."""
+        return cls(
+            tensors=tuple(t.name for t in variant.tensors),
+            scalars=tuple(s.name for s in variant.arguments),
+            defaults=tuple(s.default for s in variant.arguments),
+            differentiable=tuple(t.name for t in variant.tensors if t.grad),
+        )
+
+
+def schema_of(variant: Variant, *, packed: bool) -> str:
+    """Return the arguments and results of a variant's forward operator in torch's schema language."""
+    parts = ["Tensor q", "Tensor k", "Tensor v"]
+    if packed:
+        parts += ["Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "SymInt max_seqlen_q", "SymInt max_seqlen_k"]
+    parts += [f"Tensor {t.name}" for t in variant.tensors]
+    parts += [f"{_SCALAR_SCHEMAS[s.dtype]} {s.name}" for s in variant.arguments]
+    parts += ["float? softmax_scale", "Tensor? seqused_k", "Tensor? tile_map", "str layout", "str? backend"]
+    return f"({', '.join(parts)}) -> (Tensor out, Tensor lse)"
+
+
+def _backward_schema(variant: Variant, *, packed: bool) -> str:
+    arguments = schema_of(variant, packed=packed).partition(" -> ")[0]
+    gradients = ["Tensor"] * (3 + len(Signature.of(variant).differentiable))
+    return f"(Tensor? dout, Tensor? dlse, {arguments[1:]} -> ({', '.join(gradients)})"
+
+
+def namespace_of(package: str) -> str:
+    """Return the operator namespace of a package; never one of torch's own."""
+    return package if package.startswith("attngen") else f"attngen_{package}"
+
+
+class _Operators:
+    """The operators of one variant of one package."""
+
+    def __init__(self, library: torch.library.Library, package: str, variant: Variant, name: str) -> None:
+        self.signature = Signature.of(variant)
+        self.full_name = f"{package}/{variant.name}"
+        self._library = library
+        self._namespace = library.ns
+        for packed in (False, True):
+            self._define(variant, f"{name}__varlen" if packed else name, packed)
+
+    def _define(self, variant: Variant, name: str, packed: bool) -> None:
+        library, signature = self._library, self.signature
+        backward_name = f"{name}__backward"
+        library.define(name + schema_of(variant, packed=packed), tags=_TAGS)
+        library.define(backward_name + _backward_schema(variant, packed=packed), tags=_TAGS)
+        calls = _Calls(self.full_name, signature, packed)
+        for key in ("CPU", "CUDA"):
+            library.impl(name, calls.forward, key)
+            library.impl(backward_name, calls.backward, key)
+        torch.library.register_fake(f"{self._namespace}::{name}", calls.fake_forward, lib=library)
+        torch.library.register_fake(f"{self._namespace}::{backward_name}", calls.fake_backward, lib=library)
+        backward = getattr(getattr(torch.ops, self._namespace), backward_name)
+        torch.library.register_autograd(
+            f"{self._namespace}::{name}",
+            _Differentiation(calls, backward).backward,
+            setup_context=calls.setup_context,
+            lib=library,
+        )
+
+
+class _Calls:
+    """The implementations of one forward operator and its backward, which only differ in how lengths come."""
+
+    def __init__(self, full_name: str, signature: Signature, packed: bool) -> None:
+        self.full_name = full_name
+        self.signature = signature
+        self.packed = packed
+        self._own = 7 if packed else 3  # tensors and lengths before the variant's own arguments
+
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """Return the leading arguments, the variant's own by name, and the trailing ones."""
+        names = (*self.signature.tensors, *self.signature.scalars)
+        end = self._own + len(names)
+        return arguments[: self._own], dict(zip(names, arguments[self._own : end], strict=True)), arguments[end:]
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Run the call. Results that a graph owns must not alias the inputs, and never do."""
+        leading, own, (scale, seqused_k, words, layout, backend) = self.split(arguments)
+        common: dict[str, Any] = {
+            "variant": self.full_name, "softmax_scale": scale, "seqused_k": seqused_k, "return_lse": True,
+            "backend": backend, "tile_map": None if words is None else TileMap.of_words(words),
+        }  # fmt: skip
+        if self.packed:
+            result = dispatch.attention_varlen(*leading, **common, **own)
+        else:
+            result = dispatch.attention(*leading, layout=layout, **common, **own)
+        out, lse = result
+        return out, lse.to(torch.float32)
+
+    def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
+        (q, _, v, *_), _, (*_, layout, _) = self.split(arguments)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        if self.packed:
+            lse_shape = (q.shape[1], q.shape[0])
+        elif layout == "bhsd":
+            lse_shape = (q.shape[0], q.shape[1], q.shape[2])
+        else:
+            lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+        return out, q.new_empty(lse_shape, dtype=torch.float32)
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the inputs for the backward, which computes everything anew."""
+        del output
+        self._refuse_undeclared(ctx, inputs)
+        ctx.tensor_places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.tensor_places))
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+
+    def _refuse_undeclared(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
+        own = self.signature.tensors
+        for i, name in enumerate(own, self._own):
+            if ctx.needs_input_grad[i] and name not in self.signature.differentiable:
+                raise CallError(
+                    f"{self.full_name}: tensor '{name}' asks for a gradient that its spec does not declare (grad: true); "
+                    "detach it"
+                )
+
+    def backward(self, dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v and of the declared tensors, through the reference."""
+        leading, own, trailing = self.split(arguments)
+        if leading[0].is_cuda and trailing[-1] != "reference":
+            raise no_backward(self.full_name)
+        with torch.enable_grad():
+            inputs = [tensor.detach().requires_grad_() for tensor in leading[:3]]
+            for name in self.signature.differentiable:
+                own[name] = own[name].detach().requires_grad_()
+            out, lse = self.forward(*inputs, *leading[3:], *own.values(), *trailing)
+        inputs += [own[name] for name in self.signature.differentiable]
+        pairs = [(o, g) for o, g in ((out, dout), (lse, dlse)) if g is not None and o.requires_grad]
+        if not pairs:
+            return tuple(torch.zeros_like(tensor) for tensor in inputs)
+        outputs, gradients = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+        return tuple(
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(inputs, found, strict=True)
+        )
+
+    def fake_backward(self, dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return gradients of the right shapes, for tracing."""
+        leading, own, _ = self.split(arguments)
+        inputs = [*leading[:3], *(own[name] for name in self.signature.differentiable)]
+        return tuple(torch.empty_like(tensor) for tensor in inputs)
+
+
+class _Differentiation:
+    """The autograd formula of a forward operator: calls the backward operator and puts its results in place."""
+
+    def __init__(self, calls: _Calls, operator: Callable[..., Any]) -> None:
+        self._calls = calls
+        self._operator = operator
+
+    def backward(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """Return one gradient or None for each argument of the forward operator."""
+        arguments = list(ctx.others)
+        for place, tensor in zip(ctx.tensor_places, ctx.saved_tensors, strict=True):
+            arguments[place] = tensor
+        found = iter(self._operator(dout, dlse, *arguments))
+        gradients: list[Any] = [None] * len(arguments)
+        for i in range(3):
+            gradients[i] = next(found)
+        for i, name in enumerate(self._calls.signature.tensors, self._calls._own):
+            if name in self._calls.signature.differentiable:
+                gradients[i] = next(found)
+        return tuple(gradients)
+
+
+_libraries: dict[str, torch.library.Library] = {}
+_operators: dict[tuple[str, str, str], tuple[str, _Operators]] = {}
+_lock = threading.RLock()
+
+
+def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Signature]:
+    """Return namespace, name and signature of a variant's operators, which are defined at the first use.
+
+    A variant that was built anew with other arguments gets operators of another name, since torch keeps the first.
+    """
+    found = registry.find(variant, package)
+    namespace, name = namespace_of(found.package), found.variant.name
+    schema = schema_of(found.variant, packed=True)
+    with _lock:
+        known = _operators.get((found.package, name, schema))
+        if known is None:
+            others = sum(key[:2] == (found.package, name) for key in _operators)
+            chosen = name if not others else f"{name}__{others + 1}"
+            library = _libraries.get(namespace)
+            if library is None:
+                library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+            known = _operators[found.package, name, schema] = (
+                chosen,
+                _Operators(library, found.package, found.variant, chosen),
+            )
+    return namespace, known[0], known[1].signature
+
+
+@torch.compiler.assume_constant_result
+def _resolve(variant: str, package: str | None, given: tuple[str, ...]) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
+    """Return namespace and name of the operator, and its own arguments with their defaults. Raises CallError.
+
+    Runs at trace time on plain values, and the trace takes the result as a constant.
+    """
+    namespace, name, signature = operators_of(variant, package)
+    tensors = [(tensor, None) for tensor in signature.tensors]
+    takes = (*tensors, *zip(signature.scalars, signature.defaults, strict=True))
+    names = [argument for argument, _ in takes]
+    for argument in given:
+        if argument not in names:
+            raise CallError(f"{variant}: unknown argument '{argument}'{suggest(argument, (*names, *CALL_KEYWORDS))}")
+    missing = [argument for argument, default in takes if default is None and argument not in given]
+    if missing:
+        raise CallError(f"{variant}: missing {', '.join(map(repr, missing))}")
+    return namespace, name, takes
+
+
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: tuple[Any, Any, Any, Any] | None,
+    variant: str | Variant,
+    softmax_scale: Any,
+    seqused_k: Any,
+    return_lse: bool,
+    layout: str,
+    backend: str | None,
+    package: str | None,
+    tile_map: TileMap | None,
+    arguments: Mapping[str, Any],
+) -> Any:
+    """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
+    if not isinstance(variant, str):
+        raise CallError("a traced call must name its variant; a Variant as a value works in eager calls only")
+    namespace, name, takes = _resolve(variant, package, tuple(arguments))
+    own = [arguments[argument] if argument in arguments else default for argument, default in takes]
+    words = None if tile_map is None else tile_map.words
+    operators = getattr(torch.ops, namespace)
+    if packing is None:
+        operator = getattr(operators, name)
+        out, lse = operator(q, k, v, *own, softmax_scale, seqused_k, words, layout, backend)
+    else:
+        operator = getattr(operators, name + "__varlen")
+        out, lse = operator(q, k, v, *packing, *own, softmax_scale, seqused_k, words, layout, backend)
+    return (out, lse) if return_lse else out

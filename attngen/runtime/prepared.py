@@ -1,0 +1,202 @@
+"""A call prepared for one set of shapes, strides, dtypes and devices: what is left is to check scalars and launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import NoKernelError
+from attngen.lang.variant import Variant
+from attngen.runtime.anchor import with_zero_gradients
+from attngen.runtime.arguments import Call, Number, ScalarRule, softmax_scale_of
+from attngen.runtime.driver import Driver
+from attngen.runtime.launch import Geometry, PreparedLaunch
+from attngen.runtime.module import Kernel
+from attngen.runtime.tile_map import TileMap
+
+#: Python type that a scalar of each dtype usually has; others go through the full check.
+_PLAIN_TYPES = {"int32": int, "int64": int, "fp32": float, "bool": bool}
+
+
+class PreparedCall:
+    """One kernel, or none where there is nothing to compute, with all that does not change between calls."""
+
+    __slots__ = (
+        "_call",
+        "_classifier",
+        "_device",
+        "_dtype",
+        "_kept",
+        "_kernel",
+        "_launch",
+        "_lse_shape",
+        "_map_shape",
+        "_out_shape",
+        "_return_lse",
+        "_rules",
+        "_scale",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        call: Call,
+        kernel: Kernel | None,
+        tensor_names: Sequence[str],
+        driver: Driver,
+        device: int,
+        kept: Variant | None = None,
+    ) -> None:
+        """Prepare ``call`` on ``kernel``; None needs nothing launched. Raises LoadError if the cubin does not load.
+
+        ``tensor_names``: the call's own tensors in the order in which it lists their addresses.
+        ``kept``: what the cache's key refers to by identity, which must therefore stay alive.
+        """
+        self._kept = kept
+        self._kernel = kernel
+        self._out_shape, self._lse_shape = call.out_shape(), call.lse_shape()
+        self._return_lse = call.return_lse
+        self._device, self._scale = call.device, call.scale
+        self._dtype = getattr(torch, _TORCH_DTYPES[call.dtype])
+        self._rules = [
+            (
+                rule.name,
+                _PLAIN_TYPES[rule.dtype] if rule.const is None else None,
+                rule.low,
+                rule.high,
+                rule,
+                _given(rule),
+            )
+            for rule in call.rules
+        ]
+        self._call = call.without_tensors()
+        self._launch: PreparedLaunch | None = None
+        self._classifier: PreparedLaunch | None = None
+        self._map_shape: tuple[int, ...] | None = None
+        if kernel is None:
+            return
+        geometry = Geometry(kernel, call)
+        if geometry.map is not None:
+            self._map_shape = geometry.map.tensor_shape()
+            if kernel.classifier is not None:
+                self._classifier = PreparedLaunch(
+                    kernel.classifier, geometry.classifier_blocks, geometry, tensor_names, driver, device
+                )
+        self._launch = PreparedLaunch(kernel.entry, geometry.blocks, geometry, tensor_names, driver, device)
+
+    def __call__(
+        self,
+        addresses: list[int],
+        tensors: Sequence[Tensor],
+        softmax_scale: Any,
+        arguments: Mapping[str, Any],
+        tile_map: TileMap | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the call. ``addresses`` as a launch takes them, with those of the results and of the map still 0.
+
+        ``tensors`` are all inputs that may ask for a gradient.
+        """
+        scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
+        scalars = self.scalars(arguments)
+        if self._launch is None:
+            out, lse = with_zero_gradients(*self._nothing(), tensors)
+        elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            out, lse = _ForwardOnly.apply(self, addresses, scale, scalars, tile_map, *tensors)
+        else:
+            out, lse = self.run(addresses, scale, scalars, tile_map)
+        return (out, lse) if self._return_lse else out
+
+    def scalars(self, arguments: Mapping[str, Any]) -> list[Number]:
+        """Return the checked values of the variant's scalars, in order of declaration. Raises CallError."""
+        values = []
+        for name, plain, low, high, rule, given in self._rules:
+            value = arguments.get(name)
+            if value is None:
+                value = given
+            elif type(value) is not plain or not low <= value <= high:
+                value = rule.check(value, self._call.variant.name)
+            values.append(value)
+        return values
+
+    def run(
+        self, addresses: list[int], scale: float, scalars: Sequence[Number], tile_map: TileMap | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Allocate the results, compute the tile map if there is to be one, and launch."""
+        launch = self._launch
+        assert launch is not None
+        out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
+        addresses[3] = out.data_ptr()
+        lse = None
+        if self._return_lse:
+            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
+            addresses[4] = lse.data_ptr()
+        words = None  # kept until the launch is enqueued
+        if self._map_shape is not None:
+            words = self.words(tile_map, addresses, scalars)
+            addresses[8] = words.data_ptr()
+        launch(addresses, scale, scalars)
+        return out, lse
+
+    def words(self, tile_map: TileMap | None, addresses: list[int], scalars: Sequence[Number]) -> Tensor:
+        """Return the words of the tile map: the caller's, or those that the classifier writes now."""
+        assert self._kernel is not None and self._map_shape is not None
+        if tile_map is not None:
+            return tile_map.check(self._kernel, self._call, self._map_shape)
+        if self._classifier is None:
+            raise NoKernelError(f"{self._kernel.full_name} needs a tile map and has no classifier; pass tile_map=")
+        words = torch.empty(self._map_shape, dtype=torch.int32, device=self._device)
+        addresses[8] = words.data_ptr()
+        self._classifier(addresses, self._scale, scalars)
+        return words
+
+    def _nothing(self) -> tuple[Tensor, Tensor | None]:
+        """Return the results of a call without work: every query sees no key."""
+        out = torch.zeros(self._out_shape, dtype=self._dtype, device=self._device)
+        if not self._return_lse:
+            return out, None
+        return out, torch.full(self._lse_shape, -math.inf, dtype=torch.float32, device=self._device)
+
+    @property
+    def kernel_label(self) -> str:
+        """What ran the forward, as messages name it."""
+        assert self._kernel is not None
+        return self._kernel.full_name
+
+
+_TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def _given(rule: ScalarRule) -> Number | None:
+    return rule.const if rule.const is not None else rule.default
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Marks the results as depending on the inputs, so that asking for a gradient fails loudly."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        prepared: PreparedCall,
+        addresses: list[int],
+        scale: float,
+        scalars: Sequence[Number],
+        tile_map: TileMap | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.label = prepared.kernel_label
+        return prepared.run(addresses, scale, scalars, tile_map)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise no_backward(ctx.label)
+
+
+def no_backward(label: str) -> NoKernelError:
+    """Return the error of a backward pass that no kernel computes."""
+    return NoKernelError(
+        f"the forward ran on {label}, of which no backward kernel is built; backend='reference' differentiates, "
+        "slowly, and torch.no_grad() tells that no gradient is wanted"
+    )

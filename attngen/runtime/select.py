@@ -1,0 +1,214 @@
+"""Which kernel takes a call: each candidate either accepts it or names the one reason against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from attngen.errors import NoKernelError
+from attngen.runtime import tensormap
+from attngen.runtime.arguments import Call, Number, View
+from attngen.runtime.driver import Driver
+from attngen.runtime.module import Kernel
+from attngen.runtime.packing import Parameter
+
+#: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+MAX_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A candidate and the one reason why it does not take a call."""
+
+    kernel: Kernel
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The kernel that takes a call, if any, and why the candidates before it do not."""
+
+    kernel: Kernel | None
+    rejected: tuple[Rejection, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What selection looks at: the call, where it runs, and what is known of its addresses and scalars.
+
+    ``addresses`` maps q, k, v and ``tensor:<name>`` to addresses; ``given`` holds the scalars that the caller passed.
+    """
+
+    call: Call
+    device: int
+    addresses: Mapping[str, int]
+    given: Mapping[str, Number]
+    backend: str | None = None
+
+
+def preferred(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Return the candidates in the order in which they are tried; equals keep the order of the registry."""
+
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int]:
+        # The closest architecture first, then TMA, then the hand-written schedules.
+        return (
+            not kernel.arch.specific,
+            kernel.loads != "descriptor",
+            kernel.backend != "cuda",
+            -kernel.arch.capability,
+        )
+
+    return sorted(kernels, key=rank)
+
+
+def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selection:
+    """Return the first kernel that takes the call."""
+    rejected: list[Rejection] = []
+    for kernel in preferred(kernels):
+        reason = reason_against(kernel, request, driver)
+        if reason is None:
+            return Selection(kernel, tuple(rejected))
+        rejected.append(Rejection(kernel, reason))
+    return Selection(None, tuple(rejected))
+
+
+def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | None:
+    """Return the one reason why a kernel does not take a call, or None if it does."""
+    call = request.call
+    if kernel.direction != "forward":
+        return f"it is a {kernel.direction} kernel"
+    if request.backend is not None and kernel.backend != request.backend:
+        return f"backend is {kernel.backend}, the call asks for {request.backend}"
+    for label, built, asked in (
+        ("layout", kernel.layout, call.layout),
+        ("dtype", kernel.dtype, call.dtype),
+        ("head_dim of q and k", kernel.head_dim_qk, call.head_dim_qk),
+        ("head_dim of v", kernel.head_dim_v, call.head_dim_v),
+    ):
+        if built != asked:
+            return f"{label} is {built}, the call has {asked}"
+    for name, value in kernel.const_scalars.items():
+        if name in request.given and request.given[name] != value:
+            return f"{name} was fixed to {value} when it was built, the call passes {request.given[name]}"
+    return _against_device(kernel, request.device, driver) or _against_tensors(kernel, request)
+
+
+def _against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
+    capability = driver.capability(device)
+    if not kernel.arch.runs_on(capability):
+        only = "only" if kernel.arch.specific else "and later of its generation"
+        return f"it is built for {kernel.arch.name} {only}, device {device} is sm{capability}"
+    needed, found = kernel.manifest.get("min_driver") or 0, driver.version()
+    if found < needed:
+        return (
+            f"it needs a driver for CUDA {_release(needed)}, this one is for CUDA {_release(found)}; update the driver"
+        )
+    if kernel.shared_memory > driver.shared_memory(device):
+        return (
+            f"it needs {kernel.shared_memory} B of shared memory, a block of device {device} "
+            f"has {driver.shared_memory(device)} B"
+        )
+    return None
+
+
+def _release(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _against_tensors(kernel: Kernel, request: Request) -> str | None:
+    """Check what was promised to the compiler, and what a TMA descriptor can express."""
+    call, size = request.call, kernel.element_bytes
+    views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v}
+    parameters = kernel.entry.layout.parameters
+    for parameter in parameters:
+        if parameter.kind == "descriptor" and parameter.of in views:
+            if request.addresses[parameter.of] % tensormap.ADDRESS_ALIGNMENT:
+                return f"{parameter.of} does not start at a multiple of 16 B, which a TMA descriptor needs"
+            view = views[parameter.of]
+            reason = tensormap.reason_against(parameter.of, view.shape, view.strides, size)
+            if reason:
+                return reason
+        elif parameter.divisibility:
+            reason = _against_promise(parameter, request, views, size)
+            if reason:
+                return reason
+    blocks = -(-call.seqlen_q // kernel.tile_m) * call.heads * call.batch
+    if blocks > MAX_BLOCKS:
+        return f"it would need {blocks} blocks, a grid has at most {MAX_BLOCKS}"
+    return None
+
+
+def _against_promise(parameter: Parameter, request: Request, views: Mapping[str, View], size: int) -> str | None:
+    """Return why an address or a stride is no multiple of what the compiler was promised, or None."""
+    promised, of = parameter.divisibility, parameter.of or parameter.name
+    if parameter.kind == "pointer" and of in request.addresses and request.addresses[of] % promised:
+        return f"{of.removeprefix('tensor:')} does not start at a multiple of {promised} B"
+    if parameter.kind == "stride" and of in views:
+        view, axis = views[of], str(parameter.axis)
+        if view.axes and axis in view.axes and view.shape[view.axes.index(axis)] == 1:
+            return None  # never stepped along: the launch passes a stride that keeps the promise
+        if view.stride(axis) % promised:
+            return f"{of}'s stride along {axis} is {view.stride(axis) * size} B, which is no multiple of {promised * size} B"
+    return None
+
+
+def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request, driver: Driver) -> NoKernelError:
+    """Return the error that lists each candidate, its reason, and the YAML lines that add a kernel for the call."""
+    call = request.call
+    capability = driver.capability(request.device)
+    lines = [
+        f"no kernel takes this call: {call.variant.name}, {describe(call)}, on sm{capability}"
+        + (f", backend {request.backend}" if request.backend else "")
+    ]
+    if not kernels:
+        lines.append("  (no kernel of this variant is built)")
+    lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
+    lines += ["To build one, add to a spec and run 'attngen build':", *yaml_lines(call, capability, request)]
+    return NoKernelError("\n".join(lines))
+
+
+def describe(call: Call) -> str:
+    """Say in a few words what a call needs."""
+    dims = str(call.head_dim_qk) if call.head_dim_qk == call.head_dim_v else f"{call.head_dim_qk}/{call.head_dim_v}"
+    return f"forward, {call.layout}, {call.dtype}, head_dim {dims}"
+
+
+_ARCH_OF_CAPABILITY = {80: "sm80", 86: "sm86", 89: "sm89", 90: "sm90a", 100: "sm100a", 120: "sm120a"}
+
+
+def yaml_lines(call: Call, capability: int, request: Request | None = None) -> list[str]:
+    """Return the lines of a spec that would add a kernel for the call."""
+    if call.head_dim_qk == call.head_dim_v:
+        head_dim = str(call.head_dim_qk)
+    else:
+        head_dim = f"{{qk: {call.head_dim_qk}, v: {call.head_dim_v}}}"
+    lines = [
+        f"  arch: [{_ARCH_OF_CAPABILITY.get(capability, f'sm{capability // 10 * 10}')}]",
+        "  kernels:",
+        f"    - variant: {call.variant.name}",
+        f"      head_dim: {head_dim}",
+        f"      dtype: {call.dtype}",
+        f"      layout: {call.layout}",
+    ]
+    lines += _access_lines(call, request)
+    return lines
+
+
+def _access_lines(call: Call, request: Request | None) -> list[str]:
+    """Return what a spec has to say for tensors that TMA or 16-byte loads cannot address."""
+    size = {"fp32": 4}.get(call.dtype, 2)
+    views = {"q": call.q, "k": call.k, "v": call.v}
+    addresses = request.addresses if request is not None else {}
+    odd_address = any(addresses.get(name, 0) % 16 for name in views)
+    odd_stride = any(
+        stride * size % 16
+        for view in views.values()
+        for extent, stride in zip(view.shape[:-1], view.strides[:-1], strict=True)
+        if extent > 1
+    )
+    described = all(
+        tensormap.reason_against(name, view.shape, view.strides, size) is None for name, view in views.items()
+    )
+    if odd_address or odd_stride:
+        return ["      loads: pointer", f"      alignment: {size}"]
+    return [] if described else ["      loads: pointer"]

@@ -1,0 +1,101 @@
+"""TMA descriptors of q, k, v and out: which tensors can have one, and a bounded cache of encoded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from attngen.dtypes import dtype as dtype_row
+from attngen.runtime.cache import LruCache
+from attngen.runtime.driver import Driver
+
+#: Limits of cuTensorMapEncodeTiled (CUDA driver API, "Tensor Map Object Management").
+ADDRESS_ALIGNMENT = 16
+STRIDE_ALIGNMENT = 16
+MAX_STRIDE_BYTES = 2**40
+MAX_EXTENT = 2**32
+MAX_BOX = 256
+
+_ENCODED: LruCache[bytes] = LruCache(4096)
+_TOKENS = count()
+
+
+def reason_against(name: str, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> str | None:
+    """Return why a tensor cannot be described by a TMA descriptor, or None if it can; the address is not looked at.
+
+    ``strides`` in elements. An axis of extent 1 is never stepped along, so its stride does not matter.
+    """
+    if strides[-1] != 1 and shape[-1] != 1:
+        return f"{name}'s last dimension is not contiguous (stride {strides[-1]})"
+    for axis, (extent, stride) in enumerate(zip(shape[:-1], strides[:-1], strict=True)):
+        if extent == 1:
+            continue
+        in_bytes = stride * element_bytes
+        if stride == 0:
+            return f"{name} is expanded along axis {axis} (stride 0), which a TMA descriptor cannot express"
+        if in_bytes % STRIDE_ALIGNMENT:
+            return f"{name}'s stride along axis {axis} is {in_bytes} B, which is no multiple of {STRIDE_ALIGNMENT} B"
+        if in_bytes >= MAX_STRIDE_BYTES:
+            return f"{name}'s stride along axis {axis} is {in_bytes} B; a TMA descriptor takes less than 2**40 B"
+    return None
+
+
+def usable_strides(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> tuple[int, ...]:
+    """Return the strides in elements with a legal one put where the extent is 1 and the stride is arbitrary."""
+    step = STRIDE_ALIGNMENT // element_bytes
+    return tuple(
+        max(step, -(-shape[-1] // step) * step) if extent == 1 and axis < len(shape) - 1 else stride
+        for axis, (extent, stride) in enumerate(zip(shape, strides, strict=True))
+    )
+
+
+def smem_box(box: Sequence[int], swizzle: int | None, element_bytes: int) -> tuple[tuple[int, ...], int]:
+    """Return the box of one copy, slowest axis first, and its swizzle in bytes.
+
+    A tile wider than the swizzle's span arrives in several copies, so its box is cut to the span. A manifest
+    without a swizzle means the widest that the tile fills, which is what Triton chooses.
+    """
+    if swizzle is None:
+        row = box[-1] * element_bytes
+        swizzle = next((span for span in (128, 64, 32) if row >= span), 0)
+    cut = [min(extent, MAX_BOX) for extent in box]
+    if swizzle:
+        cut[-1] = min(cut[-1], swizzle // element_bytes)
+    return tuple(cut), swizzle
+
+
+class TensorMap:
+    """Descriptors of tensors of one shape, differing in their address only."""
+
+    __slots__ = ("_box", "_device", "_driver", "_dtype", "_extents", "_strides", "_swizzle", "_token")
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int | None,
+    ) -> None:
+        """``shape``, ``strides`` (elements) and ``box`` slowest axis first, as torch has them; ``swizzle`` in bytes."""
+        element_bytes = dtype_row(dtype).bytes
+        self._driver, self._device, self._dtype = driver, device, dtype
+        cut, self._swizzle = smem_box(box, swizzle, element_bytes)
+        self._box = tuple(reversed(cut))
+        self._extents = tuple(reversed(shape))
+        in_bytes = tuple(stride * element_bytes for stride in usable_strides(shape, strides, element_bytes))
+        self._strides = tuple(reversed(in_bytes[:-1]))
+        self._token = next(_TOKENS)
+
+    def at(self, address: int) -> bytes:
+        """Return the descriptor of the tensor at an address: 128 bytes, from the cache if it was asked for before."""
+        key = (address, self._token)
+        encoded = _ENCODED.get(key)
+        if encoded is None:
+            encoded = self._driver.encode_tensor_map(
+                self._dtype, address, self._extents, self._strides, self._box, self._swizzle, self._device
+            )
+            _ENCODED.put(key, encoded)
+        return encoded

@@ -1,0 +1,67 @@
+"""What is legal in a spec but probably not meant: things that nobody uses, kernels asked for twice."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from attngen.errors import Location
+from attngen.spec.expand import KernelSpec, repeats
+from attngen.spec.loading import DeclaredVariant, Spec
+from attngen.spec.presets import preset_names
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One remark and the place that it is about."""
+
+    message: str
+    location: Location
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.message}"
+
+
+def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
+    """Return the warnings of a spec, in the order of the file. ``kernels`` is what it expands into."""
+    found = []
+    if not kernels:
+        found.append(Remark("no kernels: the spec builds nothing", Location(spec.file)))
+    used = {kernel.variant.name for kernel in kernels}
+    for name in spec.model.variants:
+        declared = spec.variants[name]
+        found.extend(_unused_declarations(declared))
+        if kernels and name not in used:
+            found.append(Remark(f"variant '{name}' is used by no kernel", declared.location))
+        if name in preset_names() and not _is_preset(spec, name):
+            found.append(Remark(f"variant '{name}' hides the preset of that name", declared.location))
+    for again, first in repeats(spec):
+        message = f"asks again for a {again.variant.name} kernel of line {first.location.line}; it is built once"
+        found.append(Remark(message, again.location))
+    return sorted(dict.fromkeys(found), key=lambda remark: remark.location.line)
+
+
+def _is_preset(spec: Spec, name: str) -> bool:
+    return spec.name.endswith(f"specs/presets/{name}.yaml")
+
+
+def _unused_declarations(declared: DeclaredVariant) -> list[Remark]:
+    """Return a remark for each scalar, tensor and let value that no expression of the variant names."""
+    model = declared.model
+    texts = [str(model.mask), model.score or "", *model.let.values()]
+    texts += [str(extent) for tensor in model.tensors.values() for extent in tensor.shape]
+    named = {name for text in texts for name in _NAME.findall(text)}
+    root = ("variants", declared.variant.name)
+    return [
+        Remark(f"{kind} '{name}' of variant '{declared.variant.name}' is never used", place)
+        for kind, section, entries in (
+            ("scalar", "scalars", model.scalars),
+            ("tensor", "tensors", model.tensors),
+            ("let value", "let", model.let),
+        )
+        for entry in entries
+        if (name := entry.split("(")[0].strip()) not in named
+        for place in [declared.tree.locate((*root, section, entry), key=True)]
+    ]

@@ -1,0 +1,9 @@
+"""Compiled kernels on disk: found by a hash of all that went into them, safe under many processes and crashes.
+
+Importing this package imports no compiler, no lock and no platform lookup; only what reading an entry needs.
+"""
+
+from attngen.store.key import cache_key
+from attngen.store.store import Damage, Store, StoreWarning, default_root
+
+__all__ = ["Damage", "Store", "StoreWarning", "cache_key", "default_root"]

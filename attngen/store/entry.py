@@ -1,0 +1,80 @@
+"""One kernel on disk: a folder of plain files and their checksums, which ``sha256sum -c`` understands too.
+
+The cubin is kept raw, so that ``cuobjdump`` and ``nvdisasm`` work on the cache itself.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from attngen.compile.artifact import Artifact
+
+CUBIN = "kernel.cubin"
+CLASSIFIER = "classifier.cubin"
+MANIFEST = "manifest.json"
+CHECKSUMS = "SHA256SUMS"
+
+
+class DamagedEntryError(Exception):
+    """An entry whose files are not those that were written; the message says which and how."""
+
+
+def files_of(artifact: Artifact) -> dict[str, bytes]:
+    """Return the files of an entry by name, the checksums of all others included."""
+    files = {
+        CUBIN: artifact.cubin,
+        MANIFEST: json.dumps(artifact.manifest, indent=1, sort_keys=True).encode() + b"\n",
+        **{name: text.encode() for name, text in artifact.texts.items()},
+    }
+    if artifact.classifier is not None:
+        files[CLASSIFIER] = artifact.classifier
+    lines = [f"{sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items())]
+    files[CHECKSUMS] = "".join(lines).encode()
+    return files
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Return file name → SHA-256 of an entry, or raise DamagedEntryError."""
+    text = _read(folder, CHECKSUMS).decode("ascii", "replace")
+    checksums = {}
+    for line in text.splitlines():
+        digest, _, name = line.partition("  ")
+        checksums[name] = digest
+    for name in (CUBIN, MANIFEST):
+        if name not in checksums:
+            raise DamagedEntryError(f"{CHECKSUMS} does not list {name}")
+    return checksums
+
+
+def read_file(folder: Path, name: str, checksums: dict[str, str]) -> bytes:
+    """Return the bytes of one file of an entry, or raise DamagedEntryError if they are not those that were written."""
+    if name not in checksums:
+        raise DamagedEntryError(f"{CHECKSUMS} does not list {name}")
+    data = _read(folder, name)
+    if sha256(data).hexdigest() != checksums[name]:
+        raise DamagedEntryError(f"{name} ({len(data)} bytes) does not match its checksum")
+    return data
+
+
+def read_entry(folder: Path) -> Artifact:
+    """Return what is needed to run the kernel of a folder (no texts), or raise DamagedEntryError."""
+    checksums = read_checksums(folder)
+    manifest = json.loads(read_file(folder, MANIFEST, checksums))
+    classifier = read_file(folder, CLASSIFIER, checksums) if CLASSIFIER in checksums else None
+    return Artifact(read_file(folder, CUBIN, checksums), manifest, classifier)
+
+
+def verify_entry(folder: Path) -> None:
+    """Raise DamagedEntryError unless every file of an entry is what was written."""
+    checksums = read_checksums(folder)
+    for name in checksums:
+        read_file(folder, name, checksums)
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        raise DamagedEntryError(f"{name}: {error.strerror}") from error

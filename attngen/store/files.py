@@ -1,0 +1,46 @@
+"""Writing files so that a crash at any moment leaves either the old state or the new one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from attngen.errors import StoreError
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and wait until the disk has it."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
+    """Write a new folder of files and wait until the disk has all of them."""
+    path.mkdir(parents=True)
+    for name, data in files.items():
+        write_synced(path / name, data)
+    sync_folder(path)
+
+
+def store_error(action: str, path: Path, error: OSError) -> StoreError:
+    """Return the StoreError that explains an OSError: what failed, why, and what the user can do."""
+    advice = "set ATTNGEN_CACHE to a folder that can be written"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = f"free some space ('attngen cache clear' empties the cache), or {advice}"
+    return StoreError(f"cannot {action} {path}: {error.strerror or error}; {advice}")

@@ -1,0 +1,202 @@
+"""Running jobs in worker processes: a job that crashes, hangs or leaks costs itself, and no other.
+
+Workers are plain subprocesses, not ``multiprocessing`` ones: those import the caller's main module again, which a
+script without an ``if __name__ == "__main__"`` does not survive.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from attngen.compile.environment import is_scrubbed
+from attngen.errors import AttngenError, CompileError
+
+#: Longest that a job may take; a compile takes seconds, waiting for another process's compile included.
+JOB_SECONDS = 900.0
+
+_LOG_LINES, _LOG_BYTES = 15, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A call of ``function`` ("module:name") with picklable arguments; ``label`` names it in errors."""
+
+    label: str
+    function: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a job, by its position: a value or an error, and the warnings on the way."""
+
+    index: int
+    value: Any = None
+    error: AttngenError | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    index: int = -1  # of its job
+    started: float = 0.0
+    log_start: int = 0
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    workers: int,
+    *,
+    on_start: Callable[[int], None] | None = None,
+    timeout: float = JOB_SECONDS,
+) -> Iterator[Result]:
+    """Yield the result of each job as it finishes, with at most ``workers`` at once.
+
+    A job that returns None asks to be called again later, when every other job has had its turn; its last argument
+    is then True (False the first time). It is how a kernel that another process builds is left for the end.
+    A worker that dies, or takes longer than ``timeout`` seconds, fails its job alone. Workers end with the iteration.
+    """
+    with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
+        pool = _Pool(jobs, timeout, scratch)
+        try:
+            yield from pool.run(min(workers, len(jobs)), on_start)
+        finally:
+            pool.close()
+
+
+@dataclass
+class _Pool:
+    jobs: Sequence[Job]
+    timeout: float
+    scratch: str  # temporary files of all workers, those that are killed too
+    idle: list[_Worker] = field(default_factory=list)
+    busy: dict[int, _Worker] = field(default_factory=dict)  # by the descriptor of their answers
+
+    def run(self, workers: int, on_start: Callable[[int], None] | None) -> Iterator[Result]:
+        pending = deque((index, False) for index in range(len(self.jobs)))
+        again: list[int] = []
+        with selectors.DefaultSelector() as selector:
+            while pending or again or self.busy:
+                if not pending and again and not self.busy:
+                    pending.extend((index, True) for index in again)
+                    again.clear()
+                while pending and len(self.busy) < workers:
+                    index, last = pending.popleft()
+                    worker = self.start(index, last)
+                    selector.register(_answers(worker), selectors.EVENT_READ)
+                    if on_start and not last:
+                        on_start(index)
+                for worker in self.wait(selector):
+                    result = self.finish(worker)
+                    if result.value is None and result.error is None:
+                        again.append(result.index)
+                    else:
+                        yield result
+
+    def start(self, index: int, last: bool) -> _Worker:
+        worker = self.idle.pop() if self.idle else _spawn(self.scratch)
+        job = self.jobs[index]
+        worker.index, worker.started = index, time.monotonic()
+        worker.log_start = os.fstat(worker.log.fileno()).st_size
+        self.busy[_answers(worker)] = worker
+        try:
+            assert worker.process.stdin is not None
+            pickle.dump((job.function, (*job.arguments, last)), worker.process.stdin)
+            worker.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has died: reading its answer finds out why
+        return worker
+
+    def wait(self, selector: selectors.BaseSelector) -> list[_Worker]:
+        """Return the workers that answered, died or ran out of time; blocks until there is one."""
+        deadline = min(worker.started for worker in self.busy.values()) + self.timeout
+        ready = [key.fd for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
+        if not ready:
+            ready = [fd for fd, w in self.busy.items() if time.monotonic() - w.started >= self.timeout]
+            for fd in ready:
+                self.busy[fd].process.kill()
+        for fd in ready:
+            selector.unregister(fd)
+        return [self.busy.pop(fd) for fd in ready]
+
+    def finish(self, worker: _Worker) -> Result:
+        try:
+            assert worker.process.stdout is not None
+            ok, value, messages = pickle.load(worker.process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            return Result(worker.index, error=self.dead(worker))
+        self.idle.append(worker)
+        if ok:
+            return Result(worker.index, value=value, warnings=tuple(messages))
+        if isinstance(value, CompileError):  # LLVM and MLIR print their reasons
+            value = CompileError(f"{value}{_said(worker)}")
+        return Result(worker.index, error=value, warnings=tuple(messages))
+
+    def dead(self, worker: _Worker) -> CompileError:
+        """Return why a worker gave no answer."""
+        late = time.monotonic() - worker.started >= self.timeout
+        code = worker.process.wait()
+        reason = f"exited with {code}"
+        if late:
+            reason = f"took longer than {self.timeout:.0f} s and was stopped"
+        elif code < 0:
+            reason = f"died of {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                reason += ", probably for lack of memory; fewer --jobs need less"
+        error = CompileError(f"{self.jobs[worker.index].label}: its compiler process {reason}{_said(worker)}")
+        _close(worker)
+        return error
+
+    def close(self) -> None:
+        for worker in self.busy.values():
+            worker.process.kill()
+        for worker in (*self.idle, *self.busy.values()):
+            _close(worker)
+
+
+def _answers(worker: _Worker) -> int:
+    assert worker.process.stdout is not None
+    return worker.process.stdout.fileno()
+
+
+def _spawn(scratch: str) -> _Worker:
+    # The same interpreter and search path as here, whatever that came from.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from attngen.store.worker import main; main()"
+    environment = {name: value for name, value in os.environ.items() if not is_scrubbed(name)}
+    environment["TMPDIR"] = scratch
+    log = open(os.path.join(scratch, f"log-{secrets.token_hex(6)}"), "w+b")  # noqa: SIM115 (closed with its worker)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+    )
+    return _Worker(process, log)
+
+
+def _said(worker: _Worker) -> str:
+    """Return the end of what a worker printed during its job, on lines of their own; often nothing."""
+    start = max(worker.log_start, os.fstat(worker.log.fileno()).st_size - _LOG_BYTES)
+    text = os.pread(worker.log.fileno(), _LOG_BYTES, start).decode("utf-8", "replace")
+    return "".join(f"\n  {line}" for line in text.splitlines()[-_LOG_LINES:])
+
+
+def _close(worker: _Worker) -> None:
+    for stream in (worker.process.stdin, worker.process.stdout, worker.log):
+        try:
+            if stream is not None:
+                stream.close()
+        except BrokenPipeError:
+            pass  # what was still to be written goes nowhere
+    worker.process.wait()

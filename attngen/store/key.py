@@ -1,0 +1,60 @@
+"""The cache key: a hash of everything that a compile reads, taken as a whole, so that nothing can be forgotten."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from attngen.compile.options import triton_options
+from attngen.compile.toolchain import toolchain
+
+if TYPE_CHECKING:
+    from attngen.plan.model import Plan
+    from attngen.render import Source
+
+#: Form of an entry on disk; another form is another key.
+ENTRY_FORMAT = 1
+
+
+def digest(value: Any) -> str:
+    """Return the SHA-256 of a plain JSON value; the order of its mappings does not count."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=True)
+    return sha256(text.encode()).hexdigest()
+
+
+def cache_key(
+    plan: Mapping[str, Any],
+    source: str,
+    *,
+    headers: Mapping[str, str],
+    options: Mapping[str, Any],
+    toolchain: Mapping[str, Any],
+) -> str:
+    """Return the key of a kernel, 64 hexadecimal digits.
+
+    ``plan`` is the plan as a mapping, with arch and the manifest's version in it; ``headers`` maps the name of
+    each file that the source includes to its text; ``toolchain`` identifies the compiler.
+    """
+    return digest(
+        {
+            "entry": ENTRY_FORMAT,
+            "plan": plan,
+            "source": source,
+            "headers": headers,
+            "options": options,
+            "toolchain": toolchain,
+        }
+    )
+
+
+def key_of(plan: Plan, source: Source) -> str:
+    """Return the key of a planned and rendered kernel under the installed compiler. Imports no compiler."""
+    return cache_key(
+        plan.to_dict(),
+        source.text,
+        headers={},  # Triton sources include nothing
+        options={"triton": triton_options(plan.num_warps, plan.stages)},
+        toolchain=toolchain(source.backend),
+    )

@@ -1,0 +1,54 @@
+"""How many compiles may run at once on this machine, or in this container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+#: What one compile may take at most: Triton, LLVM and ptxas for the largest tiles.
+BYTES_PER_JOB = 1 << 30
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cores() -> int:
+    """Return the cores that this process may use: its affinity, and the quota of its control group."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    quota = _words(_CGROUP / "cpu.max")
+    if len(quota) == 2 and quota[0] != "max":
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def available_bytes() -> int | None:
+    """Return the memory that can be taken without swapping, or None where the system does not say."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(1024 * int(line.split()[1]))
+    except OSError:
+        pass
+    limit, used = _words(_CGROUP / "memory.max"), _words(_CGROUP / "memory.current")
+    if limit and used and limit[0] != "max":
+        found.append(max(0, int(limit[0]) - int(used[0])))
+    return min(found, default=None)
+
+
+def job_limit(requested: int | None = None) -> int:
+    """Return how many jobs to run at once: as many as asked for or as there are cores, if memory suffices for them."""
+    jobs = requested if requested is not None else available_cores()
+    memory = available_bytes()
+    if memory is not None:
+        jobs = min(jobs, memory // BYTES_PER_JOB)
+    return max(1, jobs)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

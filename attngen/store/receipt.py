@@ -1,0 +1,92 @@
+"""The proof that a build has nothing to do, found without loading a spec, a template or a compiler.
+
+A receipt remembers the content of all that a build read: the spec's files, the generator itself (templates,
+presets and Python sources), the versions of what it calls. If none of it changed, neither did the kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attngen import resources
+from attngen.compile.toolchain import toolchain
+from attngen.store.key import digest
+from attngen.store.store import Store
+
+_FOLDER = "receipts"
+
+#: Packages that shape the rendered text; the compiler itself is identified by ``toolchain``.
+_RENDERERS = ("jinja2", "pydantic", "PyYAML")
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a build read and what it left: the package and, in order, name and key of each kernel."""
+
+    inputs: Mapping[str, str]
+    generator: str
+    package: str
+    kernels: tuple[tuple[str, str], ...]
+
+
+def hash_files(paths: Iterable[Path]) -> dict[str, str]:
+    """Return path → SHA-256 of each file; OSError if one cannot be read."""
+    return {str(path): sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def generator_digest() -> str:
+    """Return a hash over everything but the spec that decides what a build makes."""
+    package = Path(__file__).resolve().parents[1]
+    files = [
+        *package.rglob("*.py"),
+        *(path for path in resources.templates_dir().rglob("*") if path.is_file()),
+        *(resources.specs_dir() / "presets").glob("*.yaml"),
+    ]
+    return digest(
+        {
+            "files": hash_files(sorted(files)),
+            "python": platform.python_version(),
+            "renderers": {name: _version(name) for name in _RENDERERS},
+            "triton": toolchain("triton"),
+        }
+    )
+
+
+def read_receipt(store: Store, spec: Path, arches: Iterable[str]) -> Receipt | None:
+    """Return the receipt of a build of ``spec`` for ``arches`` if all that it read is unchanged, else None."""
+    try:
+        fields = json.loads((store.root / _FOLDER / _name(spec, arches)).read_bytes())
+        expected = fields.pop("digest")
+        if digest(fields) != expected:
+            return None
+        kernels = tuple((name, key) for name, key in fields.pop("kernels"))
+        receipt = Receipt(kernels=kernels, **fields)
+        unchanged = hash_files(map(Path, receipt.inputs)) == receipt.inputs
+        return receipt if unchanged and generator_digest() == receipt.generator else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write_receipt(store: Store, spec: Path, arches: Iterable[str], receipt: Receipt) -> None:
+    """Remember a finished build. Raises StoreError if it cannot be written."""
+    content: dict[str, Any] = asdict(receipt)
+    content["digest"] = digest(content)
+    store.write(_FOLDER, _name(spec, arches), json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _name(spec: Path, arches: Iterable[str]) -> str:
+    return digest([str(spec.resolve()), sorted(arches)])[:32] + ".json"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

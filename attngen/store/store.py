@@ -1,0 +1,261 @@
+"""The cache of compiled kernels: one folder for each key, put in place whole, checked at every reading.
+
+<root>/kernels/<key>/   kernel.cubin manifest.json source.py ptx ttgir SHA256SUMS
+<root>/builds/          what each package holds: index.py
+<root>/receipts/        what proves that a build has nothing to do: receipt.py
+<root>/locks/, tmp/     empty while nobody builds
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from attngen.compile.artifact import Artifact
+from attngen.errors import StoreError
+from attngen.store.entry import DamagedEntryError, files_of, read_checksums, read_entry, read_file, verify_entry
+from attngen.store.files import store_error, sync_folder, write_folder, write_synced
+from attngen.store.lock import Lock
+
+#: How long to wait for another process to build a kernel; a compile takes seconds.
+LOCK_SECONDS = 600.0
+
+
+def default_root() -> Path:
+    """Return the folder of the cache: ``ATTNGEN_CACHE``, or the place that the platform gives to caches."""
+    chosen = os.environ.get("ATTNGEN_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("attngen", appauthor=False)
+
+
+class StoreWarning(UserWarning):
+    """A cache entry was damaged, or could not be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """An entry that is not what was written, and why."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An artifact and where it came from: ``cached``, ``built`` or, where it could not be kept, ``uncached``."""
+
+    artifact: Artifact
+    origin: str
+
+
+class Store:
+    """The compiled kernels below one folder, which need not exist. Any number of processes may share it."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root if root is not None else default_root()
+
+    def path(self, key: str) -> Path:
+        """Return the folder of a key, whether it exists or not."""
+        return self.root / "kernels" / key
+
+    def read(self, key: str) -> tuple[Artifact | None, str | None]:
+        """Return the kernel of a key without its texts, or None; and what is wrong with the entry, if it is damaged.
+
+        Needs no lock and no writable folder.
+        """
+        folder = self.path(key)
+        if not folder.is_dir():
+            return None, None
+        try:
+            return read_entry(folder), None
+        except (DamagedEntryError, ValueError) as damage:  # ValueError: a manifest that is no JSON
+            return None, f"cache entry {folder} is damaged ({damage}); it is built anew"
+
+    def get(self, key: str) -> Artifact | None:
+        """Return the kernel of a key without its texts, or None; a damaged entry counts as none, with a warning."""
+        artifact, damage = self.read(key)
+        if damage:
+            warnings.warn(damage, StoreWarning, stacklevel=2)
+        return artifact
+
+    def text(self, key: str, name: str) -> str | None:
+        """Return a text of an entry (``source.py``, ``ptx``, ``ttgir``), or None. StoreError if it is damaged."""
+        folder = self.path(key)
+        try:
+            checksums = read_checksums(folder)
+            return read_file(folder, name, checksums).decode() if name in checksums else None
+        except DamagedEntryError as damage:
+            raise StoreError(f"{folder}: {damage}; 'attngen build' makes it anew") from None
+
+    def all_keys(self) -> list[str]:
+        """Return the keys of all entries, sorted, damaged ones included."""
+        return _names(self.root / "kernels")
+
+    def verify(self) -> list[Damage]:
+        """Check every file of every entry against its checksum and return what is damaged."""
+        found = []
+        for key in self.all_keys():
+            try:
+                verify_entry(self.path(key))
+            except (DamagedEntryError, ValueError) as damage:
+                found.append(Damage(key, str(damage)))
+        return found
+
+    def put(self, key: str, artifact: Artifact) -> None:
+        """Keep a kernel under its key, in place of what stands there. Hold ``locked(key)`` meanwhile.
+
+        Written under another name, checked, and renamed as a whole: a reader sees all of it or nothing of it.
+        Raises StoreError, and leaves nothing behind, where the folder is full or cannot be written.
+        """
+        temporary = self._temporary(key)
+        try:
+            write_folder(temporary, files_of(artifact))
+            verify_entry(temporary)
+            final = self.path(key)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            if final.exists():
+                os.rename(final, self._temporary(key))  # whoever reads it now keeps its open files
+            os.rename(temporary, final)
+            sync_folder(final.parent)
+        except OSError as error:
+            raise store_error("write to the cache", self.root, error) from error
+        except DamagedEntryError as damage:
+            raise StoreError(
+                f"{temporary} does not hold what was written to it: {damage}; is the disk sound?"
+            ) from None
+        finally:
+            self._remove_temporaries(key)
+
+    def fetch(self, key: str, build: Callable[[], Artifact], *, wait: bool = True) -> Fetched | None:
+        """Return the kernel of a key; where there is none, or a damaged one, ``build`` it and keep it.
+
+        Of many processes that ask for one key at once, one builds and the others wait for it and read; with
+        ``wait=False`` None is returned instead, so that the caller can do other work first. A kernel that cannot
+        be kept is returned all the same, with a warning. Raises StoreError where a process holds the key for
+        longer than a compile can take, and whatever ``build`` raises.
+        """
+        artifact, _ = self.read(key)
+        if artifact is not None:
+            return Fetched(artifact, "cached")
+        with ExitStack() as stack:
+            try:
+                held = stack.enter_context(self.locked(key, wait=wait))
+            except OSError as error:
+                warnings.warn(str(store_error("lock the cache", self.root, error)), StoreWarning, stacklevel=2)
+                return Fetched(build(), "uncached")
+            if not held:
+                return None
+            # Another process may have built it since we looked; and now nobody is replacing it.
+            artifact = self.get(key)
+            return Fetched(artifact, "cached") if artifact is not None else self._build(key, build)
+
+    def _build(self, key: str, build: Callable[[], Artifact]) -> Fetched:
+        artifact = build()
+        try:
+            self.put(key, artifact)
+        except StoreError as error:
+            warnings.warn(str(error), StoreWarning, stacklevel=3)
+            return Fetched(artifact, "uncached")
+        return Fetched(artifact, "built")
+
+    @contextmanager
+    def locked(self, key: str, *, wait: bool = True) -> Iterator[bool]:
+        """Hold the lock of a key. Yields False, and holds nothing, without ``wait`` where another has it.
+
+        Raises StoreError after a wait that no compile explains, and OSError where the folder cannot hold locks.
+        """
+        lock = Lock(self.root / "locks" / key)
+        self._make_folder("locks")
+        held = lock.acquire(LOCK_SECONDS if wait else 0.0)
+        if not held and wait:
+            raise _hung(lock.path)
+        try:
+            yield held
+        finally:
+            lock.release()
+
+    def require_writable(self) -> None:
+        """Raise StoreError if nothing can be written, before work is spent on what could not be kept."""
+        probe = self.root / "tmp" / f"probe-{secrets.token_hex(6)}"
+        try:
+            self._make_folder("tmp")
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            raise store_error("write to the cache", self.root, error) from error
+
+    def write(self, folder: str, name: str, data: bytes) -> None:
+        """Put a small file in place whole, instead of what stands there. Raises StoreError if it cannot be written."""
+        key = f"{folder}.{name}"
+        temporary = self._temporary(key)
+        try:
+            with self.locked(key):
+                self._make_folder("tmp")
+                self._make_folder(folder)
+                try:
+                    write_synced(temporary, data)
+                    os.replace(temporary, self.root / folder / name)
+                finally:
+                    self._remove_temporaries(key)
+        except OSError as error:
+            raise store_error("write to the cache", self.root, error) from error
+
+    def remove(self, key: str) -> None:
+        """Remove an entry; nothing happens if there is none. Raises StoreError if it cannot be removed."""
+        try:
+            self._make_folder("tmp")
+            with self.locked(key):
+                if self.path(key).exists():
+                    # Renamed first, so that nobody ever reads half an entry.
+                    os.rename(self.path(key), self._temporary(key))
+                self._remove_temporaries(key)
+        except OSError as error:
+            raise store_error("remove an entry of", self.root, error) from error
+
+    def sweep(self) -> None:
+        """Remove what killed processes left behind: temporary files and locks that nobody holds."""
+        try:
+            left = {name.rpartition("-")[0] for name in _names(self.root / "tmp")} | set(_names(self.root / "locks"))
+            for key in sorted(left):
+                with self.locked(key, wait=False) as held:
+                    if held:
+                        self._remove_temporaries(key)
+        except OSError:
+            pass  # a folder that cannot be written gathers nothing either
+
+    def _make_folder(self, name: str) -> None:
+        (self.root / name).mkdir(parents=True, exist_ok=True)
+
+    def _temporary(self, key: str) -> Path:
+        return self.root / "tmp" / f"{key}-{secrets.token_hex(6)}"
+
+    def _remove_temporaries(self, key: str) -> None:
+        """Remove what is temporary of a key whose lock we hold: nobody else writes any."""
+        for name in _names(self.root / "tmp"):
+            path = self.root / "tmp" / name
+            if name.rpartition("-")[0] != key:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _hung(path: Path) -> StoreError:
+    return StoreError(f"{path} has been held for {LOCK_SECONDS:.0f} s; the process that holds it seems to hang")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(folder))
+    except OSError:
+        return []

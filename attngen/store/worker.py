@@ -1,0 +1,53 @@
+"""The other end of ``jobs``: a process that calls one function per request until its parent goes away.
+
+Requests come as pickles on standard input, answers go as pickles to what was standard output; whatever a job
+prints goes to standard error, so that it cannot break the conversation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from typing import Any
+
+from attngen.errors import AttngenError, CompileError
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends it to all
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            function, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer = _answer(function, arguments)
+        try:
+            pickle.dump(answer, answers)
+            answers.flush()
+        except BrokenPipeError:
+            return  # nobody listens any more
+
+
+def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[str]]:
+    """Return whether the job succeeded, its value or its error, and the warnings that it gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            module, _, name = function.partition(":")
+            ok, value = True, getattr(importlib.import_module(module), name)(*arguments)
+            pickle.dumps(value)
+        except AttngenError as error:
+            ok, value = False, error
+        except Exception:
+            ok, value = False, CompileError(f"internal error in a job:\n{traceback.format_exc().rstrip()}")
+    # A library's deprecations are none of the user's business; what attngen warns of is.
+    messages = [str(w.message) for w in caught if w.category.__module__.startswith("attngen.")]
+    return ok, value, messages

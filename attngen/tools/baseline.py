@@ -1,0 +1,112 @@
+"""What others compute on the same inputs in the same dtype: the yardsticks of a kernel's error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attngen.lang.eager import evaluate
+from attngen.runtime.arguments import Call
+from attngen.runtime.reference import lengths, names_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One sequence with heads first: q (h, rows, d), k and v (h, keys, d), and which pairs the mask shows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: slice
+    visible: Tensor  # (h, rows, keys)
+    names: dict[str, object]
+
+
+def plain(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse of plain PyTorch: every step rounds to q's dtype, save the score, which is float32.
+
+    Shapes as ``reference``. Rows that see nothing give 0 and −inf.
+    """
+
+    def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
+        scores = (one.q @ one.k.transpose(1, 2)) * call.scale
+        if call.variant.score is not None:
+            names = {**one.names, "s": scores.float()}
+            scores = evaluate(call.variant.score, names, call.tensors, guard=one.visible).to(q.dtype)
+        scores = torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
+        weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)  # dead rows
+        return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
+
+    return _over_sequences(call, q, k, v, attend)
+
+
+def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """Return out of ``scaled_dot_product_attention``'s fused kernels under a dense mask.
+
+    None where these cannot serve: with a score, in float32 (where some round to TF32), off the GPU, or when none
+    of them takes the shapes. Rows that see nothing are undefined.
+    """
+    if call.variant.score is not None or q.dtype == torch.float32 or not q.is_cuda:
+        return None
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
+        mask = None if not call.variant.masked else one.visible[None]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            one.q[None], one.k[None], one.v[None], attn_mask=mask, scale=call.scale
+        )[0]
+        return out, out.new_zeros(one.q.shape[:2], dtype=torch.float32)
+
+    try:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+            return _over_sequences(call, q, k, v, attend)[0]
+    except RuntimeError:  # no fused kernel for these shapes
+        return None
+
+
+def _over_sequences(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[_Sequence], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Run ``attend`` on each sequence and lay the results out as a call does."""
+    out = torch.zeros(call.out_shape(), dtype=q.dtype, device=q.device)
+    lse = torch.full(call.lse_shape(), -math.inf, device=q.device)
+    with torch.no_grad():
+        for b, one in _sequences(call, q, k, v):
+            result, sums = attend(one)
+            if call.layout == "varlen":
+                out[one.rows], lse[:, one.rows] = result.transpose(0, 1), sums
+            else:
+                out[b], lse[b] = result.transpose(0, 1), sums
+    return out, lse
+
+
+def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, _Sequence]]:
+    """Yield the sequences that have both queries and keys, cut to their used keys."""
+    groups = call.heads // call.kv_heads
+    for b, (rows, keys, q_offset, k_offset) in enumerate(lengths(call)):
+        if not rows or not keys:
+            continue
+        if call.layout == "varlen":
+            queries, used = slice(q_offset, q_offset + rows), slice(k_offset, k_offset + keys)
+            parts = q[queries], k[used], v[used]
+        else:
+            queries, parts = slice(0, rows), (q[b], k[b, :keys], v[b, :keys])
+        names = names_of(call, b, slice(0, rows), rows, keys, q_offset, k_offset)
+        value = evaluate(call.variant.mask, names, call.tensors)
+        visible = value.broadcast_to((call.heads, rows, keys)).to(q.device)
+        heads_first = [part.transpose(0, 1) for part in parts]
+        yield (
+            b,
+            _Sequence(
+                heads_first[0],
+                heads_first[1].repeat_interleave(groups, dim=0),
+                heads_first[2].repeat_interleave(groups, dim=0),
+                queries,
+                visible,
+                names,
+            ),
+        )

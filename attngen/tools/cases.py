@@ -1,0 +1,87 @@
+"""The shapes that a kernel is verified on: lengths around its tile, more queries than keys, none, one, and many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Keys that 32 tiles and a few more hold: the listing of tiles then takes a second word.
+_WORD_TILES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Sizes of one call. ``q_lengths`` and ``k_lengths`` have an entry for each sequence, equal ones in a dense call.
+
+    ``used`` is seqused_k, or None. ``values`` says what the variant's scalars and integer tensors hold: random
+    values, or the least or greatest that is declared.
+    """
+
+    name: str
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    heads: int = 2
+    kv_heads: int = 1
+    used: tuple[int, ...] | None = None
+    values: str = "random"  # random | least | most
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return len(self.q_lengths)
+
+    @property
+    def seqlen_q(self) -> int:
+        """The longest query sequence; every one in a dense call."""
+        return max(self.q_lengths)
+
+    @property
+    def seqlen_k(self) -> int:
+        """The longest key sequence."""
+        return max(self.k_lengths)
+
+
+def dense_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case, ...]:
+    """Return the cases of a dense kernel; ``small`` ones suit an interpreter."""
+    m, n = tile_m, tile_n
+    cases = [
+        Case("ragged", (m + 7,) * 2, (2 * n + 5,) * 2, values="random"),
+        Case("more queries than keys", (m + 9,), (n // 2 + 1,), heads=1),
+        Case("seqused_k", (m + 1,) * 3, (3 * n + 1,) * 3, used=(2 * n + 3, 0, n)),
+        Case("least values", (m,), (2 * n,), heads=1, values="least"),
+        Case("greatest values", (m + 3,), (2 * n + 1,), heads=1, values="most"),
+    ]
+    if small:
+        return tuple(cases)
+    return (
+        *cases,
+        Case("one query", (1,) * 3, (9 * n + 5,) * 3, heads=8, kv_heads=2),
+        Case("one key", (m + 1,), (1,), heads=2),
+        Case("square", (5 * m,) * 2, (5 * m,) * 2, heads=6, kv_heads=3),
+        Case("long rows", (2 * m + 31,), ((_WORD_TILES + 3) * n + 17,), heads=2, kv_heads=2),
+        Case("long", (1000,), (1511,), heads=4, kv_heads=1),
+    )
+
+
+def varlen_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case, ...]:
+    """Return the cases of a kernel for packed sequences."""
+    m, n = tile_m, tile_n
+    cases = [
+        Case("packed", (m + 3, 1, m), (2 * n + 1, n, 5)),
+        Case("empty sequences", (0, m + 1, 3), (7, n + 2, 0)),
+        Case("seqused_k", (m + 1, 7, 2), (2 * n + 3, n + 1, 3), used=(n + 5, 0, 3)),
+        Case("least values", (m, 2), (n + 1, 2 * n), values="least"),
+        Case("greatest values", (3, m + 3), (2 * n, n - 1), values="most"),
+    ]
+    if small:
+        return tuple(cases)
+    return (
+        *cases,
+        Case("one query each", (1,) * 5, (3 * n, 1, n + 1, 7 * n + 3, 2), heads=8, kv_heads=2),
+        Case("long", (1000, 13, 300), (1511, 700, 299), heads=4, kv_heads=1),
+        Case("long rows", (2 * m + 31, 5), ((_WORD_TILES + 3) * n + 17, 40), heads=2, kv_heads=2),
+    )
+
+
+def cases_of(layout: str, tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case, ...]:
+    """Return the cases of a kernel by its layout."""
+    return (varlen_cases if layout == "varlen" else dense_cases)(tile_m, tile_n, small=small)

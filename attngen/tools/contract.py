@@ -1,0 +1,171 @@
+"""The numerical contract of a kernel: how far from the float64 reference it may be, and what must be exact.
+
+Check 1: the largest error is at most twice that of plain PyTorch in the same dtype (three times with a score of one's
+own), plus the rounding of the output. Check 2: the root mean square error is at most 1.2 times that of SDPA, or of
+plain PyTorch where SDPA has no kernel. Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN, and a dead
+row is exactly 0 with a log-sum-exp of exactly −inf.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attngen.runtime.arguments import Call
+from attngen.runtime.reference import lengths, reference
+from attngen.tools.baseline import plain, sdpa
+
+MAX_ERROR_FACTOR, SCORED_MAX_ERROR_FACTOR = 2.0, 3.0
+RMSE_FACTOR = 1.2
+
+#: Relative error of a log-sum-exp that float32 accumulation of exact products, exp2 and log2 explain.
+LSE_TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a call should give, and what the yardsticks gave. Rows of no sequence are not among ``rows``."""
+
+    out: Tensor  # float64
+    lse: Tensor  # float64
+    plain_out: Tensor
+    plain_lse: Tensor
+    peer_out: Tensor | None  # SDPA's
+    rows: Tensor  # bool, as lse: rows that some sequence has
+
+
+def expected(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Expected:
+    """Compute the reference and the yardsticks. Raises IndexError for a load out of extent that nothing guards."""
+    with torch.no_grad(), _exact_float32():
+        out, lse = reference(call, q, k, v, compute=torch.float64)
+        plain_out, plain_lse = plain(call, q, k, v)
+        return Expected(out, lse, plain_out, plain_lse, sdpa(call, q, k, v), _rows(call, lse))
+
+
+class _exact_float32:  # noqa: N801 (reads as a statement)
+    """Plain PyTorch's float32 products round to float32, not to TF32, meanwhile."""
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self._before
+
+
+def _rows(call: Call, lse: Tensor) -> Tensor:
+    rows = torch.ones_like(lse, dtype=torch.bool)
+    if call.layout == "varlen":
+        rows[:, sum(length for length, *_ in lengths(call)) :] = False
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How one call deviates from the reference. ``wrong`` says in words what no tolerance covers.
+
+    Sums of squares and ``elements`` are kept apart, so that the rmse of a kernel is that of all its calls together.
+    """
+
+    max_error: float
+    max_allowed: float
+    lse_error: float
+    lse_allowed: float
+    squares: float
+    peer_squares: float
+    elements: int
+    dead_rows: int
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the call meets check 1, and is exact where it must be."""
+        return not self.wrong and self.max_error <= self.max_allowed and self.lse_error <= self.lse_allowed
+
+
+def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviation:
+    """Compare results with what is expected of a call."""
+    by_row = (lambda t: t.transpose(0, 1)) if call.layout == "varlen" else (lambda t: t.transpose(1, 2))
+    dead = wanted.rows & (wanted.lse == -math.inf)
+    live = wanted.rows & ~dead
+    found, truth = by_row(out)[live].double(), by_row(wanted.out)[live]
+    plain_error = (by_row(wanted.plain_out)[live].double() - truth).abs()
+    peer = wanted.plain_out if wanted.peer_out is None else wanted.peer_out
+    peer_error = by_row(peer)[live].double() - truth
+    error = (found - truth).abs()
+    scored = call.variant.score is not None
+    factor = SCORED_MAX_ERROR_FACTOR if scored else MAX_ERROR_FACTOR
+    lse_error = (lse[live].double() - wanted.lse[live]).abs()
+    lse_allowed = LSE_TOLERANCE * (1 + _largest(wanted.lse[live].abs()))
+    if scored:  # its functions may be approximate, as those of plain PyTorch round
+        lse_allowed += factor * _largest((wanted.plain_lse[live].double() - wanted.lse[live]).abs())
+    return Deviation(
+        max_error=_largest(error),
+        max_allowed=factor * _largest(plain_error) + torch.finfo(out.dtype).eps * _largest(truth.abs()),
+        lse_error=_largest(lse_error),
+        lse_allowed=lse_allowed,
+        squares=float(error.square().sum()),
+        peer_squares=float(peer_error.square().sum()),
+        elements=error.numel(),
+        dead_rows=int(dead.sum()),
+        wrong=_inexact(by_row(out), lse, dead, live),
+    )
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest value; infinity if one is NaN, so that it exceeds every limit."""
+    return math.inf if values.isnan().any() else float(values.max()) if values.numel() else 0.0
+
+
+def _inexact(out: Tensor, lse: Tensor, dead: Tensor, live: Tensor) -> tuple[str, ...]:
+    """Return what is wrong where results must be exact."""
+    counts = {
+        "rows that are not finite": ~torch.isfinite(out[live]).all(dim=-1),
+        "log-sum-exps that are not finite": ~torch.isfinite(lse[live]),
+        "dead rows that are not 0": (out[dead] != 0).any(dim=-1),
+        "dead rows whose log-sum-exp is not -inf": lse[dead] != -math.inf,
+    }
+    return tuple(f"{int(rows.sum())} {what}" for what, rows in counts.items() if rows.any())
+
+
+@dataclass
+class Tally:
+    """The deviations of all calls of one kernel."""
+
+    deviations: list[Deviation] = field(default_factory=list)
+
+    @property
+    def rmse(self) -> float:
+        """Root mean square error over all calls."""
+        return _root_mean(sum(d.squares for d in self.deviations), self._elements)
+
+    @property
+    def rmse_allowed(self) -> float:
+        """The limit of check 2."""
+        return RMSE_FACTOR * _root_mean(sum(d.peer_squares for d in self.deviations), self._elements)
+
+    @property
+    def _elements(self) -> int:
+        return sum(d.elements for d in self.deviations)
+
+    @property
+    def worst(self) -> Deviation | None:
+        """The call whose largest error comes nearest to its limit, or exceeds it most."""
+        return max(self.deviations, key=lambda d: d.max_error / (d.max_allowed or 1e-300), default=None)
+
+    @property
+    def dead_rows(self) -> int:
+        """How many dead rows there were in all calls."""
+        return sum(d.dead_rows for d in self.deviations)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every call is as it must be, and all together meet check 2."""
+        return all(d.ok for d in self.deviations) and self.rmse <= self.rmse_allowed
+
+
+def _root_mean(squares: float, count: int) -> float:
+    return math.sqrt(squares / count) if count else 0.0

@@ -1,0 +1,122 @@
+"""Random inputs of a call, made from what a variant declares and from nothing else.
+
+Keys and values behind the end of each sequence are NaN: in the padding of a dense tensor, behind ``seqused_k``, and
+behind the last packed sequence. A kernel that lets any of it through gives NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.dtypes import dtype as dtype_row
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments import Call, Packing, bind
+from attngen.tools.cases import Case
+from attngen.tools.values import arguments_of
+
+#: Rows of NaN behind each sequence of a dense tensor, or behind the last packed one.
+_POISONED_ROWS = 24
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one call. ``arguments`` holds the variant's own scalars and tensors by name."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    packing: Packing | None = None
+    seqused_k: Tensor | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def bind(self, variant: Variant) -> Call:
+        """Return the checked call; the log-sum-exp is asked for."""
+        return bind(
+            variant, self.q, self.k, self.v, self.packing, softmax_scale=None, seqused_k=self.seqused_k,
+            return_lse=True, layout="bshd", arguments=self.arguments,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """What q, k and v are made of: their dtype (its name in specs) and head dims."""
+
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The dtype as torch knows it."""
+        found = getattr(torch, dtype_row(self.dtype).torch)
+        assert isinstance(found, torch.dtype)
+        return found
+
+
+def make_inputs(
+    variant: Variant, case: Case, layout: str, element: Element, device: torch.device | str, seed: int, *,
+    calm: float = 1.0,
+) -> Inputs:  # fmt: skip
+    """Return fresh random inputs; the same seed gives the same on every device.
+
+    ``calm`` from 1 to 0 narrows the integer tensors that have no declared range, for variants that use these as
+    indices: see ``values.arguments_of``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = case.k_lengths if case.used is None else case.used
+    shapes = {"q": (case.heads, element.head_dim_qk), "k": (case.kv_heads, element.head_dim_qk)}
+    shapes["v"] = (case.kv_heads, element.head_dim_v)
+    rows = {"q": (case.q_lengths, case.q_lengths), "k": (case.k_lengths, lengths), "v": (case.k_lengths, lengths)}
+    fill = _packed if layout == "varlen" else _padded
+    tensors = {name: fill(*rows[name], shapes[name], generator).to(device, element.torch) for name in shapes}
+    cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}
+    arguments = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in arguments_of(variant, case, layout, generator, calm).items()
+    }
+    return Inputs(
+        **cut,
+        packing=_packing(case, device) if layout == "varlen" else None,
+        seqused_k=None if case.used is None else torch.tensor(case.used, dtype=torch.int32, device=device),
+        arguments=arguments,
+    )
+
+
+def _padded(
+    extents: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, int], generator: torch.Generator
+) -> Tensor:
+    """Return (batch, longest + padding, heads, head_dim): random up to each length, NaN behind it."""
+    tensor = torch.full((len(extents), max(extents) + _POISONED_ROWS, *shape), torch.nan)
+    for row, length in zip(tensor, lengths, strict=True):
+        row[:length] = torch.randn((length, *shape), generator=generator)
+    return tensor
+
+
+def _packed(
+    extents: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, int], generator: torch.Generator
+) -> Tensor:
+    """Return (total + padding, heads, head_dim): sequences one after the other, NaN behind each one's length."""
+    tensor = torch.full((sum(extents) + _POISONED_ROWS, *shape), torch.nan)
+    start = 0
+    for extent, length in zip(extents, lengths, strict=True):
+        tensor[start : start + length] = torch.randn((length, *shape), generator=generator)
+        start += extent
+    return tensor
+
+
+def _cut(tensor: Tensor, extents: tuple[int, ...], layout: str) -> Tensor:
+    """Return the view that a call is given: what lies behind the last row is memory of somebody else."""
+    return tensor[: sum(extents)] if layout == "varlen" else tensor[:, : max(extents)]
+
+
+def _packing(case: Case, device: torch.device | str) -> Packing:
+    offsets = [
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        for lengths in (case.q_lengths, case.k_lengths)
+    ]
+    return Packing(offsets[0], offsets[1], case.seqlen_q, case.seqlen_k)

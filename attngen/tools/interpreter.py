@@ -1,0 +1,133 @@
+"""Kernels in Triton's interpreter: the rendered source itself, on the CPU, through the runtime's own arguments.
+
+Triton decides at import whether it interprets, so this runs in processes of its own: call ``prepare_process`` before
+anything there imports Triton. Products of bf16 are wrong in the interpreter (Triton 3.6 to 3.9 multiply the bit
+patterns), which is why ``reason_against`` refuses them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from attngen.errors import CompileError
+from attngen.plan.model import Plan
+from attngen.runtime.arguments import Call
+from attngen.runtime.launch import Geometry
+from attngen.runtime.module import Entry, Kernel
+from attngen.runtime.packing import Parameter
+from attngen.runtime.pinned import Buffers, geometry_of
+
+
+def prepare_process() -> None:
+    """Make this process interpret. Raises CompileError if Triton was imported before and compiles."""
+    loaded = sys.modules.get("triton")
+    if loaded is not None and os.environ.get("TRITON_INTERPRET") != "1":
+        raise CompileError("this process has imported Triton's compiler; interpret in another process")
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)  # many such processes run side by side
+
+
+def reason_against(plan: Plan) -> str | None:
+    """Return why a kernel cannot be interpreted, or None."""
+    if plan.backend != "triton":
+        return f"{plan.backend} kernels run on a GPU only"
+    if plan.dtype_name == "bf16":
+        return "bf16 products are wrong in Triton's interpreter"
+    return None
+
+
+def kernel_of(plan: Plan) -> Kernel:
+    """Return what the runtime sees of a planned kernel, without a cubin."""
+    none = {"registers": 0, "spills": 0, "shared_memory": 0, "cubin_bytes": 0, "compile_seconds": 0.0}
+    return Kernel({**plan.to_dict(), "resources": none}, bytes, bytes, origin=plan.name)
+
+
+class Interpreted:
+    """A rendered kernel, ready to be called on CPU tensors."""
+
+    def __init__(self, plan: Plan, text: str) -> None:
+        """Import the source; ``prepare_process`` must have been called."""
+        self.kernel = kernel_of(plan)
+        self._module = _import(plan.name, text)
+
+    def __call__(self, call: Call, buffers: Buffers) -> None:
+        """Run the classifier, if there is one, and the kernel, one program after the other."""
+        geometry = geometry_of(self.kernel, call, buffers.out)
+        if self.kernel.classifier is not None:
+            self._run(self.kernel.classifier, geometry.classifier_blocks, geometry, buffers)
+        self._run(self.kernel.entry, geometry.blocks, geometry, buffers)
+
+    def _run(self, entry: Entry, blocks: int, geometry: Geometry, buffers: Buffers) -> None:
+        function: Any = getattr(self._module, entry.symbol)
+        values = [_value(parameter, geometry, buffers) for parameter in entry.layout.parameters]
+        function[(blocks,)](*values)
+
+
+def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers) -> Any:
+    """Return what stands for a parameter: a tensor where the GPU gets an address, else a number."""
+    call = geometry.call
+    match parameter.kind:
+        case "pointer":
+            tensor = _tensors(call, buffers)[str(parameter.of)]
+            # a kernel never follows an address of what is absent
+            return torch.zeros(1, dtype=torch.int32) if tensor is None else _bytes(tensor)
+        case "descriptor":
+            return _descriptor(parameter, geometry, buffers)
+        case "scale":
+            return call.scale
+        case "scalar":
+            value = call.scalars[parameter.of or parameter.name]
+            return int(value) if parameter.type != "fp32" else float(value)
+        case _:
+            return geometry.number(parameter)
+
+
+def _tensors(call: Call, buffers: Buffers) -> Mapping[str, torch.Tensor | None]:
+    named = {name: getattr(buffers, name) for name in ("q", "k", "v", "out", "lse")}
+    packed = {name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
+    own = {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
+    return {**named, **packed, **own, "tile_map": buffers.words}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View bools as the bytes that kernels read."""
+    return tensor.view(torch.int8) if tensor.dtype == torch.bool else tensor
+
+
+def _descriptor(parameter: Parameter, geometry: Geometry, buffers: Buffers) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tensor: torch.Tensor = getattr(buffers, str(parameter.of))
+    if geometry.call.order == "bhsd":
+        tensor = tensor.transpose(1, 2)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(parameter.box))
+
+
+def _import(name: str, text: str) -> ModuleType:
+    """Import a source from a file, since Triton reads its functions' text back; the file is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
+        path = Path(folder, f"{name}.py")
+        path.write_text(text, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(f"_attngen_interpreted_{name}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _parse_all(module)
+    return module
+
+
+def _parse_all(module: ModuleType) -> None:
+    """Make the interpreter read every function's text now, while the file is there."""
+    for value in vars(module).values():
+        rewrite: Callable[[], Any] | None = getattr(value, "rewrite", None)
+        if rewrite is not None:
+            rewrite()

@@ -1,0 +1,35 @@
+// Helpers of the expressions of masks and scores. Semantics are those of Python and torch: // and % round down,
+// min and max pass NaN on.
+#pragma once
+
+#define kInfinity __int_as_float(0x7f800000)
+
+template <typename Int>
+__device__ __forceinline__ Int floor_div(Int a, Int b) {
+  const Int quotient = a / b;  // rounds toward zero
+  return quotient - ((a % b != 0 && (a < 0) != (b < 0)) ? 1 : 0);
+}
+
+template <typename Int>
+__device__ __forceinline__ Int floor_mod(Int a, Int b) {
+  const Int remainder = a % b;  // has the sign of a
+  return (remainder != 0 && (remainder < 0) != (b < 0)) ? remainder + b : remainder;
+}
+
+// min(a, b) and max(a, b) drop a NaN; torch.minimum and torch.maximum do not.
+__device__ __forceinline__ float nan_min(float a, float b) { return a < b || a != a ? a : b; }
+
+__device__ __forceinline__ float nan_max(float a, float b) { return a > b || a != a ? a : b; }
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+#ifdef __CUDA_ARCH__
+// One instruction, relative error 2^-11 (PTX ISA, tanh.approx.f32).
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif

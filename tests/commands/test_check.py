@@ -1,0 +1,117 @@
+"""``attngen check``: tables, JSON, warnings, and every error of every spec."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from attngen import cli, resources
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.group, ["check", *arguments])
+
+
+def write(folder, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_table():
+    path = str(resources.specs_dir() / "presets" / "causal.yaml")
+    result = run(path)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == f"{path}: 2 kernels, nothing wrong"
+    assert sum("causal" in line and "sm90a" in line for line in result.output.splitlines()) == 2
+
+
+def test_json():
+    result = run(str(resources.specs_dir() / "hopper.yaml"), "--json")
+    (report,) = json.loads(result.stdout)["specs"]
+    assert report["package"] == "attngen_hopper"
+    assert (report["errors"], report["warnings"]) == ([], [])
+    assert len({kernel["name"] for kernel in report["kernels"]}) == len(report["kernels"]) > 40
+
+
+def test_schema():
+    schema = json.loads(run("--schema").stdout)
+    assert "kernels" in schema["properties"]
+
+
+def test_errors_of_all_specs(tmp_path):
+    bad = write(tmp_path, "schema: 1\nkernel: []\n")
+    result = run(bad, "missing.yaml")
+    assert result.exit_code == 2
+    assert f"{bad}:2: kernel: unknown field; did you mean 'kernels'?" in result.stderr
+    assert "there is no file 'missing.yaml'" in result.stderr
+    (first, second) = json.loads(run(bad, "missing.yaml", "--json").stdout)["specs"]
+    assert (first["errors"][0]["line"], first["errors"][0]["field"]) == (2, "kernel")
+    assert second["kernels"] == []
+
+
+def test_each_kernel_that_cannot_be_planned_is_told(tmp_path):
+    entries = "  - {variant: causal, head_dim: [64, 65]}\n  - {variant: full, head_dim: 64, passes: backward}\n"
+    result = run(write(tmp_path, f"schema: 1\narch: sm90a\nkernels:\n{entries}"))
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 2
+    assert ":4: head_dim: " in result.stderr
+    assert ":5: passes: " in result.stderr
+    assert "1 kernel, 2 errors" in result.stdout
+
+
+WARNED = """\
+schema: 1
+arch: sm90a
+variants:
+  causal: {mask: "q_pos >= kv and kv < near", scalars: {near: {type: int32}, far: {type: int32}}}
+  unused: {mask: true, let: {"f(x)": x, y: q}, tensors: {t: {dtype: int32, shape: [h]}}}
+kernels:
+  - {variant: causal, head_dim: [64, 128]}
+  - {variant: causal, head_dim: 64}
+  - {variant: causal, head_dim: 64, tile: {m: 64}, pipeline: {stages: 3}, warps: 4}
+"""
+
+
+def test_warnings(tmp_path):
+    path = write(tmp_path, WARNED)
+    result = run(path)
+    assert result.exit_code == 0, result.output
+    for says in (
+        ":4: scalar 'far' of variant 'causal' is never used",
+        ":4: variant 'causal' hides the preset of that name",
+        ":5: let value 'f' of variant 'unused' is never used",
+        ":5: let value 'y' of variant 'unused' is never used",
+        ":5: tensor 't' of variant 'unused' is never used",
+        ":5: variant 'unused' is used by no kernel",
+        ":8: asks again for a causal kernel of line 7; it is built once",
+    ):
+        assert f"warning: {path}{says}" in result.stderr
+    assert "near" not in result.stderr
+    assert run(path, "--strict").exit_code == 2
+
+
+def test_a_tile_that_the_plan_would_choose_anyway(tmp_path):
+    text = "schema: 1\narch: sm90a\nkernels:\n  - {variant: full, head_dim: 64}\n"
+    tile = json.loads(run(write(tmp_path, text), "--json").stdout)["specs"][0]["kernels"][0]["tile"]
+    m, n = tile.split("x")
+    result = run(write(tmp_path, f"{text}  - {{variant: full, head_dim: 64, tile: {{m: {m}, n: {n}}}}}\n"))
+    assert ":5: becomes the same kernel as one of line 4" in result.stderr
+
+
+def test_no_kernels(tmp_path):
+    assert "the spec builds nothing" in run(write(tmp_path, "schema: 1\n")).stderr
+
+
+def test_needs_a_spec():
+    result = run()
+    assert result.exit_code == 2
+    assert "name at least one spec" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["hopper", "ampere", "blackwell", "portable"])
+def test_shipped_specs_can_be_planned(name):
+    result = run(str(resources.specs_dir() / f"{name}.yaml"), "--strict")
+    assert result.exit_code == 0, result.output

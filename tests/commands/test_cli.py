@@ -1,0 +1,72 @@
+"""The group of commands: quick help, errors without a traceback, exit codes that mean something."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from attngen import cli
+from attngen.errors import CompileError, SpecError
+
+
+@pytest.fixture
+def runner() -> CliRunner:
+    return CliRunner()
+
+
+def test_help_lists_every_command(runner):
+    result = runner.invoke(cli.group, ["--help"])
+    assert result.exit_code == 0
+    for name in cli.group.list_commands(click.Context(cli.group)):
+        assert cli.COMMANDS[name].split()[0] in result.output
+
+
+def test_help_imports_nothing_heavy():
+    heavy = ("torch", "triton", "pydantic", "jinja2", "yaml", "rich.console", "cupy", "numpy")
+    code = f"""
+import sys
+from attngen.cli import main
+try:
+    main(["--help"])
+except SystemExit as exit:
+    assert exit.code == 0
+print([name for name in {heavy!r} if name in sys.modules])
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "[]"
+
+
+def test_each_command_has_a_module_and_help(runner):
+    context = click.Context(cli.group)
+    for name in cli.group.list_commands(context):
+        command = cli.group.get_command(context, name)
+        assert command is not None
+        assert command.help
+
+
+def test_version(runner):
+    result = runner.invoke(cli.group, ["--version"])
+    assert result.output.startswith("attngen ")
+
+
+def test_unknown_command(runner):
+    result = runner.invoke(cli.group, ["biuld"])
+    assert result.exit_code == 2
+    assert "No such command 'biuld'" in result.output
+
+
+@pytest.mark.parametrize(("error", "code"), [(SpecError("bad", field="x"), 2), (CompileError("broken"), 1)])
+def test_errors_are_told_without_a_traceback(runner, monkeypatch, error, code):
+    @click.command()
+    def failing() -> None:
+        raise error
+
+    monkeypatch.setattr(cli.LazyGroup, "get_command", lambda self, context, name: failing)
+    result = runner.invoke(cli.group, ["anything"])
+    assert result.exit_code == code
+    assert result.stderr == f"{error}\n"
+    assert result.stdout == ""

@@ -1,0 +1,87 @@
+"""A variant as a value: JSON and pickle both ways, what it knows of itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+
+import pytest
+
+from attngen.errors import SpecError
+from attngen.lang.check import compile_variant
+from attngen.lang.ir import Const, Type
+from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
+from tests.lang import randoms
+
+PACKED = compile_variant(
+    "packed",
+    "gap >= 0 and doc[b, q_pos] == doc[b, kv] and near(kv)",
+    "s + slope[h] * gap - floor_",
+    [
+        Scalar("window", "int32", min=1, max="seqlen_k", default=7),
+        Scalar("cut", "int64", const=2**40),
+        Scalar("floor_", "fp32", min=-math.inf, max=3.5, grad=True),
+        Scalar("limit_", "fp32", const=-math.inf),
+    ],
+    [
+        Tensor("doc", "int32", ("b", "seqlen_k"), Monotone(1), (0, "seqlen_k")),
+        Tensor("slope", "fp16", ("h",), grad=True),
+    ],
+    {"gap": "q_pos - kv", "near(x)": "x < window or x * 1.0 < limit_", "unused": "q * 7"},
+)
+
+
+def test_json_both_ways() -> None:
+    data = json.loads(json.dumps(PACKED.to_dict(), allow_nan=False))
+    assert Variant.from_dict(data) == PACKED
+
+
+def test_pickle_both_ways() -> None:
+    assert PACKED.ranges["window"] == (1, 2**30 - 1)  # cached on the instance
+    again = pickle.loads(pickle.dumps(PACKED))
+    assert again == PACKED
+    assert hash(again) == hash(PACKED)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_variants_survive_json(seed: int) -> None:
+    generator = randoms.Generator(seed)
+    mask = generator.boolean(3)
+    score = randoms.Generator(seed, logit=True).floating(3)
+    variant = compile_variant("random", mask, score, randoms.SCALARS, randoms.TENSORS, randoms.LET)
+    assert Variant.from_dict(json.loads(json.dumps(variant.to_dict()))) == variant
+
+
+def test_an_inlined_text_may_be_longer_than_a_user_may_write() -> None:
+    let = {"a": " + ".join(["q_pos % 7"] * 40), "f(x)": "x * a + a"}
+    variant = compile_variant("v", "f(f(kv % 3) % 9) > 0", let=let)
+    assert len(variant.to_dict()["mask"]) > 1000
+    assert Variant.from_dict(variant.to_dict()) == variant
+
+
+def test_a_damaged_manifest_is_refused() -> None:
+    with pytest.raises(SpecError):
+        Variant.from_dict({**PACKED.to_dict(), "mask": "__import__('os')"})
+
+
+def test_what_a_variant_knows() -> None:
+    assert [scalar.name for scalar in PACKED.arguments] == ["window", "floor_"]
+    assert set(PACKED.labels.values()) == {"gap"}
+    assert PACKED.uses() == (
+        frozenset({"q_pos", "kv", "b", "h", "window", "s", "floor_"}),
+        frozenset({"doc", "slope"}),
+    )
+    assert PACKED.uses(PACKED.score)[1] == {"slope"}
+    assert PACKED.masked
+    assert not compile_variant("full", True).masked
+    assert PACKED.tensor("slope").type is Type.FLOAT
+    assert PACKED.scalar("cut").const == 2**40
+    with pytest.raises(KeyError):
+        PACKED.tensor("nope")
+
+
+def test_the_users_own_text_is_kept() -> None:
+    assert PACKED.mask_text == "gap >= 0 and doc[b, q_pos] == doc[b, kv] and near(kv)"
+    assert compile_variant("full").mask_text is None
+    assert compile_variant("full").mask == Const(True, Type.BOOL)

@@ -1,0 +1,32 @@
+"""Every test starts with an empty registry that looks at no real cache, and with an empty cache of prepared calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from attngen.runtime import dispatch
+from attngen.runtime import driver as drivers
+from attngen.runtime.registry import registry
+from tests.runtime.support import FakeDriver
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    registry.clear()
+    dispatch._PREPARED.clear()
+    yield
+    registry.clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A driver that computes on the CPU, and a dispatch that takes CPU tensors for GPU ones."""
+    fake = FakeDriver()
+    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+    with drivers.use(fake):
+        yield fake

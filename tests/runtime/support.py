@@ -1,0 +1,388 @@
+"""Kernels without a compiler and a GPU without hardware: manifests by hand, and a driver that runs the reference.
+
+The driver decodes the parameter block by rules of its own, so that a wrong offset, stride or address shows up as a
+wrong result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attngen.dtypes import dtype as dtype_row
+from attngen.lang.check import compile_variant
+from attngen.lang.variant import Scalar, Variant
+from attngen.lang.variant import Tensor as Declared
+from attngen.runtime import driver as drivers
+from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.module import Kernel
+from attngen.runtime.reference import reference
+from attngen.runtime.tile_map import eager_tile_map
+
+_SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
+_STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
+
+
+def variant(name: str = "causal", mask: str | bool | None = "q_pos >= kv", **fields: Any) -> Variant:
+    """Return a variant from texts and declarations."""
+    return compile_variant(name, mask, **fields)
+
+
+def window_variant(name: str = "window", **scalar: Any) -> Variant:
+    """Return a causal window whose scalar has these further properties."""
+    return variant(name, "0 <= q_pos - kv and q_pos - kv < window", scalars=[Scalar("window", "int32", min=1, **scalar)])
+
+
+def bias_variant() -> Variant:
+    """Return a variant with a tensor of a free extent, and scalars of each kind."""
+    return variant(
+        "bias",
+        "kv < limit or loud",
+        score="s + gain * table[h, clamp(kv - q_pos, -radius, radius) + radius]",
+        scalars=[
+            Scalar("limit", "int64", min=0, max="seqlen_k"),
+            Scalar("loud", "bool", default=False),
+            Scalar("gain", "fp32", default=1.0),
+            Scalar("radius", "int32", min=0, max=100),
+        ],
+        tensors=[Declared("table", "fp32", ("h", "distances"))],
+    )
+
+
+def parameters_of(
+    chosen: Variant, *, loads: str, layout: str, dtype: str, tiles: tuple[int, int], dims: tuple[int, int], align: int,
+    tile_map: bool, classifier: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return a parameter list in the order in which plans write them."""
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, kind: str, type_: str, **more: Any) -> None:
+        rows.append({"name": name, "kind": kind, "type": type_, "axis": None, **more})
+
+    element = dtype_row(dtype)
+    sources = [] if classifier else ["q", "k", "v"]
+    for name in sources:
+        if loads == "descriptor":
+            extent = (tiles[0] if name == "q" else tiles[1], 1, dims[1] if name == "v" else dims[0])
+            box = extent if layout == "varlen" else (1, *extent)
+            add(f"{name}_desc", "descriptor", "tensordesc", of=name, box=list(box))
+            for kind, type_ in (("descriptor_shape", "i32"), ("descriptor_stride", "i64")):
+                for axis in range(len(box)):
+                    add(f"{name}_{kind}{axis}", kind, type_, of=name, axis=axis)
+        else:
+            add(f"{name}_ptr", "pointer", f"*{element.triton}", of=name, divisibility=align if align > 2 else 0)
+    if not classifier:
+        add("out_ptr", "pointer", f"*{element.triton}", of="out")
+        add("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
+    if layout == "varlen":
+        add("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4)
+        add("cu_seqlens_k_ptr", "pointer", "*i32", of="cu_seqlens_k", divisibility=4)
+    add("seqused_k_ptr", "pointer", "*i32", of="seqused_k", divisibility=4)
+    if tile_map:
+        add("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
+    for tensor in chosen.tensors:
+        add(f"{tensor.name}_ptr", "pointer", f"*{dtype_row(tensor.dtype).triton}", of=f"tensor:{tensor.name}")
+    strided = [] if classifier else [*(sources if loads == "pointer" else []), "out"]
+    for name in strided:
+        for axis in _STRIDED[layout]:
+            step = align // element.bytes
+            add(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis, divisibility=step if step > 1 else 0)
+    if tile_map:
+        for axis in ("b", "h", "q"):
+            add(f"stride_tile_map_{axis}", "stride", "i64", of="tile_map", axis=axis)
+    for tensor in chosen.tensors:
+        for kind, type_ in (("stride", "i64"), ("extent", "i32")):
+            for axis in range(len(tensor.shape)):
+                add(f"{kind}_{tensor.name}_{axis}", kind, type_, of=f"tensor:{tensor.name}", axis=axis)
+    for size in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "total_q", "total_k"):
+        packed = layout == "varlen" and size.startswith("seqlen")
+        add(f"max_{size}" if packed else size, "size", "i32", of=size)
+    if classifier:
+        add("map_heads", "size", "i32", of="map_heads")
+    else:
+        add("softmax_scale", "scale", "fp32")
+    for scalar in chosen.arguments:
+        add(scalar.name, "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
+    if not classifier:
+        add("write_lse", "present", "i32", of="lse")
+    add("has_seqused_k", "present", "i32", of="seqused_k")
+    for i in range(2):
+        add(f"scratch{i}", "scratch", "*i8")
+    return rows
+
+
+def manifest_of(
+    chosen: Variant,
+    *,
+    name: str | None = None,
+    package: str = "mine",
+    arch: str = "sm90a",
+    dtype: str = "bf16",
+    head_dim: int | tuple[int, int] = 64,
+    layout: str = "dense",
+    backend: str = "triton",
+    loads: str = "pointer",
+    align: int = 16,
+    tiles: tuple[int, int] = (64, 32),
+    tile_map: tuple[bool, bool] | None = None,
+    shared_memory: int = 65536,
+    min_driver: int = 13000,
+    direction: str = "forward",
+) -> dict[str, Any]:
+    """Return a manifest as a build writes it."""
+    dims = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+    name = name or f"fwd_{arch}_{loads}_{dtype}_d{dims[0]}_{chosen.name}_{layout}"
+    form: dict[str, Any] = {
+        "loads": loads, "layout": layout, "dtype": dtype, "tiles": tiles, "dims": dims, "align": align,
+        "tile_map": tile_map is not None,
+    }  # fmt: skip
+    return {
+        "format": 1, "name": name, "symbol": name, "package": package, "variant": chosen.to_dict(), "arch": arch,
+        "dtype": dtype, "head_dim_qk": dims[0], "head_dim_v": dims[1], "layout": layout, "direction": direction,
+        "backend": backend, "loads": loads, "alignment": align, "tile_m": tiles[0], "tile_n": tiles[1],
+        "threads": 128, "driver": "tile_map" if tile_map else "ranges", "min_driver": min_driver,
+        "resources": {"shared_memory": shared_memory, "registers": 128, "spills": 0},
+        "parameters": parameters_of(chosen, **form),
+        "tile_map": {"batch": tile_map[0], "heads": tile_map[1]} if tile_map else None,
+        "classifier": {
+            "symbol": f"classify_{name}", "num_warps": 4, "threads": 128,
+            "parameters": parameters_of(chosen, **form, classifier=True),
+        } if tile_map else None,
+    }  # fmt: skip
+
+
+def kernel(chosen: Variant, **fields: Any) -> Kernel:
+    """Return a kernel whose cubin is its own manifest, which ``FakeDriver`` reads back."""
+    manifest = manifest_of(chosen, **fields)
+    image = json.dumps(manifest).encode()
+    return Kernel(manifest, lambda: image, origin="memory")
+
+
+def write_kernel(folder: Path, manifest: Mapping[str, Any]) -> Path:
+    """Write a kernel's folder as the store lays it out, and return it."""
+    image = json.dumps(manifest).encode()
+    folder.mkdir(parents=True)
+    (folder / "kernel.cubin").write_bytes(image)
+    full = {**manifest, "sha256": sha256(image).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(full))
+    return folder
+
+
+@dataclass
+class Launch:
+    """One launch as the driver saw it."""
+
+    symbol: str
+    grid: int
+    threads: int
+    shared: int
+    device: int
+    values: dict[str, Any]
+    block: bytes
+
+
+@dataclass
+class FakeDriver:
+    """A GPU that decodes each launch, checks what the manifest promised, and computes it with the reference."""
+
+    compute_capability: int = 90
+    cuda_version: int = 13000
+    most_shared: int = 227 * 1024
+    launches: list[Launch] = field(default_factory=list)
+    loads: list[tuple[str, int]] = field(default_factory=list)
+    encoded: int = 0
+
+    def version(self) -> int:
+        return self.cuda_version
+
+    def capability(self, device: int) -> int:
+        return self.compute_capability
+
+    def shared_memory(self, device: int) -> int:
+        return self.most_shared
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[tuple[int, int]]) -> Any:
+        self.loads.append((symbol, device))
+        manifest = json.loads(image)
+        rows = manifest["parameters"]
+        if symbol != manifest["symbol"]:
+            assert symbol == manifest["classifier"]["symbol"]
+            rows = manifest["classifier"]["parameters"]
+        assert [tuple(size) for size in sizes] == offsets_of(rows)
+        return symbol, manifest, rows
+
+    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, frame: drivers.Frame) -> None:
+        symbol, manifest, rows = function
+        block = through_pointers(frame)
+        values = decode(rows, block)
+        self.launches.append(Launch(symbol, grid, threads, shared, device, values, block))
+        if symbol == manifest["symbol"]:
+            run_forward(manifest, values)
+        else:
+            run_classifier(manifest, values)
+
+    def encode_tensor_map(
+        self, dtype: str, address: int, extents: Sequence[int], strides: Sequence[int], box: Sequence[int],
+        swizzle: int, device: int,
+    ) -> bytes:  # fmt: skip
+        self.encoded += 1
+        size = dtype_row(dtype).bytes
+        assert address % 16 == 0
+        assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in strides)
+        assert len(strides) == len(extents) - 1 == len(box) - 1
+        assert all(0 < extent <= 256 for extent in box)
+        assert swizzle == 0 or box[0] * size <= swizzle
+        packed = struct.pack(f"<Qqq{len(extents)}q{len(strides)}q", address, len(extents), swizzle, *extents, *strides)
+        return packed.ljust(128, b"\0")
+
+
+def through_pointers(frame: drivers.Frame) -> bytes:
+    """Read a parameter block as the driver does: from the five words of ``extra``."""
+    one, address, two, size, end = (ctypes.c_uint64 * 5).from_address(frame.extra)
+    assert (one, two, end) == (1, 2, 0)
+    return ctypes.string_at(address, ctypes.c_size_t.from_address(size).value)
+
+
+def form_of(row: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Return struct code, size and alignment of a parameter."""
+    if row["kind"] == "descriptor":
+        return "128s", 128, 64
+    if row["kind"] in ("pointer", "scratch"):
+        return "Q", 8, 8
+    code = {"i1": "b", "i8": "b", "i32": "i", "i64": "q", "fp32": "f"}[row["type"]]
+    return code, struct.calcsize(code), struct.calcsize(code)
+
+
+def offsets_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Return offset and size of each parameter."""
+    end, places = 0, []
+    for row in rows:
+        _, size, alignment = form_of(row)
+        end += -end % alignment
+        places.append((end, size))
+        end += size
+    return places
+
+
+def decode(rows: Sequence[Mapping[str, Any]], block: bytes) -> dict[str, Any]:
+    """Return the parameters of a block by name."""
+    values = {}
+    for row, (offset, _) in zip(rows, offsets_of(rows), strict=True):
+        values[row["name"]] = struct.unpack_from("<" + form_of(row)[0], block, offset)[0]
+    assert len(block) == sum(offsets_of(rows)[-1])
+    return values
+
+
+def at(address: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> torch.Tensor | None:
+    """Return the tensor at an address; strides in elements. None for a null pointer or an empty tensor."""
+    if not address or 0 in shape:
+        return None
+    size = dtype_row(dtype).bytes
+    span = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    raw = (ctypes.c_uint8 * (span * size)).from_address(address)
+    flat = np.frombuffer(raw, dtype=f"i{size}")
+    values = torch.from_numpy(flat).as_strided(tuple(shape), tuple(strides))
+    return values.view(getattr(torch, dtype_row(dtype).torch))
+
+
+def _input(manifest: Mapping[str, Any], values: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return q, k or v as a launch describes it, in the order (b,) s, h, d."""
+    varlen = manifest["layout"] == "varlen"
+    if manifest["loads"] == "descriptor":
+        packed = values[f"{name}_desc"]
+        address, rank, _ = struct.unpack_from("<Qqq", packed)
+        extents = struct.unpack_from(f"<{rank}q", packed, 24)
+        strides = struct.unpack_from(f"<{rank - 1}q", packed, 24 + 8 * rank)
+        size = dtype_row(manifest["dtype"]).bytes
+        shape, steps = extents[::-1], (*(s // size for s in strides[::-1]), 1)
+        assert tuple(values[f"{name}_descriptor_shape{axis}"] for axis in range(rank)) == shape
+        assert tuple(values[f"{name}_descriptor_stride{axis}"] for axis in range(rank)) == steps
+        tensor = at(address, shape, steps, manifest["dtype"])
+        assert tensor is not None
+        return tensor
+    heads = values["heads"] if name == "q" else values["kv_heads"]
+    dim = manifest["head_dim_v"] if name == "v" else manifest["head_dim_qk"]
+    if varlen:
+        shape = (values["total_q" if name == "q" else "total_k"], heads, dim)
+    else:
+        shape = (values["batch"], values["seqlen_q" if name == "q" else "seqlen_k"], heads, dim)
+    steps = (*(values[f"stride_{name}_{axis}"] for axis in _STRIDED[manifest["layout"]]), 1)
+    tensor = at(values[f"{name}_ptr"], shape, steps, manifest["dtype"])
+    assert tensor is not None
+    return tensor
+
+
+def call_of(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """Rebuild the call that a launch describes."""
+    chosen = Variant.from_dict(manifest["variant"])
+    if "q_ptr" in values or "q_desc" in values:
+        q, k, v = (_input(manifest, values, name) for name in ("q", "k", "v"))
+    else:  # a classifier sees neither, only lengths
+        varlen = manifest["layout"] == "varlen"
+        row = [(values["total_q"],) if varlen else (values["batch"], values["seqlen_q"])]
+        row += [(values["total_k"],) if varlen else (values["batch"], values["seqlen_k"])] * 2
+        heads = [values["heads"], values["kv_heads"], values["kv_heads"]]
+        q, k, v = (torch.zeros(*r, h, 16) for r, h in zip(row, heads, strict=True))
+    arguments: dict[str, Any] = {scalar.name: values[scalar.name] for scalar in chosen.arguments}
+    for scalar in chosen.arguments:
+        if scalar.dtype == "bool":
+            arguments[scalar.name] = bool(arguments[scalar.name])
+    for tensor in chosen.tensors:
+        axes = range(len(tensor.shape))
+        shape = [values[f"extent_{tensor.name}_{axis}"] for axis in axes]
+        strides = [values[f"stride_{tensor.name}_{axis}"] for axis in axes]
+        arguments[tensor.name] = at(values[f"{tensor.name}_ptr"], shape, strides, tensor.dtype)
+    batch = values["batch"]
+    packing = None
+    if manifest["layout"] == "varlen":
+        packing = Packing(
+            at(values["cu_seqlens_q_ptr"], [batch + 1], [1], "int32"),
+            at(values["cu_seqlens_k_ptr"], [batch + 1], [1], "int32"),
+            values["max_seqlen_q"],
+            values["max_seqlen_k"],
+        )
+    used = at(values["seqused_k_ptr"], [batch], [1], "int32")
+    assert bool(values["has_seqused_k"]) == (used is not None)
+    call = bind(
+        chosen, q, k, v, packing, softmax_scale=values.get("softmax_scale"), seqused_k=used,
+        return_lse=bool(values.get("write_lse")), layout="bshd", arguments=arguments,
+    )  # fmt: skip
+    return call, (q, k, v)
+
+
+def run_forward(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Compute what the launch asks for and write it where the launch says."""
+    call, tensors = call_of(manifest, values)
+    out, lse = reference(call, *tensors)
+    strides = (*(values[f"stride_out_{axis}"] for axis in _STRIDED[manifest["layout"]]), 1)
+    target = at(values["out_ptr"], out.shape, strides, manifest["dtype"])
+    assert target is not None
+    target.copy_(out)
+    if values["write_lse"]:
+        place = at(values["lse_ptr"], lse.shape, lse.stride(), "fp32")
+        assert place is not None
+        place.copy_(lse)
+
+
+def run_classifier(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Write the tile map that the launch asks for."""
+    call, _ = call_of(manifest, values)
+    by_batch, by_head = manifest["tile_map"]["batch"], manifest["tile_map"]["heads"]
+    by_batch = by_batch or manifest["layout"] == "varlen" or call.seqused_k is not None
+    words = eager_tile_map(call, manifest["tile_m"], manifest["tile_n"], per_batch=by_batch, per_head=by_head)
+    strides = [values[f"stride_tile_map_{axis}"] for axis in ("b", "h", "q")]
+    place = at(values["tile_map_ptr"], words.shape, (*strides, words.shape[-1], 1), "int32")
+    assert place is not None
+    place.copy_(words)

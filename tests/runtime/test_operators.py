@@ -1,0 +1,179 @@
+"""The typed operators: schemas, compiled programs without a graph break, opcheck, gradients through a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen.errors import CallError, NoKernelError
+from attngen.lang.variant import Scalar
+from attngen.lang.variant import Tensor as Declared
+from attngen.runtime.operators import namespace_of, operators_of, schema_of
+from attngen.runtime.registry import package_of_kernels, registry
+from tests.runtime.support import FakeDriver, bias_variant, kernel, variant, window_variant
+
+
+def install(*variants: Any, package: str = "ops") -> None:
+    registry.add(package_of_kernels([kernel(v, package=package) for v in variants], "memory"))
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(2, 12, 4, 8, dtype=dtype), *(torch.randn(2, 20, 2, 8, dtype=dtype) for _ in range(2))]
+
+
+def graded_variant() -> Any:
+    return variant(
+        "graded", "q_pos >= kv", score="s + slope[h] * (kv - q_pos) + 0 * shift[kv]",
+        tensors=[Declared("slope", "fp32", ("h",), grad=True), Declared("shift", "int32", ("seqlen_k",))],
+    )  # fmt: skip
+
+
+def test_schemas_are_typed() -> None:
+    assert schema_of(bias_variant(), packed=False) == (
+        "(Tensor q, Tensor k, Tensor v, Tensor table, SymInt limit, bool loud, float gain, SymInt radius, "
+        "float? softmax_scale, Tensor? seqused_k, Tensor? tile_map, str layout, str? backend) -> (Tensor out, Tensor lse)"
+    )
+    assert "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q" in schema_of(variant(), packed=True)
+    assert namespace_of("aten") == "attngen_aten"
+    assert namespace_of("attngen_hopper") == "attngen_hopper"
+
+
+def test_operators_are_defined_once_and_anew_for_other_arguments() -> None:
+    install(window_variant("again"))
+    namespace, name, _ = operators_of("again")
+    assert (namespace, name) == ("attngen_ops", "again")
+    assert operators_of("ops/again")[1] == "again"
+    registry.clear()
+    install(variant("again"))
+    assert operators_of("again")[1] == "again__2"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_program_compiles_without_a_graph_break(backend: str, dynamic: bool) -> None:
+    install(bias_variant())
+    q, k, v = tensors()
+    table = torch.randn(4, 11)
+
+    def program(q: Any, k: Any, v: Any, table: Any, radius: int) -> Any:
+        out, lse = attngen.attention(
+            q * 2, k, v, variant="bias", table=table, limit=k.shape[1] - 1, radius=radius, return_lse=True
+        )
+        return out + 1, lse.exp()
+
+    compiled = torch.compile(program, fullgraph=True, backend=backend, dynamic=dynamic)
+    for length in (12, 7):
+        ours, theirs = (f(q[:, :length], k, v, table, 5) for f in (compiled, program))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_varlen_program_compiles() -> None:
+    install(window_variant())
+    q, k, v = (t.flatten(0, 1) for t in tensors())
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 24], [0, 20, 40]))
+    used = torch.tensor([9, 20], dtype=torch.int32)
+
+    def program(q: Any, k: Any, v: Any) -> Any:
+        return attngen.attention_varlen(
+            q, k, v, cu_q, cu_k, 19, 20, variant="window", window=4, seqused_k=used, package="ops"
+        )
+
+    torch.testing.assert_close(torch.compile(program, fullgraph=True, backend="aot_eager")(q, k, v), program(q, k, v))
+
+
+def test_gradients_flow_through_a_program() -> None:
+    install(graded_variant())
+    slope, shift = torch.rand(4, requires_grad=True), torch.zeros(20, dtype=torch.int32)
+    inputs = [t.requires_grad_() for t in tensors()]
+
+    def program(q: Any, k: Any, v: Any, slope: Any) -> Any:
+        out, lse = attngen.attention(q, k, v, variant="graded", slope=slope, shift=shift, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    ours = torch.autograd.grad(compiled(*inputs, slope), (*inputs, slope))
+    theirs = torch.autograd.grad(program(*inputs, slope), (*inputs, slope))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_opcheck() -> None:
+    install(graded_variant(), window_variant())
+    inputs = [t.requires_grad_() for t in tensors()]
+    slope, shift = torch.rand(4, requires_grad=True), torch.zeros(20, dtype=torch.int32)
+    namespace, name, _ = operators_of("graded")
+    operator = getattr(getattr(torch.ops, namespace), name).default
+    torch.library.opcheck(operator, (*inputs, slope, shift, 0.5, None, None, "bshd", None))
+    turned = [t.detach().transpose(1, 2) for t in inputs]
+    torch.library.opcheck(operator, (*turned, slope.detach(), shift, None, None, None, "bhsd", "reference"))
+    namespace, name, _ = operators_of("window")
+    operator = getattr(getattr(torch.ops, namespace), f"{name}__varlen").default
+    cu = torch.tensor([0, 3, 24], dtype=torch.int32)
+    packed = [t.detach().flatten(0, 1)[:24].requires_grad_() for t in inputs]
+    torch.library.opcheck(operator, (*packed, cu, cu, 21, 21, 4, None, None, None, "varlen", None))
+
+
+def test_fake_tensors_and_meta_tensors_take_the_operator() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    install(window_variant())
+    with FakeTensorMode():
+        q, k, v = tensors()
+        out, lse = attngen.attention(q, k, v, variant="window", window=3, return_lse=True)
+        assert out.shape == (2, 12, 4, 8)
+        assert lse.shape == (2, 4, 12)
+    q, k, v = (t.to("meta") for t in tensors())
+    assert attngen.attention(q, k, v, variant="window", window=3).is_meta
+
+
+def test_wrong_arguments_are_refused_while_tracing() -> None:
+    install(window_variant())
+    q, k, v = tensors()
+    for arguments, message in (({"windw": 3}, "did you mean 'window'"), ({}, "missing 'window'")):
+        with pytest.raises(Exception, match=message):
+            torch.compile(
+                lambda q, k, v, a=arguments: attngen.attention(q, k, v, variant="window", **a),
+                fullgraph=True, backend="eager",
+            )(q, k, v)  # fmt: skip
+
+
+def test_an_undeclared_gradient_is_refused() -> None:
+    install(bias_variant())
+    q, k, v = tensors()
+    table = torch.randn(4, 11, requires_grad=True)
+
+    def program(table: Any) -> Any:
+        return attngen.attention(q, k, v, variant="bias", table=table, limit=20, radius=5).sum()
+
+    with pytest.raises(CallError, match="tensor 'table' asks for a gradient that its spec does not declare"):
+        namespace, name, _ = operators_of("bias")
+        operator = getattr(getattr(torch.ops, namespace), name)
+        operator(q, k, v, table, 20, False, 1.0, 5, None, None, None, "bshd", None)
+    assert torch.autograd.grad(program(table), table)[0].shape == table.shape
+
+
+def test_a_compiled_program_launches_the_kernel(gpu: FakeDriver) -> None:
+    install(window_variant("launched"))
+    q, k, v = (torch.randn(1, 40, 2, 64).to(torch.bfloat16) for _ in range(3))
+
+    def program(q: Any, k: Any, v: Any) -> Any:
+        return attngen.attention(q, k, v, variant="launched", window=9)
+
+    out = torch.compile(program, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert len(gpu.launches) == 1
+    torch.testing.assert_close(out, attngen.attention(q, k, v, variant="launched", window=9, backend="reference"))
+
+
+def test_no_kernel_for_a_compiled_program(gpu: FakeDriver) -> None:
+    install(window_variant("unfit"))
+    q, k, v = tensors(torch.bfloat16)
+    program = torch.compile(
+        lambda q, k, v: attngen.attention(q, k, v, variant="unfit", window=9), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(NoKernelError, match="head_dim of q and k is 64, the call has 8"):
+        program(q, k, v)

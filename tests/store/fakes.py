@@ -1,0 +1,133 @@
+"""Stand-ins for a compiler: they take milliseconds, keep a log of what they compiled, and fail on demand."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from attngen.compile.artifact import Artifact
+from attngen.errors import CompileError, Location, SpecError
+
+#: Names the file that gets one line for each compile.
+LOG = "ATTNGEN_TEST_LOG"
+
+
+def key_of(name: str) -> str:
+    """A key such as the real ones: 64 hexadecimal digits."""
+    return sha256(name.encode()).hexdigest()
+
+
+def artifact(name: str, size: int = 20_000, *, classifier: bool = False) -> Artifact:
+    """An artifact whose bytes depend on its name alone."""
+    cubin = (sha256(name.encode()).digest() * (size // 32 + 1))[:size]
+    resources = {"registers": 90, "spills": 0, "shared_memory": 1024, "cubin_bytes": size, "compile_seconds": 0.5}
+    manifest: dict[str, Any] = {
+        "format": 1,
+        "name": name,
+        "package": "fake",
+        "variant": {"name": "causal"},
+        "arch": "sm90a",
+        "backend": "triton",
+        "resources": resources,
+        "toolchain": {"triton": "0.0"},
+        "cuda_major": 13,
+        "min_driver": 13000,
+        "sha256": sha256(cubin).hexdigest(),
+    }
+    texts = {"source.py": f"# {name}\n", "ptx": ".version 8.7\n", "ttgir": "module {}\n"}
+    return Artifact(cubin, manifest, cubin[::-1] if classifier else None, texts)
+
+
+def builder(name: str, log: Path, seconds: float = 0.0) -> Callable[[], Artifact]:
+    """A build function that writes one line to ``log`` each time that it is called."""
+
+    def build() -> Artifact:
+        _append(log, name)
+        time.sleep(seconds)
+        return artifact(name)
+
+    return build
+
+
+def compile_quickly(plan: Any, source: Any) -> Artifact:
+    """In place of ``compile_source``."""
+    if LOG in os.environ:
+        _append(Path(os.environ[LOG]), plan.name)
+    if "reject" in plan.name:
+        raise CompileError(f"{plan.name}: rejected")
+    if "abort" in plan.name:
+        os.abort()
+    made = artifact(plan.name)
+    return replace(made, manifest={**made.manifest, **plan.to_dict()})
+
+
+def compile_slowly(plan: Any, source: Any) -> Artifact:
+    """In place of ``compile_source``, for long enough to be killed meanwhile."""
+    time.sleep(0.05)
+    return compile_quickly(plan, source)
+
+
+def _append(log: Path, line: str) -> None:
+    with open(log, "a") as file:  # short appends are atomic
+        file.write(line + "\n")
+
+
+# Jobs for attngen.store.jobs: the last argument tells whether all others are done.
+
+
+def add(a: int, b: int, last: bool) -> int:
+    """An ordinary job."""
+    return a + b
+
+
+def chatty(last: bool) -> str:
+    """A job that writes where its answers go."""
+    os.write(1, b"noise on standard output")
+    print("more noise", flush=True)
+    return "x" * 300_000
+
+
+def crash(last: bool) -> None:
+    """A job that takes its process along."""
+    os.write(2, b"LLVM ERROR: out of ideas\n")
+    os.abort()
+
+
+def leave(last: bool) -> None:
+    """A job that ends its process in good order."""
+    os._exit(3)
+
+
+def hang(last: bool) -> None:
+    """A job that never ends."""
+    time.sleep(3600)
+
+
+def refuse(last: bool) -> None:
+    """A job that fails for the user to see."""
+    raise SpecError("no", location=Location("a.yaml", 3), field="mask")
+
+
+def blunder(last: bool) -> None:
+    """A job with a mistake in it."""
+    raise ZeroDivisionError("oops")
+
+
+def not_yet(name: str, last: bool) -> str | None:
+    """A job that wants to be the last."""
+    return name if last else None
+
+
+def process(last: bool) -> int:
+    """Which process runs the job."""
+    return os.getpid()
+
+
+def environment(name: str, last: bool) -> str:
+    """What a job finds in its environment."""
+    return os.environ.get(name, "absent")

@@ -1,0 +1,135 @@
+"""Worker processes: a bad job fails alone, and says why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attngen.errors import CompileError, SpecError
+from attngen.store import limits
+from attngen.store.jobs import Job, Result, run_jobs
+
+FAKES = "tests.store.fakes"
+
+
+def job(name: str, *arguments: Any) -> Job:
+    return Job(name, f"{FAKES}:{name}", arguments)
+
+
+def run(jobs: list[Job], workers: int = 2, **options: Any) -> list[Result]:
+    return sorted(run_jobs(jobs, workers, **options), key=lambda result: result.index)
+
+
+def test_results_come_with_their_position() -> None:
+    results = run([job("add", i, 1) for i in range(6)])
+    assert [(result.index, result.value, result.error) for result in results] == [(i, i + 1, None) for i in range(6)]
+    assert list(run_jobs([], 2)) == []
+
+
+def test_workers_are_reused_and_bounded() -> None:
+    started: list[int] = []
+    results = run([job("process") for _ in range(8)], on_start=started.append)
+    assert sorted(started) == list(range(8))
+    assert len({result.value for result in results}) <= 2
+    assert os.getpid() not in {result.value for result in results}
+
+
+def test_what_a_job_prints_does_not_disturb_its_answer() -> None:
+    assert [len(result.value) for result in run([job("chatty")] * 2)] == [300_000] * 2
+
+
+def test_a_crash_costs_one_job() -> None:
+    results = run([job("add", 1, 2), job("crash"), job("leave"), job("add", 3, 4)], workers=1)
+    assert [result.value for result in results] == [3, None, None, 7]
+    assert isinstance(results[1].error, CompileError)
+    assert str(results[1].error).startswith("crash: its compiler process died of SIGABRT")
+    assert "LLVM ERROR: out of ideas" in str(results[1].error)
+    assert "exited with 3" in str(results[2].error)
+
+
+def test_a_hanging_job_is_stopped() -> None:
+    start = time.monotonic()
+    results = run([job("hang"), job("add", 1, 2)], timeout=1.0)
+    assert "took longer than 1 s" in str(results[0].error)
+    assert results[1].value == 3
+    assert time.monotonic() - start < 20
+
+
+def test_errors_arrive_whole() -> None:
+    refused, blundered, chatted = run([job("refuse"), job("blunder"), job("add", 1, 1)])
+    assert isinstance(refused.error, SpecError)
+    assert (str(refused.error), refused.error.field) == ("a.yaml:3: mask: no", "mask")
+    assert isinstance(blundered.error, CompileError)
+    assert "ZeroDivisionError: oops" in str(blundered.error)
+    assert chatted.value == 2
+
+
+def test_a_job_that_is_not_ready_is_asked_again_at_the_end() -> None:
+    jobs = [job("not_yet", "a"), job("add", 1, 2), job("not_yet", "b"), job("add", 3, 4)]
+    results = list(run_jobs(jobs, 1))
+    assert [result.index for result in results] == [1, 3, 0, 2]
+    assert [result.value for result in results] == [3, 7, "a", "b"]
+
+
+def test_stopping_early_stops_the_workers() -> None:
+    results = run_jobs([job("process"), job("hang")], 2)
+    worker = next(results).value
+    results.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run([job("crash"), job("add", 1, 2)])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_script_without_a_main_guard_can_run_jobs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from attngen.store.jobs import Job, run_jobs\n"
+        f"print([r.value for r in run_jobs([Job('add', '{FAKES}:add', (1, 2))], 1)])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout, done.returncode) == ("[3]\n", 0), done.stderr
+
+
+def test_variables_that_compilers_read_do_not_reach_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("ATTNGEN_KEPT", "1")
+    calls = [Job("getenv", f"{FAKES}:environment", (name,)) for name in ("TRITON_INTERPRET", "ATTNGEN_KEPT")]
+    assert [result.value for result in run(calls)] == ["absent", "1"]
+
+
+def test_memory_bounds_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "available_cores", lambda: 8)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 3 * limits.BYTES_PER_JOB + 1)
+    assert limits.job_limit() == 3
+    assert limits.job_limit(2) == 2
+    assert limits.job_limit(20) == 3
+    monkeypatch.setattr(limits, "available_bytes", lambda: 0)
+    assert limits.job_limit() == 1
+    monkeypatch.setattr(limits, "available_bytes", lambda: None)
+    assert limits.job_limit() == 8
+
+
+def test_a_container_bounds_cores_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
+    assert limits.available_cores() >= 1
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert limits.available_cores() == 1
+    assert limits.available_bytes() == 3000
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (limits.available_bytes() or 0) > 3000

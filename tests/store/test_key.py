@@ -1,0 +1,98 @@
+"""Reliability check 26: whatever goes into a compile goes into the key; how it is written down does not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from attngen.compile.options import triton_options
+from attngen.compile.toolchain import toolchain
+from attngen.store.key import cache_key, digest
+
+PLAN: dict[str, Any] = {
+    "format": 1,
+    "name": "fwd_sm90a",
+    "variant": {"name": "causal", "mask": "q_pos >= kv", "scalars": [{"name": "window", "min": 1}], "tensors": []},
+    "tile_m": 128,
+    "stages": 2,
+    "fast_math": True,
+    "allow": [],
+    "parameters": [{"name": "q", "kind": "pointer", "axis": None}],
+}
+INPUTS: dict[str, Any] = {
+    "plan": PLAN,
+    "source": "def f(): pass\n",
+    "headers": {"tma.cuh": "#pragma once"},
+    "options": {"triton": triton_options(4, 2)},
+    "toolchain": {"triton": "3.9.0", "content": "abc"},
+}
+
+
+def key(inputs: dict[str, Any]) -> str:
+    inputs = dict(inputs)
+    return cache_key(inputs.pop("plan"), inputs.pop("source"), **inputs)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from leaves(child, (*path, name))
+    elif isinstance(value, list):
+        yield path
+        for i, child in enumerate(value):
+            yield from leaves(child, (*path, i))
+    else:
+        yield path
+
+
+def changed(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, list):
+        return [*value, "more"]
+    return f"{value} " if isinstance(value, str) else "something"
+
+
+@pytest.mark.parametrize("path", list(leaves(INPUTS)), ids=lambda path: ".".join(map(str, path)))
+def test_each_input_changes_the_key(path: tuple[Any, ...]) -> None:
+    inputs = copy.deepcopy(INPUTS)
+    parent = inputs
+    for step in path[:-1]:
+        parent = parent[step]
+    parent[path[-1]] = changed(parent[path[-1]])
+    assert key(inputs) != key(INPUTS)
+
+
+@pytest.mark.parametrize("part", ["plan", "headers", "options", "toolchain"])
+def test_an_added_entry_changes_the_key(part: str) -> None:
+    inputs = copy.deepcopy(INPUTS)
+    inputs[part]["extra"] = None
+    assert key(inputs) != key(INPUTS)
+
+
+def test_the_order_of_mappings_does_not_change_the_key() -> None:
+    def backwards(value: Any) -> Any:
+        return {k: backwards(value[k]) for k in reversed(value)} if isinstance(value, dict) else value
+
+    assert key(backwards(INPUTS)) == key(INPUTS)
+
+
+def test_types_that_print_alike_differ() -> None:
+    values = [1, "1", 1.0, True, "true", None, "null", [1], ["1"]]
+    assert len({digest(value) for value in values}) == len(values)
+
+
+def test_the_key_is_one_hash() -> None:
+    assert len(key(INPUTS)) == 64
+    assert set(key(INPUTS)) <= set("0123456789abcdef")
+
+
+def test_the_toolchain_is_told_by_version_and_content() -> None:
+    found = toolchain("triton")
+    assert found["triton"]
+    assert len(found["content"] or "") == 16

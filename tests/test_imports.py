@@ -1,0 +1,108 @@
+"""The order of the packages: lower ones import only upper ones, and a call imports no compiler."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "attngen"
+
+#: From upper to lower. A module may import those of its own layer and of the layers above.
+LAYERS = (
+    {"errors", "dtypes", "arch", "resources"},
+    {"lang"},
+    {"spec"},
+    {"plan"},
+    {"render"},
+    {"compile"},
+    {"store"},
+    {"runtime"},
+    {"tools"},
+    {"commands", "cli"},
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+#: The doors: what they import is fetched at the first use.
+FACADES = {"__init__.py", "__main__.py"}
+
+#: What a shipped package must not need; the runtime reads manifests.
+NOT_FOR_RUNTIME = {"spec", "plan", "render", "compile"}
+
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in FACADES)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and top-level part (``lang``, ``spec`` …) of each import of attngen, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "attngen" and len(parts) > 1 and parts[1] in RANK:
+                yield node.lineno, parts[1]
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert parts - {"__init__", "__main__"} == set(RANK)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lower_packages_import_only_upper_ones(path: Path) -> None:
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for line, part in imports(path):
+        assert RANK[part] <= RANK[own], f"{path}:{line}: {own} must not import {part}"
+        if own == "runtime":
+            assert part not in NOT_FOR_RUNTIME, f"{path}:{line}: the runtime must not import {part}"
+
+
+def loaded(code: str, *names: str) -> list[str]:
+    """Return which of the modules are loaded after ``code`` in a fresh process."""
+    script = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nprint(*[n for n in {names} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+COMPILERS = ("triton", "cupy", "jinja2", "pydantic", "yaml", "attngen.spec", "attngen.plan", "attngen.render")
+OTHERS = ("torch", "numpy", "rich", "click", "platformdirs", "attngen.compile", "attngen.lang")
+
+
+def test_importing_attngen_imports_nothing_else() -> None:
+    assert loaded("import attngen", *COMPILERS, *OTHERS) == []
+
+
+def test_what_a_call_needs_holds_no_compiler() -> None:
+    code = "import attngen\nfor name in attngen.__all__:\n    getattr(attngen, name)"
+    assert loaded(code, *COMPILERS, "attngen.compile.triton") == []
+
+
+def test_reading_the_cache_needs_no_compiler_and_no_torch() -> None:
+    code = "from attngen.store import Store\nfrom attngen.store.index import read_indexes\nread_indexes(Store())"
+    assert loaded(code, *COMPILERS, "torch", "numpy") == []
+
+
+def test_help_imports_no_command() -> None:
+    code = "from attngen.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
+    assert [name for name in loaded(code, *COMPILERS, "torch", "attngen.tools") if name in COMPILERS] == []
+
+
+def test_building_needs_no_torch() -> None:
+    code = (
+        "sys.modules['torch'] = None  # an import of it fails\n"
+        "import attngen.tools.build, attngen.compile.triton, attngen.plan, attngen.render, attngen.spec\n"
+        "import triton, triton.compiler\n"
+        "del sys.modules['torch']"
+    )
+    assert loaded(code, "torch") == []

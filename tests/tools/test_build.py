@@ -1,0 +1,331 @@
+"""The pipeline over a whole spec. The compiler is a fake one, all before it is real."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attngen.errors import AttngenError, SpecError, StoreError
+from attngen.store import Store
+from attngen.store import receipt as receipts
+from attngen.store.index import read_index
+from attngen.tools import build as build_module
+from attngen.tools.build import BuildReport, build
+from attngen.tools.generate import generate
+from tests.store.fakes import LOG
+
+FAKE = "tests.store.fakes:compile_quickly"
+ROOT = Path(__file__).parents[2]
+
+SPEC = """
+schema: 1
+package: mine
+arch: [sm80, sm90a]
+variants:
+  near:
+    mask: "abs(q_pos - kv) < width"
+    scalars: {width: {type: int32, min: 1}}
+kernels:
+  - variant: [causal, near]
+    head_dim: 64
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache")
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(LOG, str(tmp_path / "log"))
+    (tmp_path / "log").touch()
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+def run(spec: Path, store: Store, *arches: str) -> BuildReport:
+    return build(spec, arches=arches, jobs=2, store=store, compiler=FAKE)
+
+
+def origins(report: BuildReport) -> Counter[str]:
+    return Counter(kernel.origin for kernel in report.kernels)
+
+
+def test_everything_is_built_then_nothing(spec: Path, store: Store, log: Path) -> None:
+    first = run(spec, store)
+    assert (first.package, len(first.kernels), first.failures, first.up_to_date) == ("mine", 4, (), False)
+    assert origins(first) == {"built": 4}
+    assert len(log.read_text().split()) == 4
+    second = run(spec, store)
+    assert second.up_to_date
+    assert origins(second) == {"cached": 4}
+    assert [k.key for k in second.kernels] == [k.key for k in first.kernels]
+    assert len(log.read_text().split()) == 4
+    index = read_index(store, "mine")
+    assert index is not None
+    assert [(e.name, e.key) for e in index.kernels] == [(k.name, k.key) for k in first.kernels]
+    assert Counter((e.variant, e.arch) for e in index.kernels) == Counter(
+        (variant, arch) for variant in ("causal", "near") for arch in ("sm80", "sm90a")
+    )
+    assert list(index.inputs) == [str(spec.resolve())]
+
+
+def test_comments_and_the_order_of_keys_compile_nothing(spec: Path, store: Store, log: Path) -> None:
+    first = run(spec, store)
+    reordered = SPEC.replace("{type: int32, min: 1}", "{min: 1, type: int32}")
+    spec.write_text("# a comment\n" + reordered.replace("schema: 1\npackage: mine\n", "package: mine\nschema: 1\n"))
+    second = run(spec, store)
+    assert not second.up_to_date
+    assert origins(second) == {"cached": 4}
+    assert [k.key for k in second.kernels] == [k.key for k in first.kernels]
+    assert run(spec, store).up_to_date
+    assert len(log.read_text().split()) == 4
+
+
+def test_an_edit_compiles_what_it_touches(spec: Path, store: Store, log: Path) -> None:
+    run(spec, store)
+    spec.write_text(SPEC.replace("< width", "<= width"))
+    assert origins(run(spec, store)) == {"built": 2, "cached": 2}
+    spec.write_text(SPEC)
+    assert origins(run(spec, store)) == {"cached": 4}
+
+
+def test_an_include_is_an_input(spec: Path, store: Store, log: Path) -> None:
+    (spec.parent / "masks").mkdir()
+    masks = spec.parent / "masks" / "far.yaml"
+    masks.write_text('schema: 1\nvariants: {far: {mask: "q_pos - kv > 10"}}\n')
+    spec.write_text(SPEC.replace("variants:", "include: masks/far.yaml\nvariants:").replace("near]", "near, far]"))
+    run(spec, store)
+    assert run(spec, store).up_to_date
+    masks.write_text(masks.read_text().replace("10", "11"))
+    assert origins(run(spec, store)) == {"built": 2, "cached": 4}
+
+
+def test_another_generator_or_toolchain_is_noticed(
+    spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(spec, store)
+    monkeypatch.setattr(receipts, "generator_digest", lambda: "other")
+    report = run(spec, store)
+    assert not report.up_to_date
+    assert origins(report) == {"cached": 4}
+
+
+def test_lost_and_damaged_kernels_are_built_again(spec: Path, store: Store, log: Path) -> None:
+    keys = [kernel.key for kernel in run(spec, store).kernels]
+    store.remove(keys[0])
+    (store.path(keys[1]) / "kernel.cubin").write_bytes(b"no cubin")
+    report = run(spec, store)
+    assert origins(report) == {"built": 2, "cached": 2}
+    assert len([w for w in report.warnings if "damaged" in w]) == 1
+    assert store.verify() == []
+    (store.root / "builds" / "mine.json").unlink()
+    assert not run(spec, store).up_to_date
+    assert run(spec, store).up_to_date
+
+
+def test_arches_can_be_restricted(spec: Path, store: Store, log: Path) -> None:
+    assert len(run(spec, store, "sm80").kernels) == 2
+    assert run(spec, store, "sm80").up_to_date
+    assert origins(run(spec, store, "sm90a")) == {"built": 2}
+    index = read_index(store, "mine")
+    assert index is not None
+    assert Counter(entry.arch for entry in index.kernels) == {"sm80": 2, "sm90a": 2}
+    assert origins(run(spec, store)) == {"cached": 4}
+    # Kernels of another state of the spec are not carried along.
+    spec.write_text(SPEC.replace("< width", "<= width"))
+    run(spec, store, "sm80")
+    index = read_index(store, "mine")
+    assert index is not None
+    assert Counter(entry.arch for entry in index.kernels) == {"sm80": 2}
+    with pytest.raises(SpecError, match="no kernel for 'sm90'; did you mean 'sm90a'"):
+        run(spec, store, "sm90")
+
+
+def test_a_kernel_that_fails_does_not_stop_the_others(spec: Path, store: Store, log: Path) -> None:
+    spec.write_text(SPEC.replace("near", "reject"))
+    report = run(spec, store)
+    assert origins(report) == {"built": 2}
+    assert [str(f.error) for f in report.failures] == [f"{f.name}: rejected" for f in report.failures]
+    assert len(report.failures) == 2
+    index = read_index(store, "mine")
+    assert index is not None
+    assert len(index.kernels) == 2
+    again = run(spec, store)
+    assert not again.up_to_date
+    assert len(again.failures) == 2
+
+
+def test_a_compiler_that_crashes_fails_its_kernel(spec: Path, store: Store, log: Path) -> None:
+    spec.write_text(SPEC.replace("near", "abort"))
+    report = run(spec, store)
+    assert origins(report) == {"built": 2}
+    assert all("died of SIGABRT" in str(f.error) for f in report.failures)
+    assert run(spec, store).failures
+    assert os.listdir(store.root / "tmp") == []
+    assert os.listdir(store.root / "locks") == []
+
+
+def test_a_build_of_which_nothing_compiles_keeps_the_earlier_index(spec: Path, store: Store, log: Path) -> None:
+    run(spec, store)
+    spec.write_text(SPEC.replace("near", "reject").replace("causal, ", ""))
+    assert len(run(spec, store).failures) == 2
+    index = read_index(store, "mine")
+    assert index is not None
+    assert len(index.kernels) == 4
+
+
+def test_every_kernel_that_cannot_be_planned_is_named(spec: Path, store: Store, log: Path) -> None:
+    spec.write_text(SPEC + "    backend: cuda\n")
+    with pytest.raises(SpecError) as caught:
+        run(spec, store)
+    assert f"{spec}:" in str(caught.value)
+    assert "cuda" in str(caught.value)
+    assert log.read_text() == ""
+
+
+def test_the_observer_sees_each_compile(spec: Path, store: Store, log: Path) -> None:
+    events: list[tuple[str, object]] = []
+
+    class Recorder:
+        def planned(self, total: int, missing: int) -> None:
+            events.append(("planned", (total, missing)))
+
+        def started(self, name: str) -> None:
+            events.append(("started", name))
+
+        def finished(self, name: str, error: AttngenError | None) -> None:
+            events.append(("finished", name))
+
+    report = build(spec, jobs=1, store=store, observer=Recorder(), compiler=FAKE)
+    assert events[0] == ("planned", (4, 4))
+    assert Counter(kind for kind, _ in events[1:]) == {"started": 4, "finished": 4}
+    assert {name for _, name in events[1:]} == {kernel.name for kernel in report.kernels}
+
+
+def test_a_cache_that_cannot_be_written_stops_the_build(spec: Path, tmp_path: Path, log: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="set ATTNGEN_CACHE"):
+        run(spec, Store(tmp_path / "file" / "cache"))
+    assert log.read_text() == ""
+
+
+def test_a_disk_that_fills_up_is_reported(spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, hard))  # cubins have 20,000 bytes; workers inherit it
+    try:
+        report = run(spec, store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert report.kernels == ()
+    assert len(report.failures) == 4
+    assert all(os.strerror(errno.EFBIG) in str(f.error) for f in report.failures)
+    assert os.listdir(store.root / "tmp") == []
+
+
+def start_build(spec: Path, store: Store, fake: str = FAKE) -> subprocess.Popen[bytes]:
+    code = (
+        f"from attngen.tools.build import build; from attngen.store import Store; from pathlib import Path\n"
+        f"build({str(spec)!r}, jobs=2, store=Store(Path({str(store.root)!r})), compiler={fake!r})"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
+
+
+def test_builds_at_once_compile_each_kernel_once(spec: Path, store: Store, log: Path) -> None:
+    builds = [start_build(spec, store, "tests.store.fakes:compile_slowly") for _ in range(3)]
+    for process in builds:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors.decode()
+    assert sorted(Counter(log.read_text().split()).values()) == [1, 1, 1, 1]
+    assert run(spec, store).up_to_date
+    assert os.listdir(store.root / "tmp") == []
+    assert os.listdir(store.root / "locks") == []
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.5, 0.7])
+def test_a_killed_build_is_taken_up_again(spec: Path, store: Store, log: Path, seconds: float) -> None:
+    process = start_build(spec, store, "tests.store.fakes:compile_slowly")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert store.verify() == []
+    report = run(spec, store)
+    assert len(report.kernels) == 4
+    assert store.verify() == []
+
+
+def test_keys_see_every_field_of_a_plan(spec: Path) -> None:
+    """Reliability check 26, for the plan: what is not in ``to_dict`` would not be in the key."""
+    from dataclasses import fields, replace
+
+    from attngen.spec import load_spec
+
+    prepared = build_module.prepare(load_spec(spec))
+    plan, other = prepared[0].plan, prepared[-1].plan
+    for field in fields(plan):
+        if field.name == "spec_file":
+            continue  # it names the spec in the header of the source, which the key covers too
+        value = getattr(plan, field.name)
+        changed: object
+        if isinstance(value, bool):
+            changed = not value
+        elif isinstance(value, int):
+            changed = value + 1
+        elif field.name == "arch_name":
+            changed = other.arch_name
+        elif field.name == "dtype_name":
+            changed = "fp16"
+        elif isinstance(value, str):
+            changed = value + "x"
+        elif field.name == "variant":
+            changed = other.variant
+        elif isinstance(value, tuple):
+            changed = ("spill",) if field.name == "allow" else value[:-1]
+        else:
+            continue
+        assert replace(plan, **{field.name: changed}).to_dict() != plan.to_dict(), field.name
+
+
+def test_rendered_sources_are_written_and_kept_up(spec: Path, tmp_path: Path) -> None:
+    out = tmp_path / "generated"
+    first = generate(spec, out)
+    assert first.folder == out / "mine"
+    assert len(first.changed) == 4
+    assert {path.name for path in first.folder.iterdir()} == set(first.changed)
+    assert generate(spec, out).changed == ()
+    (first.folder / first.changed[0]).write_text("broken")
+    (first.folder / "notes.py").write_text("# mine\n")
+    assert generate(spec, out).changed == first.changed[:1]
+    spec.write_text(SPEC.replace("causal, ", ""))
+    fewer = generate(spec, out)
+    assert (len(fewer.kernels), fewer.changed, len(fewer.removed)) == (2, (), 2)
+    assert len(list(first.folder.iterdir())) == 3
+    assert generate(spec, out, ["sm80"]).removed == ()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot write"):
+        generate(spec, tmp_path / "file")
+
+
+def test_rendered_sources_name_no_path_of_this_machine(spec: Path, tmp_path: Path) -> None:
+    generated = generate(spec, tmp_path / "generated")
+    for path in generated.folder.iterdir():
+        assert str(tmp_path) not in path.read_text()
+        assert str(ROOT) not in path.read_text()
