@@ -19,7 +19,7 @@ COMMANDS: dict[str, str] = {
     "build": "Compile the kernels of a spec.",
     "list": "List the kernels that are built and found.",
     "show": "Show a kernel: source, PTX, SASS, resources.",
-    "explain": "Say which kernel a call takes, and why not the others.",
+    "explain": "Explain the plan of a spec: tiles, memory, bands, efficiency.",
     "verify": "Compare built kernels with the float64 reference.",
     "bench": "Measure kernels, beside peers if they are installed.",
     "tune": "Search the best tile, stages and warps for this GPU.",

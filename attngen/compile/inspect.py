@@ -70,6 +70,18 @@ def disassemble(cubin: bytes) -> str:
     return _run_tool("nvdisasm", "--print-code", cubin=cubin)
 
 
+def parameter_places(cubin: bytes) -> list[tuple[int, int]]:
+    """Return offset and size in bytes of each parameter of a cubin's one kernel, in order.
+
+    Offsets count from the start of the parameter block, but alignment holds in the constant bank, where that block
+    starts at an address of its own (0x210 on sm90): a tensor map aligned to 64 bytes does not start at offset 0.
+    """
+    text = _run_tool("cuobjdump", "--dump-elf", cubin=cubin)
+    found = re.findall(r"Ordinal\s*:\s*(\w+)\s+Offset\s*:\s*(\w+)\s+Size\s*:\s*(\w+)", text)
+    rows = sorted({tuple(int(value, 16) for value in row) for row in found})
+    return [(offset, size) for _, offset, size in rows]
+
+
 def resource_usage(cubin: bytes) -> dict[str, int]:
     """Return what the cubin itself declares: ``REG``, ``STACK``, ``SHARED`` (static), ``LOCAL``."""
     text = _run_tool("cuobjdump", "--dump-resource-usage", cubin=cubin)

@@ -89,3 +89,15 @@ def check_parameters(name: str, parameters: Sequence[Parameter], ptx: str) -> No
             f"{name}: {len(parameters)} parameters were planned, but the compiled kernel has {len(declared)}; "
             "a launch would pass garbage"
         )
+
+
+def place_parameters(name: str, parameters: Sequence[Parameter], places: Sequence[tuple[int, int]]) -> None:
+    """Give each parameter the offset that it has in the cubin; CompileError unless the cubin has exactly these."""
+    if len(places) != len(parameters):
+        raise CompileError(f"{name}: {len(parameters)} parameters were planned, but the cubin has {len(places)}")
+    for parameter, (offset, size) in zip(parameters, places, strict=True):
+        if size != _expected(parameter).size:
+            raise CompileError(
+                f"{name}: parameter '{parameter['name']}' takes {_expected(parameter).size} B, but {size} B in the cubin"
+            )
+        parameter["offset"] = offset

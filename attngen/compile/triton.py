@@ -8,7 +8,7 @@ import io
 import linecache
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from attngen.arch import Arch
 from attngen.compile.artifact import Artifact
 from attngen.compile.environment import scrubbed
-from attngen.compile.inspect import Resources, resources_of_log
+from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, resources_of_log
 from attngen.compile.options import triton_options
-from attngen.compile.parameters import Parameter, check_parameters, triton_parameters
+from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major
 from attngen.compile.toolchain import toolchain
 from attngen.errors import CompileError
@@ -135,11 +135,24 @@ def _assembler(arch: Arch | None) -> dict[str, str]:
     """
     if arch is None or arch.capability >= 100:
         return {}
-    found = importlib.util.find_spec("triton")
-    if found is None or found.origin is None:
-        return {}
-    legacy = Path(found.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    return {"TRITON_PTXAS_BLACKWELL_PATH": str(legacy)} if legacy.exists() else {}
+    legacy = nvidia_tool("ptxas")
+    return {"TRITON_PTXAS_BLACKWELL_PATH": str(legacy)} if legacy else {}
+
+
+@contextlib.contextmanager
+def _cheap_cache_key() -> Iterator[None]:
+    """Spare Triton the hashing of its whole installation for a cache key: its cache is thrown away after a compile."""
+    import triton.compiler.compiler as compiler
+
+    original = getattr(compiler, "get_cache_key", None)
+    if original is None:
+        yield
+        return
+    compiler.get_cache_key = lambda source, *_, **__: source.name
+    try:
+        yield
+    finally:
+        compiler.get_cache_key = original
 
 
 def _load(text: str, path: Path) -> ModuleType:
@@ -195,7 +208,7 @@ def _compile(
     }
     output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(output):
+        with contextlib.redirect_stdout(output), _cheap_cache_key():
             kernel = triton.compile(
                 ASTSource(function, {a.name: a.type for a in arguments}, constexprs={}, attrs=attributes),
                 target=GPUTarget("cuda", arch.capability, 32),
@@ -206,6 +219,7 @@ def _compile(
     ptx, metadata = kernel.asm["ptx"], kernel.metadata._asdict()
     parameters = triton_parameters([a.to_dict() for a in arguments], metadata.get("tensordesc_meta") or ())
     check_parameters(name, parameters, ptx)
+    place_parameters(name, parameters, parameter_places(kernel.asm["cubin"]))
     _check_memory(name, metadata, arch)
     return CompiledFunction(
         cubin=kernel.asm["cubin"],

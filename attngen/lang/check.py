@@ -36,9 +36,7 @@ class Rules:
 
     def __init__(self, scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> None:
         self.ranges = declared_ranges(scalars, tensors)
-        self._int64 = {s.name for s in scalars if s.dtype == "int64"} | {
-            t.name for t in tensors if t.dtype == "int64"
-        }
+        self._int64 = {s.name for s in scalars if s.dtype == "int64"} | {t.name for t in tensors if t.dtype == "int64"}
 
     def build(self, op: str, args: Sequence[Expr]) -> Expr:
         """Return the typed node, marked ``wide`` where int32 may overflow.
@@ -78,9 +76,7 @@ class Rules:
         if not inherited and INT32[0] <= low and high <= INT32[1]:
             return node
         if (low < INT64[0] or high > INT64[1]) and not self._reads_int64(node):
-            raise ExpressionError(
-                f"may reach {_number(low)} .. {_number(high)}, beyond int64; declare narrower ranges"
-            )
+            raise ExpressionError(f"may reach {_number(low)} .. {_number(high)}, beyond int64; declare narrower ranges")
         return Op(node.op, node.args, node.type, wide=True)
 
     def _reads_int64(self, node: Expr) -> bool:
@@ -102,8 +98,7 @@ class Rules:
         low, high = bounds(base, self.ranges)
         if exponent.value < 0 and low <= 0 <= high:
             raise ExpressionError(
-                f"the base of '**' with a negative exponent may be zero: its range is "
-                f"{_number(low)} .. {_number(high)}"
+                f"the base of '**' with a negative exponent may be zero: its range is {_number(low)} .. {_number(high)}"
             )
 
     def _shift(self, node: Op) -> None:
@@ -144,9 +139,7 @@ def compile_variant(
 
 def restore_variant(data: Mapping[str, Any], scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> Variant:
     """Rebuild a variant from ``Variant.to_dict``; texts of the user come back as they were."""
-    variant = _compile(
-        data["name"], data["mask"], data["score"], scalars, tensors, data["let"], None, _RESTORED_LENGTH
-    )
+    variant = _compile(data["name"], data["mask"], data["score"], scalars, tensors, data["let"], None, _RESTORED_LENGTH)
     return Variant(
         variant.name,
         variant.mask,
@@ -217,9 +210,7 @@ def _define(scope: Scope, key: str, text: object, places: Mapping[str, Location]
     if parameters is None:
         scope.values[name] = lower(snippet, tree, scope)
     else:
-        scope.functions[name] = Function(
-            name, parameters, tree, snippet, dict(scope.values), dict(scope.functions)
-        )
+        scope.functions[name] = Function(name, parameters, tree, snippet, dict(scope.values), dict(scope.functions))
 
 
 def _text(field: str, text: object, places: Mapping[str, Location] | None) -> str:

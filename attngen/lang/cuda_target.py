@@ -9,9 +9,7 @@ from attngen.lang.ir import Const, Op, Type
 from attngen.lang.targets import Dialect, Piece, Scope, power_factors, power_of_two
 
 # Binding strength in C++'s grammar, loosest first.
-_SELECT, _OR, _AND, _BITOR, _BITXOR, _BITAND, _EQUAL, _COMPARE, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(
-    13
-)
+_SELECT, _OR, _AND, _BITOR, _BITXOR, _BITAND, _EQUAL, _COMPARE, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(13)
 
 _INFIX: dict[str, tuple[str, int]] = {
     "or": ("||", _OR), "and": ("&&", _AND), "xor": ("!=", _EQUAL),
@@ -47,6 +45,8 @@ class CudaDialect(Dialect):
             suffix = "" if -(2**31) < value < 2**31 else "ll"
             return Piece(f"{value}{suffix}", _ATOM if value >= 0 else _SIGN)
         number = float(node.value)
+        if math.isnan(number):
+            return Piece('nanf("")', _ATOM)
         if math.isinf(number):
             return Piece("kInfinity" if number > 0 else "-kInfinity", _ATOM if number > 0 else _SIGN)
         return Piece(f"{number!r}f", _ATOM if math.copysign(1.0, number) > 0 else _SIGN)

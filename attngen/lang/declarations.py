@@ -77,9 +77,7 @@ def check_name(
         raise refuse("is declared twice")
 
 
-def check_let_name(
-    key: str, scope: Scope, places: Mapping[str, Location] | None
-) -> tuple[str, tuple[str, ...] | None]:
+def check_let_name(key: str, scope: Scope, places: Mapping[str, Location] | None) -> tuple[str, tuple[str, ...] | None]:
     """Return the name of a ``let:`` entry and, if it is a function such as ``f(x, y)``, its parameters."""
     field = f"let.{key}"
     taken = {*scope.scalars, *scope.tensors, *scope.values, *scope.functions}
@@ -151,9 +149,7 @@ def _check_bound(bound: object, dtype: str, refuse: object, part: str) -> None:
         raise refuse(part, "a bool has no range")
     if isinstance(bound, str):
         if not _IDENTIFIER.fullmatch(bound):
-            raise refuse(
-                part, f"must be a number or the name of an extent, got {bound!r}{suggest(bound, EXTENTS)}"
-            )
+            raise refuse(part, f"must be a number or the name of an extent, got {bound!r}{suggest(bound, EXTENTS)}")
         return
     _check_value(bound, "fp32" if dtype in ("fp32", "fp16", "bf16") else dtype, refuse, part)
 

@@ -24,9 +24,7 @@ def differentiate(expr: Expr, wrt: str | Load) -> Expr:
     """
     if isinstance(wrt, Load):
         return _Derivative(wrt).of(expr) or ZERO
-    leaves = {
-        n for n in walk(expr) if (isinstance(n, Var) and n.name == wrt) or n == Load(wrt, (), Type.FLOAT)
-    }
+    leaves = {n for n in walk(expr) if (isinstance(n, Var) and n.name == wrt) or n == Load(wrt, (), Type.FLOAT)}
     assert len(leaves) <= 1
     return (_Derivative(leaves.pop()).of(expr) or ZERO) if leaves else ZERO
 

@@ -100,9 +100,7 @@ class _Evaluation:
             case Op(op=op, args=args):
                 clamp = as_clamp(node)
                 if clamp is not None and node.type is Type.FLOAT:
-                    return torch.clamp(
-                        *torch.broadcast_tensors(*(self.value(part, guards) for part in clamp))
-                    )
+                    return torch.clamp(*torch.broadcast_tensors(*(self.value(part, guards) for part in clamp)))
                 if op == "to_float":
                     return self.value(args[0], guards).to(self.types[Type.FLOAT])
                 if op == "pow":
@@ -158,7 +156,7 @@ class _Evaluation:
 
     def _gate(self, value: torch.Tensor, guards: _Guards) -> torch.Tensor:
         """Let no gradient pass where the value is not wanted: 0 * inf in an untaken branch would be NaN."""
-        if not value.requires_grad:
+        if not (value.requires_grad and self.torch.is_grad_enabled()):
             return value
         wanted = self._wanted(guards)
         if wanted is None:
@@ -173,9 +171,7 @@ class _Evaluation:
         """Whether conditions matter below a node: only loads and what carries a gradient depend on them."""
         found = self._sensitive.get(node)
         if found is None:
-            found = any(
-                isinstance(n, Load) or (isinstance(n, Var) and n.type is Type.FLOAT) for n in walk(node)
-            )
+            found = any(isinstance(n, Load) or (isinstance(n, Var) and n.type is Type.FLOAT) for n in walk(node))
             self._sensitive[node] = found
         return found
 

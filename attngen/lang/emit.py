@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from attngen.lang.literals import fold_literals
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, rewrite
+from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range
 from attngen.lang.targets import Piece, Target

@@ -206,8 +206,8 @@ def _increasing(function: Callable[[float], float]) -> Callable[[Any, Interval],
     return lambda alg, a: (end(a[0]), end(a[1]))
 
 
-def _rounding(function: Callable[[float], int]) -> Callable[[float], float]:
-    return lambda x: x if math.isinf(x) else float(function(x))
+def _at_ends(op: str) -> Callable[[Any, Interval], Interval]:
+    return lambda alg, a: (alg.call(op, a[0]), alg.call(op, a[1]))
 
 
 def _sigmoid(x: float) -> float:
@@ -254,8 +254,8 @@ RULES: dict[str, Callable[..., Interval]] = {
     "min": _pairwise("min"),
     "max": _pairwise("max"),
     "abs": _abs,
-    "floor": _increasing(_rounding(math.floor)),
-    "ceil": _increasing(_rounding(math.ceil)),
+    "floor": _at_ends("floor"),
+    "ceil": _at_ends("ceil"),
     "exp": _increasing(math.exp),
     "exp2": _increasing(lambda x: 2.0**x),
     "log": _increasing(_log),
@@ -268,6 +268,6 @@ RULES: dict[str, Callable[..., Interval]] = {
     "sin": lambda alg, a: (-1.0, 1.0),
     "cos": lambda alg, a: (-1.0, 1.0),
     "tan": lambda alg, a: alg.unbounded,
-    "to_float": lambda alg, a: (alg.call("to_float", a[0]), alg.call("to_float", a[1])),
-    "to_int": lambda alg, a: (alg.call("to_int", a[0]), alg.call("to_int", a[1])),
+    "to_float": _at_ends("to_float"),
+    "to_int": _at_ends("to_int"),
 }

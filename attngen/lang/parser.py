@@ -163,9 +163,7 @@ class _Lowering:
             case ast.UnaryOp(op=op, operand=operand):
                 return self.scope.build(_UNARY[type(op)], [self.visit(operand, depth)])
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return self.scope.build(
-                    _BINARY[type(op)], [self.visit(left, depth), self.visit(right, depth)]
-                )
+                return self.scope.build(_BINARY[type(op)], [self.visit(left, depth), self.visit(right, depth)])
             case ast.BinOp():
                 raise ExpressionError("operator '@' is not part of the language")
             case ast.BoolOp(op=op, values=values):
@@ -179,9 +177,7 @@ class _Lowering:
             case ast.Subscript():
                 return self._load(node, depth)
             case _:
-                raise ExpressionError(
-                    f"{_REFUSED.get(type(node), type(node).__name__)} is not part of the language"
-                )
+                raise ExpressionError(f"{_REFUSED.get(type(node), type(node).__name__)} is not part of the language")
 
     def _fold(self, op: str, values: Sequence[ast.expr], depth: int) -> Expr:
         """Apply a binary operator from left to right."""
@@ -225,9 +221,7 @@ class _Lowering:
             tensor = scope.tensors[name]
             if tensor.shape:
                 axes = ", ".join(str(extent) for extent in tensor.shape)
-                raise ExpressionError(
-                    f"'{name}' is a tensor of shape [{axes}] and needs an index for each axis"
-                )
+                raise ExpressionError(f"'{name}' is a tensor of shape [{axes}] and needs an index for each axis")
             return Load(name, (), tensor.type)
         if name in FUNCTIONS or name in self.functions:
             raise ExpressionError(f"'{name}' is a function and needs arguments")
@@ -252,9 +246,7 @@ class _Lowering:
         op, least, most = FUNCTIONS[name]
         if len(node.args) < least or (most is not None and len(node.args) > most):
             wanted = f"at least {least}" if most is None else str(least)
-            raise ExpressionError(
-                f"'{name}' takes {wanted} argument{'s' if least > 1 else ''}, got {len(node.args)}"
-            )
+            raise ExpressionError(f"'{name}' takes {wanted} argument{'s' if least > 1 else ''}, got {len(node.args)}")
         if op == "clamp":
             value, low, high = (self.visit(argument, depth) for argument in node.args)
             return self.scope.build("min", [self.scope.build("max", [value, low]), high])

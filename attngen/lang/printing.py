@@ -7,9 +7,7 @@ import math
 from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var
 
 # Binding strength in Python's grammar, loosest first.
-_IF, _OR, _AND, _NOT, _COMPARE, _BITOR, _BITXOR, _BITAND, _SHIFT, _SUM, _PRODUCT, _SIGN, _POWER, _ATOM = (
-    range(14)
-)
+_IF, _OR, _AND, _NOT, _COMPARE, _BITOR, _BITXOR, _BITAND, _SHIFT, _SUM, _PRODUCT, _SIGN, _POWER, _ATOM = range(14)
 
 _BINARY: dict[str, tuple[str, int]] = {
     "or": ("or", _OR), "and": ("and", _AND),

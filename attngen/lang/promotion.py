@@ -100,14 +100,10 @@ def _article(type: Type) -> str:
 
 def _power(base: Expr, exponent: Expr) -> Expr:
     if not isinstance(exponent, Const):
-        raise ExpressionError(
-            "the exponent of '**' must be a constant; write exp(y * log(x)) for a variable one"
-        )
+        raise ExpressionError("the exponent of '**' must be a constant; write exp(y * log(x)) for a variable one")
     power = exponent.value
     if abs(power) > MAX_EXPONENT:
-        raise ExpressionError(
-            f"the exponent of '**' must lie within -{MAX_EXPONENT} .. {MAX_EXPONENT}, got {power}"
-        )
+        raise ExpressionError(f"the exponent of '**' must lie within -{MAX_EXPONENT} .. {MAX_EXPONENT}, got {power}")
     if base.type is not Type.FLOAT and exponent.type is not Type.FLOAT and power >= 0:
         return Op("pow", (to_int(base), to_int(exponent)), Type.INT)
     return Op("pow", (to_float(base), to_float(exponent)), Type.FLOAT)

@@ -16,6 +16,15 @@ from attngen.lang.symbols import Symbols
 
 Range = tuple[Expr, Expr]
 
+#: Sorting networks by number of values: which two to exchange, in order.
+_NETWORKS: tuple[tuple[tuple[int, int], ...], ...] = (
+    (),
+    (),
+    ((0, 1),),
+    ((0, 2), (0, 1), (1, 2)),
+    ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2)),
+)
+
 _ZERO: Expr = integer(0)
 _EMPTY = Interval(_ZERO, _ZERO)
 
@@ -89,7 +98,8 @@ class _Cutter:
         apart. What is visible but not full starts where a visible range does, or where a full one ends.
         """
         visible = self._disjoint([self._outward(v) for v in self._bands.visible])
-        full = self._disjoint([self._inward(f) for f in self._bands.full])
+        room = len(_NETWORKS) - 1 - len(visible)  # a full interval beyond that is run as partial
+        full = self._disjoint([self._inward(f) for f in self._bands.full[:room]])
         starts = self._ascending([lo for lo, _ in visible] + [hi for _, hi in full])
         ends = self._ascending([hi for _, hi in visible] + [lo for lo, _ in full])
         return full, list(zip(starts, ends, strict=True))
@@ -100,12 +110,11 @@ class _Cutter:
         return [(self._max(lo, done), hi) for lo, hi, done in zip(starts, ends, [_ZERO, *ends], strict=False)]
 
     def _ascending(self, values: list[Expr]) -> list[Expr]:
-        """Sort by exchanging neighbours: each exchange is a minimum and a maximum, unless the order is known."""
+        """Sort; each exchange is a minimum and a maximum, unless the order is known."""
         values = list(values)
-        for end in range(len(values) - 1, 0, -1):
-            for n in range(end):
-                x, y = values[n], values[n + 1]
-                values[n], values[n + 1] = self._min(x, y), self._max(x, y)
+        for n, m in _NETWORKS[len(values)]:
+            x, y = values[n], values[m]
+            values[n], values[m] = self._min(x, y), self._max(x, y)
         return values
 
     def _outward(self, interval: Interval) -> Range:

@@ -43,9 +43,7 @@ class Snippet:
         marks = max(1, min(end, first + _SHOWN) - start)
         visible = "".join(c if c.isprintable() else "?" for c in shown)
         caret = " " * (len(head) + start - first) + "^" * marks
-        return SpecError(
-            f"{message}\n    {head}{visible}{tail}\n    {caret}", location=self.location, field=self.field
-        )
+        return SpecError(f"{message}\n    {head}{visible}{tail}\n    {caret}", location=self.location, field=self.field)
 
     def at(self, node: ast.AST, message: str) -> SpecError:
         """Return the error for a node of this text's syntax tree."""

@@ -142,7 +142,7 @@ class Symbols:
         """Apply an operator where an argument is unbounded. Rules ask this only where the result is plain."""
         negative = _HIGHEST if infinity == _LOWEST else _LOWEST
         match op:
-            case "add" | "to_float":
+            case "add" | "to_float" | "floor" | "ceil":
                 return infinity
             case "neg":
                 return negative

@@ -48,6 +48,8 @@ class TritonDialect(Dialect):
         if node.type is Type.INT:
             return Piece(str(int(node.value)), _ATOM if node.value >= 0 else _SIGN)
         value = float(node.value)
+        if math.isnan(value):
+            return Piece('float("nan")', _ATOM)
         if math.isinf(value):
             return Piece('float("inf")' if value > 0 else 'float("-inf")', _ATOM)
         if 0 < abs(value) < _SMALLEST_NORMAL:  # Triton would take the literal for a float64
@@ -176,9 +178,7 @@ class TritonDialect(Dialect):
     def _tanh(self, x: Piece, scope: Scope) -> Piece:
         if scope.fast_math:  # one instruction, relative error 2^-11 (PTX ISA, tanh.approx.f32)
             asm = '"tanh.approx.f32 $0, $1;", "=f,f"'
-            return Piece(
-                f"tl.inline_asm_elementwise({asm}, [{x.text}], dtype=tl.float32, is_pure=True, pack=1)", _ATOM
-            )
+            return Piece(f"tl.inline_asm_elementwise({asm}, [{x.text}], dtype=tl.float32, is_pure=True, pack=1)", _ATOM)
         # 2 * log2(e); exp2 saturates to 0 and inf, which give -1 and 1
         return Piece(f"1.0 - 2.0 / (tl.exp2(2.8853900817779268 * {x.within(_SIGN)}) + 1.0)", _SUM)
 

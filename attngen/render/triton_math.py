@@ -11,10 +11,26 @@ from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.facts import Facts
 from attngen.lang.folding import PRODUCT, fold_logit
-from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, names, rewrite
+from attngen.lang.intervals import bounds
+from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, names
 from attngen.lang.ranges import Range
 from attngen.lang.segments import segments
-from attngen.lang.simplify import FALSE, TRUE, and_, ceildiv, floordiv, gt, integer, lt, maximum, minimum, or_
+from attngen.lang.simplify import (
+    FALSE,
+    TRUE,
+    add,
+    and_,
+    ceildiv,
+    floordiv,
+    gt,
+    integer,
+    lt,
+    make,
+    maximum,
+    minimum,
+    or_,
+    sub,
+)
 from attngen.lang.targets import Target
 from attngen.plan.arguments import KERNEL_NAMES, argument_name, extent_name, pointer_name, strides
 from attngen.plan.model import Plan
@@ -106,7 +122,7 @@ def _elements(plan: Plan, *, tail: bool = False) -> dict[str, Binding]:
     keys = frozenset() if tail else frozenset({"seqlen_k", "total_k"})
     return _scalars(plan) | {
         "q": Binding("q_row[:, None]", _Q, below=frozenset({"seqlen_q"})),
-        "q_pos": Binding("q_position[:, None]", _Q, below=frozenset({"seqlen_k"})),
+        "q_pos": Binding("q_pos[:, None]", _Q, below=frozenset({"seqlen_k"})),
         "q_global": Binding("q_packed[:, None]", _Q, below=frozenset({"total_q"})),
         "kv": Binding("kv_index[None, :]", _KV, below=keys),
         "kv_global": Binding("kv_packed[None, :]", _KV, below=keys),
@@ -118,9 +134,9 @@ def _corners(plan: Plan) -> dict[str, Binding]:
     """Return the bindings of the box symbols of the tile analysis."""
     return _scalars(plan) | {
         "q_lo": Binding("q_start"),
-        "q_hi": Binding("q_last"),
-        "q_pos_lo": Binding("first_position"),
-        "q_pos_hi": Binding("last_position"),
+        "q_hi": Binding("q_hi"),
+        "q_pos_lo": Binding("q_pos_lo"),
+        "q_pos_hi": Binding("q_pos_hi"),
         "kv_lo": Binding("kv_lo"),
         "kv_hi": Binding("kv_hi"),
         "q_start": Binding("q_begin"),
@@ -209,8 +225,8 @@ def math(plan: Plan, before: Iterable[str] = ()) -> Math:
     }
     texts = "\n".join([*hoisted, *(line for body in bodies.values() for line in body.lines)])
     hoisted = (*_packed_rows(texts), *hoisted)
-    uses_row = any(name in texts for name in ("q_row", "q_position", "q_packed"))
-    return Math(hoisted, **bodies, uses_q_row=uses_row, uses_q_pos="q_position" in texts)
+    uses_row = any(name in texts for name in ("q_row", "q_pos", "q_packed"))
+    return Math(hoisted, **bodies, uses_q_row=uses_row, uses_q_pos="q_pos" in texts)
 
 
 def _body(code: EmittedMany, visible: str | None, plain: bool, multiplier: str) -> Body:
@@ -259,25 +275,36 @@ def ranges(plan: Plan) -> Visits:
     for kind, spans in (("full", pieces.full), ("partial", pieces.partial)):
         for number, (lo, hi) in enumerate(spans):
             suffix = f"_{number}" if len(spans) > 1 else ""
-            ends |= {f"{kind}_lo{suffix}": _settled(lo), f"{kind}_hi{suffix}": _settled(hi)}
+            ends |= {f"{kind}_lo{suffix}": _settled(plan, lo), f"{kind}_hi{suffix}": _settled(plan, hi)}
     texts, lines = _emit_named(plan, ends, tail)
     full = _loop("full", len(pieces.full), texts, lines)
     partial = _loop("partial", len(pieces.partial), texts, lines)
     return Visits(_with_corners(lines), full, partial)
 
 
-def _settled(end: Expr) -> Expr:
-    """Return a bound with the number of whole tiles by its name, and divided only after it was clamped to 0."""
+def _settled(plan: Plan, end: Expr) -> Expr:
+    """Return a bound of tiles that reads well: whole tiles by their name, and dividends clamped to 0.
 
-    def rule(node: Expr) -> Expr | None:
-        if node in (ceildiv(_WHOLE_KEYS, _TILE_N), floordiv(_WHOLE_KEYS, _TILE_N)):
-            return _WHOLE_TILES
-        match node:
-            case Op(op="max", args=(Op(op="floordiv", args=(x, divisor)), Const(value=0))) if divisor == _TILE_N:
-                return Op("floordiv", (maximum(x, integer(0)), divisor), Type.INT)
-        return None
+    Tiles are numbered from 0, so that clamping changes no range, and what is not negative divides plainly.
+    """
+    known = _known_ranges(plan)
 
-    return rewrite(end, rule)
+    def clamped(x: Expr) -> Expr:
+        return maximum(x, integer(0)) if bounds(x, known)[0] < 0 else x
+
+    match end:
+        case Op(op="floordiv", args=(x, divisor)) if divisor == _TILE_N:
+            return _WHOLE_TILES if x == _WHOLE_KEYS else Op("floordiv", (clamped(x), divisor), Type.INT)
+        case Op(op="add", args=(Op(op="floordiv", args=(x, divisor)), Const(value=1))) if divisor == _TILE_N:
+            rounded_up = add(x, integer(1))
+            if rounded_up == _WHOLE_KEYS:
+                return _WHOLE_TILES
+            return Op("floordiv", (add(clamped(rounded_up), sub(divisor, integer(1))), divisor), Type.INT)
+        case Op(op="min" | "max", args=(x, y)):
+            x, y = _settled(plan, x), _settled(plan, y)
+            # what is clamped already needs no 0 beside it
+            return x if end.op == "max" and y == integer(0) and bounds(x, known)[0] >= 0 else make(end.op, x, y)
+    return end
 
 
 def _emit_named(plan: Plan, values: Mapping[str, Expr], tail: Expr) -> tuple[dict[str, str], list[str]]:
@@ -346,7 +373,7 @@ def _hull_lines(plan: Plan, found: Bands, tail: Expr) -> list[str]:
     highs = [_SEQLEN_K if interval.hi is None else interval.hi for interval in found.visible] or [integer(0)]
     first = floordiv(maximum(reduce(minimum, lows), integer(0)), _TILE_N)
     last = ceildiv(maximum(minimum(reduce(maximum, highs), _WHOLE_KEYS), integer(0)), _TILE_N)
-    texts, lines = _emit_named(plan, {"visible_lo": _settled(first), "visible_hi": _settled(last)}, tail)
+    texts, lines = _emit_named(plan, {"visible_lo": _settled(plan, first), "visible_hi": _settled(plan, last)}, tail)
     return [*(f"{name} = {text}" for name, text in texts.items() if text != name), *lines]
 
 
@@ -354,12 +381,12 @@ def _with_corners(lines: Sequence[str]) -> tuple[str, ...]:
     """Return the lines behind definitions of the corners that they use."""
     texts = "\n".join(lines)
     corners = []
-    if any(name in texts for name in ("q_last", "last_position")):
-        corners.append("q_last = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1")
-    if "first_position" in texts:
-        corners.append("first_position = q_start + (seqlen_k - seqlen_q)")
-    if "last_position" in texts:
-        corners.append("last_position = q_last + (seqlen_k - seqlen_q)")
+    if any(name in texts for name in ("q_hi", "q_pos_hi")):
+        corners.append("q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1")
+    if "q_pos_lo" in texts:
+        corners.append("q_pos_lo = q_start + (seqlen_k - seqlen_q)")
+    if "q_pos_hi" in texts:
+        corners.append("q_pos_hi = q_hi + (seqlen_k - seqlen_q)")
     return (*corners, *lines)
 
 

@@ -82,7 +82,8 @@ class ScalarRule:
             )
         if not self.low <= number <= self.high:
             raise CallError(
-                f"{variant}: scalar '{self.name}' must lie within {_show(self.low)} .. {_show(self.high)}, got {value!r}"
+                f"{variant}: scalar '{self.name}' must lie within {_show(self.low)} .. {_show(self.high)}, "
+                f"got {value!r}"
             )
         return number
 

@@ -25,7 +25,7 @@ class LruCache(Generic[Value]):
             try:
                 self._entries.move_to_end(key)
             except KeyError:  # another thread has just evicted it
-                pass
+                return entry
         return entry
 
     def put(self, key: Hashable, value: Value) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what the tensors of a call hold: facts that are trusted at speed. They wait for the GPU, so they are opt-in.
+"""Checks of what the tensors of a call hold: facts that are trusted at speed. They wait for the GPU: opt in.
 
 with attngen.debug():
     attngen.attention(q, k, v, variant="packed_documents", doc=doc)
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 
@@ -42,11 +43,12 @@ def check_lengths(call: Call) -> None:
     """Raise CallError unless cu_seqlens and seqused_k hold lengths that the tensors have."""
     lengths_k = None
     if call.layout == "varlen":
-        assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+        assert call.cu_seqlens_q is not None
+        assert call.cu_seqlens_k is not None
         _offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.total_q, call.seqlen_q, "max_seqlen_q")
         starts = call.cu_seqlens_k.tolist()
         _offsets("cu_seqlens_k", starts, call.total_k, call.seqlen_k, "max_seqlen_k")
-        lengths_k = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        lengths_k = [end - start for start, end in pairwise(starts)]
     if call.seqused_k is None:
         return
     for b, used in enumerate(call.seqused_k.tolist()):
@@ -58,7 +60,7 @@ def check_lengths(call: Call) -> None:
 def _offsets(name: str, offsets: list[int], total: int, longest: int, limit: str) -> None:
     if offsets[0] != 0:
         raise CallError(f"{name} must start with 0, got {offsets[0]}")
-    for i, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             raise CallError(f"{name} must not decrease, but {name}[{i + 1}] = {end} follows {start}")
         if end - start > longest:

@@ -115,28 +115,13 @@ def _attend(
     tile_map: TileMap | None,
     arguments: Mapping[str, Any],
 ) -> Any:
+    given = (q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments)
     if torch.compiler.is_compiling() or _is_traced(q):
         from attngen.runtime import operators
 
-        return operators.call(
-            q,
-            k,
-            v,
-            packing,
-            variant,
-            softmax_scale,
-            seqused_k,
-            return_lse,
-            layout,
-            backend,
-            package,
-            tile_map,
-            arguments,
-        )
-    if not (type(k) in _PLAIN and type(v) in _PLAIN and _on_gpu(q)) or backend == "reference" or debugging.active():
-        call, found = _bind(
-            q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
-        )
+        return operators.call(*given, tile_map)
+    if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in _PLAIN and type(v) in _PLAIN):
+        call, found = _bind(*given)
         if debugging.active():
             debugging.check(call)
         if backend == "reference" or not _on_gpu(q):
@@ -155,20 +140,16 @@ def _attend(
         key += packing[2:]
     if seqused_k is not None:
         addresses[7] = _note(key, seqused_k)
-    inputs: Sequence[Tensor] = (q, k, v)
-    if arguments:
-        inputs = [q, k, v]
-        for name, value in arguments.items():
-            key.append(name)
-            if type(value) not in _NUMBERS and isinstance(value, Tensor):
-                addresses.append(_note(key, value))
-                inputs.append(value)
+    inputs = [q, k, v]
+    for name, value in arguments.items():
+        key.append(name)
+        if type(value) not in _NUMBERS and isinstance(value, Tensor):
+            addresses.append(_note(key, value))
+            inputs.append(value)
     identity = tuple(key)
     prepared = _PREPARED.get(identity)
     if prepared is None:
-        call, found = _bind(
-            q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
-        )
+        call, found = _bind(*given)
         prepared = _prepare(call, found, addresses, variant, package, backend, arguments)
         _PREPARED.put(identity, prepared)
     return prepared(addresses, inputs, softmax_scale, arguments, tile_map)

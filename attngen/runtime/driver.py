@@ -15,33 +15,45 @@ from typing import Any, Protocol
 
 from attngen.errors import LoadError
 
-#: Largest parameter block of a kernel in bytes. CUDA C++ Programming Guide, "Function parameters" (sm70 and later).
+#: Most bytes of a kernel's parameters. CUDA C++ Programming Guide, "Function parameters" (sm70 and later).
 MAX_PARAMETER_BYTES = 32764
+
+_BLOCK_ALIGNMENT = 64
 
 
 class Frame:
-    """A parameter block and what the driver needs to find it: one per thread, overwritten by each launch.
+    """The values of a kernel's parameters, and pointers to them: one per thread, overwritten by each launch.
 
-    The views share one buffer and write numbers of one size each; indices count elements of that size.
+    The views share one block of memory and write numbers of one size each; indices count elements of that size.
     """
 
-    __slots__ = ("_keep", "address", "bytes", "extra", "float32", "int8", "int32", "int64", "size", "words")
+    __slots__ = ("_buffer", "_pointers", "address", "bytes", "float32", "int32", "int64", "int8", "words")
 
     def __init__(self) -> None:
-        buffer = (ctypes.c_uint64 * (MAX_PARAMETER_BYTES // 8 + 1))()
-        raw = memoryview(buffer).cast("B")
+        size = -(-MAX_PARAMETER_BYTES // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+        self._buffer = (ctypes.c_char * (size + _BLOCK_ALIGNMENT))()
+        start = -ctypes.addressof(self._buffer) % _BLOCK_ALIGNMENT
+        raw = memoryview(self._buffer).cast("B")[start : start + size]
         self.bytes = raw
         self.words = raw.cast("Q")
         self.int64 = raw.cast("q")
         self.int32 = raw.cast("i")
         self.int8 = raw.cast("b")
         self.float32 = raw.cast("f")
-        self.address = ctypes.addressof(buffer)
-        self.size = ctypes.c_size_t(0)
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END (cuda.h)
-        extra = (ctypes.c_void_p * 5)(1, self.address, 2, ctypes.addressof(self.size), 0)
-        self.extra = ctypes.addressof(extra)
-        self._keep = (buffer, extra)
+        self.address = ctypes.addressof(self._buffer) + start
+        self._pointers: dict[tuple[int, ...], tuple[int, Any]] = {}
+
+    def pointers(self, offsets: tuple[int, ...]) -> int:
+        """Return the address of an array of pointers to the parameters at these offsets of the block.
+
+        The driver takes parameters this way rather than packed, since where the compiler put them is its own affair:
+        ptxas aligns TMA descriptors in the constant bank as a whole, whose start is no multiple of 64.
+        """
+        known = self._pointers.get(offsets)
+        if known is None:
+            array = (ctypes.c_void_p * len(offsets))(*(self.address + offset for offset in offsets))
+            known = self._pointers[offsets] = (ctypes.addressof(array), array)
+        return known[0]
 
 
 class _Frames(threading.local):
@@ -72,14 +84,17 @@ class Driver(Protocol):
     def stream(self, device: int) -> int:
         """Handle of the caller's current stream on the device."""
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[tuple[int, int]]) -> Any:
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         """Load a cubin and return one of its kernels, ready to launch with ``shared`` bytes of dynamic memory.
 
-        ``sizes`` lists offset and size of each parameter; LoadError if the cubin's own list differs.
+        ``sizes`` lists the bytes of each parameter; LoadError if the cubin's own list differs.
         """
 
-    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, frame: Frame) -> None:
-        """Enqueue a kernel on the caller's current stream; never synchronizes."""
+    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> None:
+        """Enqueue a kernel on the caller's current stream; never synchronizes.
+
+        ``parameters`` is the address of an array of pointers, one to each parameter.
+        """
 
     def encode_tensor_map(
         self,
@@ -179,7 +194,7 @@ class CudaDriver:
             handle = self._call(cu.cuDeviceGet, device)
             self._call(cu.cuCtxSetCurrent, self._call(cu.cuDevicePrimaryCtxRetain, handle))
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[tuple[int, int]]) -> Any:
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         """See ``Driver.load``."""
         cu = self._cu
         with self._lock, self._device(device), self._relaxed_capture():
@@ -213,43 +228,37 @@ class CudaDriver:
         finally:
             self._call(cu.cuThreadExchangeStreamCaptureMode, previous)
 
-    def _check_parameters(self, kernel: Any, symbol: str, sizes: Sequence[tuple[int, int]]) -> None:
+    def _check_parameters(self, kernel: Any, symbol: str, sizes: Sequence[int]) -> None:
         """Compare the manifest's parameter list with the cubin's: a shifted list would pass garbage, silently."""
         query = getattr(self._cu, "cuKernelGetParamInfo", None)
         if query is None or self._version < 12040:
             return
-        for i, planned in enumerate(sizes):
-            status, offset, size = query(kernel, i)
-            if status or (offset, size) != planned:
-                found = "it has none" if status else f"it stands at {offset} with {size} B"
-                raise LoadError(
-                    f"'{symbol}': the manifest puts parameter {i} at {planned[0]} with {planned[1]} B, but in the cubin "
-                    f"{found}; rebuild the kernel"
-                )
-        status, *_ = query(kernel, len(sizes))
-        if not status:
-            raise LoadError(f"'{symbol}': the cubin has more than the manifest's {len(sizes)} parameters; rebuild it")
+        found = []
+        for i in range(len(sizes) + 1):  # one more: the cubin must not have it
+            status, _, size = query(kernel, i)
+            if status:
+                break
+            found.append(size)
+        if found != list(sizes):
+            raise LoadError(
+                f"'{symbol}': the manifest lists {len(sizes)} parameters of {list(sizes)} B, but the cubin has "
+                f"{found} B; rebuild the kernel"
+            )
 
-    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, frame: Frame) -> None:
+    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> None:
         """See ``Driver.launch``."""
-        if self._current_device() != device or not getattr(self._bound, "ready", False):
-            return self._launch_elsewhere(function, grid, threads, shared, device, frame)
-        status = self._launch(
-            function, grid, 1, 1, threads, 1, 1, shared, self._raw_stream(device), 0, frame.extra
-        )[0]  # fmt: skip
+        if self._current_device() == device and getattr(self._bound, "ready", False):
+            status = self._enqueue(function, grid, threads, shared, device, parameters)
+        else:  # another device than the current one, or a thread that has not launched before
+            with self._device(device):
+                status = self._enqueue(function, grid, threads, shared, device, parameters)
+            self._bound.ready = True
         if status:
             self._refuse(status, grid, threads, shared)
-        return None
 
-    def _launch_elsewhere(self, function: Any, grid: int, threads: int, shared: int, device: int, frame: Frame) -> None:
-        """Launch on a device that is not current, or in a thread that has not launched on it before."""
-        with self._device(device):
-            status = self._launch(
-                function, grid, 1, 1, threads, 1, 1, shared, self._raw_stream(device), 0, frame.extra
-            )[0]  # fmt: skip
-        if status:
-            self._refuse(status, grid, threads, shared)
-        self._bound.ready = True
+    def _enqueue(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> Any:
+        stream = self._raw_stream(device)
+        return self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)[0]
 
     def _refuse(self, status: Any, grid: int, threads: int, shared: int) -> None:
         raise LoadError(

@@ -54,10 +54,10 @@ class Explanation:
         kernel = self.kernel
         if kernel is not None:
             lines[0] = f"{self.call.variant.name} ({describe(self.call)}): runs {kernel.full_name}"
-            lines.append(
-                f"  {kernel.backend}, {kernel.arch.name}, {kernel.loads} loads, tile {kernel.tile_m} x {kernel.tile_n}, "
-                f"driver {kernel.manifest.get('driver')}, {self._blocks()} blocks of {kernel.entry.threads} threads, "
-                f"{kernel.shared_memory} B of shared memory"
+            tile = f"tile {kernel.tile_m} x {kernel.tile_n}, driver {kernel.manifest.get('driver')}"
+            launch = (
+                f"{self._blocks()} blocks of {kernel.entry.threads} threads, {kernel.shared_memory} B shared memory"
             )
+            lines.append(f"  {kernel.backend}, {kernel.arch.name}, {kernel.loads} loads, {tile}, {launch}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)

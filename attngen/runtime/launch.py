@@ -160,7 +160,7 @@ class PreparedLaunch:
     """One kernel with one geometry on one device."""
 
     __slots__ = (
-        "_address_slots", "_descriptors", "_device", "_driver", "_function", "_grid", "_scalar_slots", "_scale_slots",
+        "_address_slots", "_descriptors", "_device", "_driver", "_function", "_grid", "_offsets", "_scalar_slots", "_scale_slots",
         "_shared", "_size", "_template", "_threads",
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ class PreparedLaunch:
                     self._scalar_slots.append((writer, parameter.offset // size, scalar_position[name]))
                 case _:
                     _write(packed, parameter, geometry.number(parameter))
-        self._size = entry.layout.size
+        self._size, self._offsets = entry.layout.size, entry.layout.offsets
         self._template = bytes(packed.bytes[: self._size])
         self._grid, self._threads, self._shared = blocks, entry.threads, entry.shared_memory
         self._driver, self._device = driver, device
@@ -223,8 +223,9 @@ class PreparedLaunch:
             block.float32[index] = scale
         for writer, index, position in self._scalar_slots:
             getattr(block, writer)[index] = scalars[position]
-        block.size.value = size
-        self._driver.launch(self._function, self._grid, self._threads, self._shared, self._device, block)
+        self._driver.launch(
+            self._function, self._grid, self._threads, self._shared, self._device, block.pointers(self._offsets)
+        )
 
 
 def _write(packed: Frame, parameter: Parameter, value: int) -> None:

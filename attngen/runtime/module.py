@@ -48,7 +48,7 @@ class Entry:
         function = self._functions.get(device)
         if function is None:
             function = self._functions[device] = driver.load(
-                self._image(), self.symbol, device, self.shared_memory, self.layout.places
+                self._image(), self.symbol, device, self.shared_memory, self.layout.sizes
             )
         return function
 
@@ -70,7 +70,8 @@ class Kernel:
         found = manifest.get("format")
         if found != MANIFEST_FORMAT:
             raise LoadError(
-                f"{origin}: manifest format {found}, but this version of attngen reads format {MANIFEST_FORMAT}; rebuild"
+                f"{origin}: manifest format {found}, but this version of attngen reads format {MANIFEST_FORMAT}; "
+                "rebuild"
             )
         self.manifest = manifest
         self.origin = origin

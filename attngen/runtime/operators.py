@@ -124,22 +124,25 @@ class _Calls:
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the call. Results that a graph owns must not alias the inputs, and never do."""
-        leading, own, (scale, seqused_k, words, layout, backend) = self.split(arguments)
+        leading, own, trailing = self.split(arguments)
+        scale, seqused_k, words, layout, backend = trailing
         common: dict[str, Any] = {
             "variant": self.full_name, "softmax_scale": scale, "seqused_k": seqused_k, "return_lse": True,
             "backend": backend, "tile_map": None if words is None else TileMap.of_words(words),
         }  # fmt: skip
         if self.packed:
-            result = dispatch.attention_varlen(*leading, **common, **own)
+            call: Callable[..., Any] = dispatch.attention_varlen
         else:
-            result = dispatch.attention(*leading, layout=layout, **common, **own)
-        out, lse = result
+            call = dispatch.attention
+            common["layout"] = layout
+        out, lse = call(*leading, **common, **own)
         return out, lse.to(torch.float32)
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
         (q, _, v, *_), _, (*_, layout, _) = self.split(arguments)
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse_shape: tuple[int, ...]
         if self.packed:
             lse_shape = (q.shape[1], q.shape[0])
         elif layout == "bhsd":
@@ -161,8 +164,8 @@ class _Calls:
         for i, name in enumerate(own, self._own):
             if ctx.needs_input_grad[i] and name not in self.signature.differentiable:
                 raise CallError(
-                    f"{self.full_name}: tensor '{name}' asks for a gradient that its spec does not declare (grad: true); "
-                    "detach it"
+                    f"{self.full_name}: tensor '{name}' asks for a gradient that its spec does not declare "
+                    "(grad: true); detach it"
                 )
 
     def backward(self, dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -274,14 +277,14 @@ def call(
     layout: str,
     backend: str | None,
     package: str | None,
-    tile_map: TileMap | None,
     arguments: Mapping[str, Any],
+    tile_map: TileMap | None,
 ) -> Any:
     """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
     if not isinstance(variant, str):
         raise CallError("a traced call must name its variant; a Variant as a value works in eager calls only")
     namespace, name, takes = _resolve(variant, package, tuple(arguments))
-    own = [arguments[argument] if argument in arguments else default for argument, default in takes]
+    own = [arguments.get(argument, default) for argument, default in takes]
     words = None if tile_map is None else tile_map.words
     operators = getattr(torch.ops, namespace)
     if packing is None:

@@ -1,4 +1,7 @@
-"""Where each parameter of a kernel stands in its parameter block: C struct rules over the manifest's list."""
+"""Where each parameter of a kernel stands in the runtime's block of values: C struct rules over the manifest's list.
+
+The driver finds the values through pointers, so this order is the runtime's own; numbers of one size are aligned.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One entry of a manifest's parameter list, with its place in the parameter block (bytes).
+    """One entry of a manifest's parameter list, with its place in the block (bytes).
 
     ``divisibility`` is what the compiler was promised: an address or a value that is a multiple of it.
     """
@@ -54,9 +57,19 @@ class Layout:
     size: int
 
     @property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """Offset and size of each parameter, in order."""
-        return tuple((p.offset, p.size) for p in self.parameters)
+    def strided(self) -> frozenset[tuple[str, str | int | None]]:
+        """Tensor and axis of every stride that is a parameter; along other axes the kernel steps by one element."""
+        return frozenset((p.of or "", p.axis) for p in self.parameters if p.kind == "stride")
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offset of each parameter in the block, in order."""
+        return tuple(p.offset for p in self.parameters)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each parameter, in order."""
+        return tuple(p.size for p in self.parameters)
 
 
 def _form(row: Mapping[str, Any]) -> tuple[int, int]:
@@ -88,7 +101,8 @@ def lay_out(rows: Iterable[Mapping[str, Any]]) -> Layout:
             raise LoadError(
                 f"parameter '{row.get('name')}': type '{row.get('type')}' is none of {', '.join(TYPE_BYTES)}"
             ) from None
-        offset = -(-end // alignment) * alignment
+        # Where the cubin has it; its alignment holds in the constant bank, not from the start of the block.
+        offset = row["offset"] if "offset" in row else -(-end // alignment) * alignment
         end = offset + size
         parameters.append(
             Parameter(

@@ -61,7 +61,7 @@ class PreparedCall:
         self._return_lse = call.return_lse
         self._device, self._scale = call.device, call.scale
         self._dtype = getattr(torch, _TORCH_DTYPES[call.dtype])
-        self._rules = [
+        self._rules: list[tuple[str, type | None, float, float, ScalarRule, Any]] = [
             (
                 rule.name,
                 _PLAIN_TYPES[rule.dtype] if rule.const is None else None,
@@ -111,14 +111,14 @@ class PreparedCall:
 
     def scalars(self, arguments: Mapping[str, Any]) -> list[Number]:
         """Return the checked values of the variant's scalars, in order of declaration. Raises CallError."""
-        values = []
+        values: list[Number] = []
         for name, plain, low, high, rule, given in self._rules:
-            value = arguments.get(name)
-            if value is None:
-                value = given
-            elif type(value) is not plain or not low <= value <= high:
-                value = rule.check(value, self._call.variant.name)
-            values.append(value)
+            value: Any = arguments.get(name)
+            plainly = type(value) is plain
+            if plainly and low <= value <= high:
+                values.append(value)
+            else:
+                values.append(given if value is None else rule.check(value, self._call.variant.name))
         return values
 
     def run(
@@ -142,7 +142,8 @@ class PreparedCall:
 
     def words(self, tile_map: TileMap | None, addresses: list[int], scalars: Sequence[Number]) -> Tensor:
         """Return the words of the tile map: the caller's, or those that the classifier writes now."""
-        assert self._kernel is not None and self._map_shape is not None
+        assert self._kernel is not None
+        assert self._map_shape is not None
         if tile_map is not None:
             return tile_map.check(self._kernel, self._call, self._map_shape)
         if self._classifier is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,9 +69,10 @@ def lengths(call: Call) -> list[tuple[int, int, int, int]]:
     if call.layout == "dense":
         keys = [call.seqlen_k] * call.batch if used is None else used
         return [(call.seqlen_q, keys[b], b * call.seqlen_q, b * call.seqlen_k) for b in range(call.batch)]
-    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
     q_starts, k_starts = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    keys = [end - start for start, end in zip(k_starts, k_starts[1:], strict=False)] if used is None else used
+    keys = [end - start for start, end in pairwise(k_starts)] if used is None else used
     return [(q_starts[b + 1] - q_starts[b], keys[b], q_starts[b], k_starts[b]) for b in range(call.batch)]
 
 

@@ -132,9 +132,26 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
             reason = _against_promise(parameter, request, views, size)
             if reason:
                 return reason
+    reason = _against_own_tensors(kernel, call)
+    if reason:
+        return reason
     blocks = -(-call.seqlen_q // kernel.tile_m) * call.heads * call.batch
     if blocks > MAX_BLOCKS:
         return f"it would need {blocks} blocks, a grid has at most {MAX_BLOCKS}"
+    return None
+
+
+def _against_own_tensors(kernel: Kernel, call: Call) -> str | None:
+    """Return which of the variant's tensors is not contiguous along an axis that the kernel has no stride for."""
+    strided = kernel.entry.layout.strided
+    for name, tensor in call.tensors.items():
+        last = tensor.dim() - 1
+        if last < 0 or (f"tensor:{name}", last) in strided or tensor.shape[last] == 1 or tensor.stride(last) == 1:
+            continue
+        return (
+            f"the last dimension of '{name}' is not contiguous (stride {tensor.stride(last)}), as this kernel needs; "
+            f"pass {name}.contiguous()"
+        )
     return None
 
 
@@ -148,7 +165,8 @@ def _against_promise(parameter: Parameter, request: Request, views: Mapping[str,
         if view.axes and axis in view.axes and view.shape[view.axes.index(axis)] == 1:
             return None  # never stepped along: the launch passes a stride that keeps the promise
         if view.stride(axis) % promised:
-            return f"{of}'s stride along {axis} is {view.stride(axis) * size} B, which is no multiple of {promised * size} B"
+            found = view.stride(axis) * size
+            return f"{of}'s stride along {axis} is {found} B, which is no multiple of {promised * size} B"
     return None
 
 

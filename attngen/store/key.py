@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attngen.compile.options import triton_options
@@ -22,6 +24,15 @@ def digest(value: Any) -> str:
     """Return the SHA-256 of a plain JSON value; the order of its mappings does not count."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=True)
     return sha256(text.encode()).hexdigest()
+
+
+@cache
+def compile_digest() -> str:
+    """Return a hash over the sources of ``attngen.compile``: how a compiler is called counts as much as which one."""
+    import attngen.compile
+
+    folder = Path(attngen.compile.__file__).parent
+    return digest({path.name: path.read_text("utf-8") for path in folder.glob("*.py")})
 
 
 def cache_key(
@@ -55,6 +66,6 @@ def key_of(plan: Plan, source: Source) -> str:
         plan.to_dict(),
         source.text,
         headers={},  # Triton sources include nothing
-        options={"triton": triton_options(plan.num_warps, plan.stages)},
+        options={"triton": triton_options(plan.num_warps, plan.stages), "compile": compile_digest()},
         toolchain=toolchain(source.backend),
     )

@@ -49,12 +49,13 @@ def dense_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case,
         Case("seqused_k", (m + 1,) * 3, (3 * n + 1,) * 3, used=(2 * n + 3, 0, n)),
         Case("least values", (m,), (2 * n,), heads=1, values="least"),
         Case("greatest values", (m + 3,), (2 * n + 1,), heads=1, values="most"),
+        Case("one query", (1,) * 2, (3 * n + 5,) * 2, heads=6, kv_heads=2),
     ]
     if small:
         return tuple(cases)
     return (
         *cases,
-        Case("one query", (1,) * 3, (9 * n + 5,) * 3, heads=8, kv_heads=2),
+        Case("decoding", (1,) * 3, (9 * n,) * 3, heads=8, kv_heads=2, used=(9 * n, 1, 4 * n + 7)),
         Case("one key", (m + 1,), (1,), heads=2),
         Case("square", (5 * m,) * 2, (5 * m,) * 2, heads=6, kv_heads=3),
         Case("long rows", (2 * m + 31,), ((_WORD_TILES + 3) * n + 17,), heads=2, kv_heads=2),

@@ -71,7 +71,11 @@ def make_inputs(
     lengths = case.k_lengths if case.used is None else case.used
     shapes = {"q": (case.heads, element.head_dim_qk), "k": (case.kv_heads, element.head_dim_qk)}
     shapes["v"] = (case.kv_heads, element.head_dim_v)
-    rows = {"q": (case.q_lengths, case.q_lengths), "k": (case.k_lengths, lengths), "v": (case.k_lengths, lengths)}
+    rows = {
+        "q": (case.q_lengths, case.q_lengths),
+        "k": (case.k_lengths, lengths),
+        "v": (case.k_lengths, lengths),
+    }
     fill = _packed if layout == "varlen" else _padded
     tensors = {name: fill(*rows[name], shapes[name], generator).to(device, element.torch) for name in shapes}
     cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}

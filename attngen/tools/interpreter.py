@@ -118,7 +118,8 @@ def _import(name: str, text: str) -> ModuleType:
         path = Path(folder, f"{name}.py")
         path.write_text(text, encoding="utf-8")
         spec = importlib.util.spec_from_file_location(f"_attngen_interpreted_{name}", path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         _parse_all(module)
@@ -127,7 +128,7 @@ def _import(name: str, text: str) -> ModuleType:
 
 def _parse_all(module: ModuleType) -> None:
     """Make the interpreter read every function's text now, while the file is there."""
-    for value in vars(module).values():
+    for value in list(vars(module).values()):  # reading adds names
         rewrite: Callable[[], Any] | None = getattr(value, "rewrite", None)
         if rewrite is not None:
             rewrite()

@@ -30,16 +30,28 @@ _BLOCK = 48
 
 
 def arguments_of(
-    variant: Variant, case: Case, layout: str, generator: torch.Generator, calm: float = 1.0
+    variant: Variant,
+    case: Case,
+    layout: str,
+    generator: torch.Generator,
+    calm: float = 1.0,
+    given: Mapping[str, Number] | None = None,
 ) -> dict[str, Any]:
     """Return every scalar and tensor that a call of the variant passes; tensors on the CPU.
 
+    ``given`` fixes scalars.
+
     ``case.values`` picks random values, or the least or greatest that is declared. ``calm`` from 1 to 0 narrows
     integer tensors without a declared range from [0, seqlen_k] to 0: they may be indices of something smaller.
+
+    Raises ValueError for a variant whose tensors are huge whatever its scalars are.
     """
-    chooser = _Chooser(variant, case, layout, generator, calm)
-    arguments = chooser.arguments(case.values)
-    return chooser.arguments("random") if arguments is None else arguments
+    chooser = _Chooser(variant, case, layout, generator, calm, given or {})
+    for values in (case.values, "random"):
+        arguments = chooser.arguments(values)
+        if arguments is not None:
+            return arguments
+    raise ValueError(f"{variant.name}: its tensors would have more than {_MAX_ELEMENTS:,} elements")
 
 
 def extents_of(case: Case, layout: str) -> dict[str, int]:
@@ -56,12 +68,21 @@ def extents_of(case: Case, layout: str) -> dict[str, int]:
 class _Chooser:
     """The choices of one call, all from one generator."""
 
-    def __init__(self, variant: Variant, case: Case, layout: str, generator: torch.Generator, calm: float) -> None:
+    def __init__(
+        self,
+        variant: Variant,
+        case: Case,
+        layout: str,
+        generator: torch.Generator,
+        calm: float,
+        given: Mapping[str, Number],
+    ) -> None:
         self._variant = variant
         self._case = case
         self._layout = layout
         self._generator = generator
         self._calm = calm
+        self._given = given
         known = extents_of(case, layout).keys() | {scalar.name for scalar in variant.scalars}
         named = (extent for tensor in variant.tensors for extent in tensor.shape if isinstance(extent, str))
         self._free = frozenset(named) - known  # extents that the call binds
@@ -131,6 +152,8 @@ class _Chooser:
     def _scalar(self, scalar: Scalar) -> Number:
         if scalar.const is not None:
             return scalar.const
+        if scalar.name in self._given:
+            return self._given[scalar.name]
         low, high = self._resolved(scalar.min), self._resolved(scalar.max)
         if scalar.dtype == "bool":
             return self._values == "most" or (self._values == "random" and self._uniform() < 0.5)

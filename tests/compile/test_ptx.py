@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attngen.compile.parameters import check_parameters, triton_parameters
+from attngen.compile.parameters import check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import PtxParameter, cuda_major, ptx_parameters
 from attngen.errors import CompileError
 
@@ -131,3 +131,13 @@ def test_descriptors_and_scratch_are_spelled_out() -> None:
     assert len({p["name"] for p in parameters}) == len(parameters)
     with pytest.raises(CompileError, match="no tensor map for 'q_desc'"):
         triton_parameters(arguments, [])
+
+
+def test_parameters_get_the_places_of_the_cubin() -> None:
+    parameters = [parameter("n", "i32"), parameter("stride", "i64")]
+    place_parameters("f", parameters, [(0, 4), (8, 8)])
+    assert [p["offset"] for p in parameters] == [0, 8]
+    with pytest.raises(CompileError, match="parameter 'stride' takes 8 B, but 4 B in the cubin"):
+        place_parameters("f", parameters, [(0, 4), (4, 4)])
+    with pytest.raises(CompileError, match="2 parameters were planned, but the cubin has 1"):
+        place_parameters("f", parameters, [(0, 4)])

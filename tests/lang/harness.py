@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from attngen.dtypes import DTYPES
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.ir import Expr, Type
 from attngen.lang.ranges import declared_ranges
@@ -104,6 +105,19 @@ def triton_kernel(name: str, exprs: Sequence[Expr], emitted: EmittedMany) -> str
         zero="float32" if any(e.type is Type.FLOAT for e in exprs) else "int64",
         result=" + ".join(results),
     )
+
+
+def triton_module(kernels: str) -> str:
+    """Return the text of a module of test kernels."""
+    return _TRITON_HEAD + kernels
+
+
+def triton_signature() -> dict[str, str]:
+    """Return the Triton type of each argument of a test kernel that stores floats."""
+    kinds = {s.name: {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i1"}[s.dtype] for s in _ARGUMENTS}
+    kinds |= {t.name + "_ptr": "*" + DTYPES[t.dtype].triton for t in randoms.TENSORS}
+    kinds |= {"out_ptr": "*fp32", "s_ptr": "*fp32"}
+    return {n: kinds.get(n, "i64" if n.startswith("stride_") else "i32") for n in triton_arguments()}
 
 
 _TRITON_MAIN = """
@@ -208,8 +222,6 @@ def compiler() -> str | None:
 
 def _unpack() -> str:
     """Return C++ lines that give the arguments the names of the bindings."""
-    from attngen.dtypes import DTYPES
-
     lines, stride = [], 0
     for i, t in enumerate(randoms.TENSORS):
         kind = DTYPES[t.dtype].cuda
@@ -248,9 +260,7 @@ def run_cxx(exprs: Sequence[Expr], folder: Path) -> list[torch.Tensor]:
     command = [compiler(), "-std=c++17", "-O0", "-Wall", "-Wno-parentheses", "-Werror", "-shared", "-fPIC"]
     flags = ["-Wno-unused-variable", "-Wno-unused-but-set-variable", "-Wno-unused-function"]
     flags += ["-Wno-tautological-compare", f"-I{ROOT / 'templates/cuda/include'}"]
-    done = subprocess.run(
-        [*map(str, command), *flags, str(source), "-o", str(library)], capture_output=True, text=True
-    )
+    done = subprocess.run([*map(str, command), *flags, str(source), "-o", str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     loaded = ctypes.CDLL(str(library))
     return [_call(getattr(loaded, f"function_{i}"), i, expr) for i, expr in enumerate(exprs)]

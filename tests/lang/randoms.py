@@ -71,8 +71,30 @@ class Generator:
 
     def integer(self, depth: int) -> str:
         if depth <= 0:
-            names = ["q", "kv", "b", "h", "hk", "q_pos", "q_global", "kv_global", "seqlen_q", "seqlen_k", "heads"]
-            more = ["window", "shift", "big", "stride", "gap", "doc[b, kv]", "ids[b, q]", "offset", "byte[q_global]"]
+            names = [
+                "q",
+                "kv",
+                "b",
+                "h",
+                "hk",
+                "q_pos",
+                "q_global",
+                "kv_global",
+                "seqlen_q",
+                "seqlen_k",
+                "heads",
+            ]
+            more = [
+                "window",
+                "shift",
+                "big",
+                "stride",
+                "gap",
+                "doc[b, kv]",
+                "ids[b, q]",
+                "offset",
+                "byte[q_global]",
+            ]
             return self._pick([*names, *more, str(self.random.randint(-9, 9)), "kv", "q"])
         d = depth - 1
         x, y = self.integer(d), self.integer(d)
@@ -105,14 +127,23 @@ class Generator:
         )
 
     def divisor(self, depth: int) -> str:
-        return self._pick(
-            ["3", "8", "-5", "-4", "window", "stride", "seqlen_k", f"max({self.integer(depth)}, 2)"]
-            + [f"min({self.integer(depth)}, -2)", f"((({self.integer(depth)}) & 7) + 1)"]
-        )
+        x = self.integer(depth)
+        computed = [f"max({x}, 2)", f"min({x}, -2)", f"((({x}) & 7) + 1)"]
+        return self._pick(["3", "8", "-5", "-4", "window", "stride", "seqlen_k", *computed])
 
     def floating(self, depth: int) -> str:
         if depth <= 0:
-            leaves = ["gain", "cap", "bias", "half[h]", "wide[h, kv]", "table[kv & 15]", "0.5", "-2.0", "1.25"]
+            leaves = [
+                "gain",
+                "cap",
+                "bias",
+                "half[h]",
+                "wide[h, kv]",
+                "table[kv & 15]",
+                "0.5",
+                "-2.0",
+                "1.25",
+            ]
             return self._pick([*leaves, "s", "s", "s"] if self.logit else leaves)
         d = depth - 1
         x, y = self.floating(d), self.floating(d)

@@ -60,7 +60,9 @@ def test_conditions_count_as_zero_and_one() -> None:
 
 def test_arms_of_a_choice_have_one_type() -> None:
     assert score("s if flag else 0").type is Type.FLOAT
-    assert score("1 if flag else 0") == Op("to_float", (Op("select", (Var("flag", Type.BOOL), Const(1, Type.INT), Const(0, Type.INT)), Type.INT),), Type.FLOAT)  # fmt: skip
+    arms = Const(1, Type.INT), Const(0, Type.INT)
+    choice = Op("select", (Var("flag", Type.BOOL), *arms), Type.INT)
+    assert score("1 if flag else 0") == Op("to_float", (choice,), Type.FLOAT)
     assert mask("flag if q > 1 else pad[b, kv]").type is Type.BOOL
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from attngen.errors import Location, SpecError
 from attngen.lang.check import compile_variant
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var
+from attngen.lang.ir import INDEX_NAMES, Const, Expr, Load, Op, Type, Var
 from attngen.lang.variant import Scalar, Tensor
 
 WINDOW = Scalar("window", "int32", min=1)
@@ -88,18 +88,13 @@ def test_lines_of_a_block_count_as_one() -> None:
 
 
 def test_loads() -> None:
-    assert mask("doc[b, kv] == 1") == Op(
-        "eq", (Load("doc", (Var("b", INT), KV), INT), Const(1, INT)), BOOL
-    )
+    assert mask("doc[b, kv] == 1") == Op("eq", (Load("doc", (Var("b", INT), KV), INT), Const(1, INT)), BOOL)
     assert mask("doc[b, doc[b, kv]] == 1").args[0].indices[1] == Load("doc", (Var("b", INT), KV), INT)  # type: ignore[union-attr]
-    assert score("s + bias") == Op(
-        "add", (Var("s", Type.FLOAT), Load("bias", (), Type.FLOAT)), Type.FLOAT
-    )
+    assert score("s + bias") == Op("add", (Var("s", Type.FLOAT), Load("bias", (), Type.FLOAT)), Type.FLOAT)
 
 
 def test_every_name_of_the_language() -> None:
-    names = "b h hk q kv q_pos q_global kv_global seqlen_q seqlen_k total_q total_k heads kv_heads".split()
-    assert mask(" + ".join(names) + " > 0").type is BOOL
+    assert mask(" + ".join(INDEX_NAMES) + " > 0").type is BOOL
 
 
 def test_constant_scalars_stand_inlined() -> None:
@@ -110,7 +105,12 @@ def test_constant_scalars_stand_inlined() -> None:
 
 
 def test_let_values_and_functions_are_inlined() -> None:
-    let = {"gap": "q_pos - kv", "near": "gap < window", "far(x)": "x >= window", "either(x, y)": "far(x) or y < 3"}
+    let = {
+        "gap": "q_pos - kv",
+        "near": "gap < window",
+        "far(x)": "x >= window",
+        "either(x, y)": "far(x) or y < 3",
+    }
     assert mask("0 <= gap and near", let=let) == mask("0 <= q_pos - kv and q_pos - kv < window")
     assert mask("either(gap, kv)", let=let) == mask("q_pos - kv >= window or kv < 3")
     assert score("half(s + 1.0)", let={"half(x)": "x * 0.5"}) == score("(s + 1.0) * 0.5")

@@ -35,7 +35,7 @@ def test_random_expressions_parse_back(seed: int, kind: str) -> None:
         "q - kv * 2 > 0",
         "-q ** 2 > 0",
         "(-q) ** 2 > 0",
-        "(q ** 2) ** 2 > 0",
+        "((q % 9) ** 2) ** 2 > 0",
         "(-1) ** 3 == -1",
         "(q & 3 | kv) ^ 5 > 0",
         "q << (kv & 7) >> 2 > 0",
@@ -52,7 +52,7 @@ def test_random_expressions_parse_back(seed: int, kind: str) -> None:
         "int(flag) + q > 1",
         "gain < inf and gain > -inf",
         "gain * 0.5 - q < 1.0",
-        "float(q) == float(kv)" if False else "float(q) == kv",
+        "float(q) == kv",
         "bias > 1e-10",
     ],
 )
@@ -86,7 +86,12 @@ def test_conversions_that_the_check_puts_back_are_not_printed() -> None:
 
 def test_a_search_prints_for_people() -> None:
     position = Search(
-        "doc", 1, (Var("b", Type.INT), Const(0, Type.INT)), Var("q", Type.INT), True, Var("seqlen_k", Type.INT)
+        "doc",
+        1,
+        (Var("b", Type.INT), Const(0, Type.INT)),
+        Var("q", Type.INT),
+        True,
+        Var("seqlen_k", Type.INT),
     )
     text = canonical(Op("add", (position, Const(1, Type.INT)), Type.INT))
     assert text == "first(doc[b, :] > q, seqlen_k) + 1"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,6 @@ from attngen.dtypes import dtype as dtype_row
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, Packing, bind
 from attngen.runtime.module import Kernel
 from attngen.runtime.reference import reference
@@ -39,7 +38,9 @@ def variant(name: str = "causal", mask: str | bool | None = "q_pos >= kv", **fie
 
 def window_variant(name: str = "window", **scalar: Any) -> Variant:
     """Return a causal window whose scalar has these further properties."""
-    return variant(name, "0 <= q_pos - kv and q_pos - kv < window", scalars=[Scalar("window", "int32", min=1, **scalar)])
+    return variant(
+        name, "0 <= q_pos - kv and q_pos - kv < window", scalars=[Scalar("window", "int32", min=1, **scalar)]
+    )
 
 
 def bias_variant() -> Variant:
@@ -162,7 +163,11 @@ def manifest_of(
 
 def kernel(chosen: Variant, **fields: Any) -> Kernel:
     """Return a kernel whose cubin is its own manifest, which ``FakeDriver`` reads back."""
-    manifest = manifest_of(chosen, **fields)
+    return kernel_of(manifest_of(chosen, **fields))
+
+
+def kernel_of(manifest: Mapping[str, Any]) -> Kernel:
+    """Return the kernel of a manifest."""
     image = json.dumps(manifest).encode()
     return Kernel(manifest, lambda: image, origin="memory")
 
@@ -187,7 +192,6 @@ class Launch:
     shared: int
     device: int
     values: dict[str, Any]
-    block: bytes
 
 
 @dataclass
@@ -213,21 +217,20 @@ class FakeDriver:
     def stream(self, device: int) -> int:
         return 0
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[tuple[int, int]]) -> Any:
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         self.loads.append((symbol, device))
         manifest = json.loads(image)
         rows = manifest["parameters"]
         if symbol != manifest["symbol"]:
             assert symbol == manifest["classifier"]["symbol"]
             rows = manifest["classifier"]["parameters"]
-        assert [tuple(size) for size in sizes] == offsets_of(rows)
+        assert list(sizes) == [size_of(row) for row in rows]
         return symbol, manifest, rows
 
-    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, frame: drivers.Frame) -> None:
+    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> None:
         symbol, manifest, rows = function
-        block = through_pointers(frame)
-        values = decode(rows, block)
-        self.launches.append(Launch(symbol, grid, threads, shared, device, values, block))
+        values = decode(rows, parameters)
+        self.launches.append(Launch(symbol, grid, threads, shared, device, values))
         if symbol == manifest["symbol"]:
             run_forward(manifest, values)
         else:
@@ -244,44 +247,48 @@ class FakeDriver:
         assert len(strides) == len(extents) - 1 == len(box) - 1
         assert all(0 < extent <= 256 for extent in box)
         assert swizzle == 0 or box[0] * size <= swizzle
-        packed = struct.pack(f"<Qqq{len(extents)}q{len(strides)}q", address, len(extents), swizzle, *extents, *strides)
-        return packed.ljust(128, b"\0")
+        packed = struct.pack(f"<Qq{len(extents)}q{len(strides)}q", address, len(extents), *extents, *strides)
+        return packed.ljust(120, b"\0") + struct.pack("<q", swizzle)
 
 
-def through_pointers(frame: drivers.Frame) -> bytes:
-    """Read a parameter block as the driver does: from the five words of ``extra``."""
-    one, address, two, size, end = (ctypes.c_uint64 * 5).from_address(frame.extra)
-    assert (one, two, end) == (1, 2, 0)
-    return ctypes.string_at(address, ctypes.c_size_t.from_address(size).value)
-
-
-def form_of(row: Mapping[str, Any]) -> tuple[str, int, int]:
-    """Return struct code, size and alignment of a parameter."""
+def code_of(row: Mapping[str, Any]) -> str:
+    """Return the struct code of a parameter."""
     if row["kind"] == "descriptor":
-        return "128s", 128, 64
+        return "128s"
     if row["kind"] in ("pointer", "scratch"):
-        return "Q", 8, 8
-    code = {"i1": "b", "i8": "b", "i32": "i", "i64": "q", "fp32": "f"}[row["type"]]
-    return code, struct.calcsize(code), struct.calcsize(code)
+        return "Q"
+    return {"i1": "b", "i8": "b", "i32": "i", "i64": "q", "fp32": "f"}[row["type"]]
 
 
-def offsets_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return offset and size of each parameter."""
-    end, places = 0, []
-    for row in rows:
-        _, size, alignment = form_of(row)
-        end += -end % alignment
-        places.append((end, size))
-        end += size
-    return places
+def size_of(row: Mapping[str, Any]) -> int:
+    """Return the bytes of a parameter."""
+    return struct.calcsize(code_of(row))
 
 
-def decode(rows: Sequence[Mapping[str, Any]], block: bytes) -> dict[str, Any]:
-    """Return the parameters of a block by name."""
-    values = {}
-    for row, (offset, _) in zip(rows, offsets_of(rows), strict=True):
-        values[row["name"]] = struct.unpack_from("<" + form_of(row)[0], block, offset)[0]
-    assert len(block) == sum(offsets_of(rows)[-1])
+def decode(rows: Sequence[Mapping[str, Any]], parameters: int) -> dict[str, Any]:
+    """Return the values behind an array of pointers by what they are, whatever the manifest calls them."""
+    pointers = (ctypes.c_uint64 * len(rows)).from_address(parameters)
+    values: dict[str, Any] = {}
+    for row, pointer in zip(rows, pointers, strict=True):
+        assert pointer % min(size_of(row), 64) == 0
+        value = struct.unpack("<" + code_of(row), ctypes.string_at(pointer, size_of(row)))[0]
+        divisibility = row.get("divisibility") or 1
+        assert not isinstance(value, int) or value % divisibility == 0, f"{row['name']} = {value}"
+        of = (row.get("of") or row["name"]).removeprefix("tensor:")
+        key = {
+            "pointer": f"{of}_ptr",
+            "size": of,
+            "scalar": of,
+            "scale": "softmax_scale",
+            "scratch": row["name"],
+            "present": f"has_{of}",
+            "descriptor": f"{of}_desc",
+        }.get(row["kind"], f"{row['kind']}_{of}_{row.get('axis')}")
+        if row["kind"] == "scratch":
+            assert value == 0
+        if row["kind"] == "descriptor" and key in values:  # one for each block of columns: they differ in the box
+            assert values[key][:72] == value[:72]
+        values.setdefault(key, value)
     return values
 
 
@@ -302,13 +309,13 @@ def _input(manifest: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
     varlen = manifest["layout"] == "varlen"
     if manifest["loads"] == "descriptor":
         packed = values[f"{name}_desc"]
-        address, rank, _ = struct.unpack_from("<Qqq", packed)
-        extents = struct.unpack_from(f"<{rank}q", packed, 24)
-        strides = struct.unpack_from(f"<{rank - 1}q", packed, 24 + 8 * rank)
+        address, rank = struct.unpack_from("<Qq", packed)
+        extents = struct.unpack_from(f"<{rank}q", packed, 16)
+        strides = struct.unpack_from(f"<{rank - 1}q", packed, 16 + 8 * rank)
         size = dtype_row(manifest["dtype"]).bytes
         shape, steps = extents[::-1], (*(s // size for s in strides[::-1]), 1)
-        assert tuple(values[f"{name}_descriptor_shape{axis}"] for axis in range(rank)) == shape
-        assert tuple(values[f"{name}_descriptor_stride{axis}"] for axis in range(rank)) == steps
+        assert tuple(values[f"descriptor_shape_{name}_{axis}"] for axis in range(rank)) == shape
+        assert tuple(values[f"descriptor_stride_{name}_{axis}"] for axis in range(rank)) == steps
         tensor = at(address, shape, steps, manifest["dtype"])
         assert tensor is not None
         return tensor
@@ -342,7 +349,7 @@ def call_of(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Cal
     for tensor in chosen.tensors:
         axes = range(len(tensor.shape))
         shape = [values[f"extent_{tensor.name}_{axis}"] for axis in axes]
-        strides = [values[f"stride_{tensor.name}_{axis}"] for axis in axes]
+        strides = [values.get(f"stride_{tensor.name}_{axis}", 1) for axis in axes]
         arguments[tensor.name] = at(values[f"{tensor.name}_ptr"], shape, strides, tensor.dtype)
     batch = values["batch"]
     packing = None
@@ -350,14 +357,14 @@ def call_of(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Cal
         packing = Packing(
             at(values["cu_seqlens_q_ptr"], [batch + 1], [1], "int32"),
             at(values["cu_seqlens_k_ptr"], [batch + 1], [1], "int32"),
-            values["max_seqlen_q"],
-            values["max_seqlen_k"],
+            values["seqlen_q"],
+            values["seqlen_k"],
         )
     used = at(values["seqused_k_ptr"], [batch], [1], "int32")
     assert bool(values["has_seqused_k"]) == (used is not None)
     call = bind(
         chosen, q, k, v, packing, softmax_scale=values.get("softmax_scale"), seqused_k=used,
-        return_lse=bool(values.get("write_lse")), layout="bshd", arguments=arguments,
+        return_lse=bool(values.get("has_lse")), layout="bshd", arguments=arguments,
     )  # fmt: skip
     return call, (q, k, v)
 
@@ -370,7 +377,7 @@ def run_forward(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     target = at(values["out_ptr"], out.shape, strides, manifest["dtype"])
     assert target is not None
     target.copy_(out)
-    if values["write_lse"]:
+    if values["has_lse"]:
         place = at(values["lse_ptr"], lse.shape, lse.stride(), "fp32")
         assert place is not None
         place.copy_(lse)

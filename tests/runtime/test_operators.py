@@ -9,7 +9,6 @@ import torch
 
 import attngen
 from attngen.errors import CallError, NoKernelError
-from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.operators import namespace_of, operators_of, schema_of
 from attngen.runtime.registry import package_of_kernels, registry
@@ -35,7 +34,8 @@ def graded_variant() -> Any:
 def test_schemas_are_typed() -> None:
     assert schema_of(bias_variant(), packed=False) == (
         "(Tensor q, Tensor k, Tensor v, Tensor table, SymInt limit, bool loud, float gain, SymInt radius, "
-        "float? softmax_scale, Tensor? seqused_k, Tensor? tile_map, str layout, str? backend) -> (Tensor out, Tensor lse)"
+        "float? softmax_scale, Tensor? seqused_k, Tensor? tile_map, str layout, str? backend) "
+        "-> (Tensor out, Tensor lse)"
     )
     assert "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q" in schema_of(variant(), packed=True)
     assert namespace_of("aten") == "attngen_aten"

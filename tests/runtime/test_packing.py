@@ -28,7 +28,7 @@ def test_natural_alignment_and_descriptors_at_64() -> None:
     )
     assert [p.offset for p in layout.parameters] == [0, 8, 16, 24, 28, 64, 192, 200, 208]
     assert layout.size == 216
-    assert layout.places[5] == (64, 128)
+    assert layout.sizes == (8, 4, 8, 1, 4, 128, 4, 8, 8)
 
 
 def test_nothing_pads_the_end() -> None:

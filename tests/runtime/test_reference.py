@@ -236,7 +236,10 @@ def test_gradients_of_scalars_and_tensors_pass_gradcheck() -> None:
         return attngen.attention(q, k, v, variant=chosen, slope=slope, cap=cap, return_lse=True)
 
     inputs = [t.requires_grad_() for t in tensors(1, 2, 1, 4, 5, dim=3)]
-    inputs += [torch.rand(2, dtype=torch.float64).requires_grad_(), torch.tensor(2.0, dtype=torch.float64).requires_grad_()]
+    inputs += [
+        torch.rand(2, dtype=torch.float64).requires_grad_(),
+        torch.tensor(2.0, dtype=torch.float64).requires_grad_(),
+    ]
     assert torch.autograd.gradcheck(run, inputs)
 
 
@@ -278,9 +281,7 @@ def test_lengths_on_the_cpu_are_checked() -> None:
         ([0, 2, 7], "ends at 7, beyond the 6 rows"),
     ):
         with pytest.raises(CallError, match=message):
-            attngen.attention_varlen(
-                q, k, v, good, torch.tensor(bad, dtype=torch.int32), 6, 6, variant=preset("full")
-            )
+            attngen.attention_varlen(q, k, v, good, torch.tensor(bad, dtype=torch.int32), 6, 6, variant=preset("full"))
     with pytest.raises(CallError, match="max_seqlen_q is 3, but sequence 1 has length 4"):
         attngen.attention_varlen(q, k, v, good, good, 3, 6, variant=preset("full"))
     with pytest.raises(CallError, match=r"seqused_k\[0\] is 3; sequence 0 has 2 keys"):

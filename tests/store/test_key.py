@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attngen.compile.options import triton_options
 from attngen.compile.toolchain import toolchain
-from attngen.store.key import cache_key, digest
+from attngen.store.key import cache_key, compile_digest, digest
 
 PLAN: dict[str, Any] = {
     "format": 1,
@@ -85,6 +86,18 @@ def test_the_order_of_mappings_does_not_change_the_key() -> None:
 def test_types_that_print_alike_differ() -> None:
     values = [1, "1", 1.0, True, "true", None, "null", [1], ["1"]]
     assert len({digest(value) for value in values}) == len(values)
+
+
+def test_how_the_compiler_is_called_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import attngen.compile
+
+    before = compile_digest()
+    for path in Path(attngen.compile.__file__).parent.glob("*.py"):
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(attngen.compile, "__file__", str(tmp_path / "__init__.py"))
+    assert compile_digest.__wrapped__() == before  # the place does not count
+    (tmp_path / "options.py").write_text("")
+    assert compile_digest.__wrapped__() != before
 
 
 def test_the_key_is_one_hash() -> None:

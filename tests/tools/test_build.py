@@ -59,7 +59,7 @@ def spec(tmp_path: Path) -> Path:
 
 
 def run(spec: Path, store: Store, *arches: str) -> BuildReport:
-    return build(spec, arches=arches, jobs=2, store=store, compiler=FAKE)
+    return build(spec, arches=arches, jobs=1, store=store, compiler=FAKE)
 
 
 def origins(report: BuildReport) -> Counter[str]:
@@ -260,7 +260,7 @@ def test_builds_at_once_compile_each_kernel_once(spec: Path, store: Store, log: 
     assert os.listdir(store.root / "locks") == []
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("seconds", [0.4, 0.7])
 def test_a_killed_build_is_taken_up_again(spec: Path, store: Store, log: Path, seconds: float) -> None:
     process = start_build(spec, store, "tests.store.fakes:compile_slowly")
     time.sleep(seconds)

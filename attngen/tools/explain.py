@@ -1,0 +1,255 @@
+"""The plan of a kernel in words and numbers: what was chosen, what it costs, and which tiles the kernel visits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attngen.errors import CallError, suggest
+from attngen.lang.bands import bands
+from attngen.lang.facts import Facts
+from attngen.lang.printing import canonical
+from attngen.lang.spans import Interval
+from attngen.plan.budget import SharedMemory, shared_memory
+from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.tiles import padded_width
+from attngen.spec import load_spec
+from attngen.tools.build import prepare
+
+if TYPE_CHECKING:
+    from attngen.lang.variant import Scalar
+    from attngen.tools.visits import Visits
+
+#: Lengths at which the efficiency of one kernel is shown, and of each in a list of many.
+SEQLENS, SEQLENS_OF_MANY = (1024, 4096, 8192), (4096,)
+
+_DRIVERS = {
+    "ranges": "loops over ranges of tiles whose ends are formulas; full tiles run without mask code",
+    "classified": "lists 32 tiles at a time inside the kernel, as full or partial, within the hull of the bands",
+    "tile_map": "visits the tiles of a map that {classifier} makes on the GPU before it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """One interval of keys as a formula over the corners of a query tile."""
+
+    lo: str
+    hi: str
+
+    @classmethod
+    def of(cls, interval: Interval) -> Band:
+        """Print an interval; its open ends are those of the keys."""
+        lo = "0" if interval.lo is None else canonical(interval.lo)
+        return cls(lo, "seqlen_k" if interval.hi is None else canonical(interval.hi))
+
+    def __str__(self) -> str:
+        return f"{self.lo} <= kv < {self.hi}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanExplanation:
+    """A plan, its bands, and its tile efficiency. ``visits`` is empty where torch is not installed."""
+
+    plan: Plan
+    visible: tuple[Band, ...]
+    full: tuple[Band, ...]
+    exact: bool
+    memory: SharedMemory
+    scalars: Mapping[str, bool | int | float]
+    visits: tuple[Visits, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``attngen explain --json`` prints it."""
+        plan = self.plan
+        return {
+            "plan": plan.to_dict(),
+            "mask": canonical(plan.variant.mask),
+            "score": canonical(plan.variant.score) if plan.variant.score is not None else "s",
+            "bands": {
+                "visible": [{"lo": band.lo, "hi": band.hi} for band in self.visible],
+                "full": [{"lo": band.lo, "hi": band.hi} for band in self.full],
+                "exact": self.exact,
+            },
+            "shared_memory": {
+                "q": self.memory.q,
+                "k": self.memory.k,
+                "v": self.memory.v,
+                "stages": self.memory.stages,
+                "total": self.memory.total,
+                "limit": plan.arch.shared_memory,
+            },
+            "scalars": dict(self.scalars),
+            "efficiency": [
+                {
+                    "seqlen": found.seqlen,
+                    "visible_pairs": found.visible_pairs,
+                    "full_tiles": found.full,
+                    "partial_tiles": found.partial,
+                    "efficiency": found.efficiency,
+                }
+                for found in self.visits
+            ],
+        }
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return label and text of everything but bands and efficiency, for people."""
+        plan = self.plan
+        classifier = plan.classifier.name if plan.classifier else ""
+        return [
+            ("variant", plan.variant.name),
+            ("mask", canonical(plan.variant.mask)),
+            ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
+            ("takes", _takes(plan)),
+            ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}"),
+            ("head_dim", _head_dims(plan)),
+            ("tile", f"{plan.tile_m} queries x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
+            ("stages", f"{plan.stages} pairs of K and V tiles in flight"),
+            ("loads", _loads(plan)),
+            ("shared memory", f"{self.memory.total} B of {plan.arch.shared_memory} B: {self.memory}"),
+            ("softmax", f"{plan.softmax}{', approximate functions' if plan.fast_math else ', exact functions'}"),
+            ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier)}"),
+            ("grid", f"ceil(seqlen_q / {plan.tile_m}) x heads x batch blocks; {_section(plan)}"),
+            *(("arguments" if n == 0 else "", line) for n, line in enumerate(argument_lines(plan.arguments))),
+        ]
+
+
+def _takes(plan: Plan) -> str:
+    variant = plan.variant
+    parts = [_scalar(scalar) for scalar in variant.scalars]
+    for tensor in variant.tensors:
+        fact = f", {tensor.monotone.order} along axis {tensor.monotone.axis}" if tensor.monotone else ""
+        parts.append(f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]{fact}")
+    return "; ".join(parts) or "nothing of its own"
+
+
+def _scalar(scalar: Scalar) -> str:
+    if scalar.const is not None:
+        return f"{scalar.name} {scalar.dtype} = {scalar.const}, fixed"
+    low = "" if scalar.min is None else f" >= {scalar.min}"
+    high = "" if scalar.max is None else f" <= {scalar.max}"
+    return f"{scalar.name} {scalar.dtype}{low}{high}"
+
+
+def _head_dims(plan: Plan) -> str:
+    if plan.head_dim_qk == plan.head_dim_v:
+        return _columns(plan.head_dim_qk, plan.columns_qk)
+    return (
+        f"{_columns(plan.head_dim_qk, plan.columns_qk)} for q and k, {_columns(plan.head_dim_v, plan.columns_v)} for v"
+    )
+
+
+def _columns(head_dim: int, blocks: tuple[Columns, ...]) -> str:
+    """Say how a head_dim is cut: ``192 = 128 + 64``, ``112 in 128``."""
+    width = padded_width(blocks)
+    cut = f" = {' + '.join(str(block.width) for block in blocks)}" if len(blocks) > 1 else ""
+    return f"{head_dim}{cut}" if width == head_dim else f"{head_dim} padded to {width}{cut}"
+
+
+def _loads(plan: Plan) -> str:
+    if plan.loads == "descriptor":
+        return f"by tensor descriptors (TMA); strides and addresses are multiples of {plan.alignment} B"
+    return f"by pointers; strides and addresses are multiples of {plan.alignment} B"
+
+
+def _section(plan: Plan) -> str:
+    return f"heads run side by side while their K and V fit {plan.section_bytes // 2**20} MiB"
+
+
+def argument_lines(arguments: Sequence[Argument]) -> list[str]:
+    """Return the argument list, arguments of one kind on one line."""
+    by_kind: dict[str, list[str]] = {}
+    for argument in arguments:
+        by_kind.setdefault(argument.kind, []).append(argument.name)
+    return [f"{kind}: {', '.join(names)}" for kind, names in by_kind.items()]
+
+
+def explain_spec(
+    spec: str | Path,
+    kernel: str | None = None,
+    *,
+    seqlens: Sequence[int] | None = None,
+    given: Mapping[str, str] | None = None,
+) -> list[PlanExplanation]:
+    """Explain the kernels of a spec, or those whose name contains ``kernel``.
+
+    ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``. Raises SpecError if the
+    spec is wrong, CallError if there is no such kernel or scalar, or if a value is not within its declared range.
+    """
+    prepared = prepare(load_spec(spec))
+    plans = [found.plan for found in prepared if kernel is None or kernel in found.plan.name]
+    exact = [plan for plan in plans if plan.name == kernel]
+    plans = exact or plans
+    if not plans:
+        names = [found.plan.name for found in prepared]
+        raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), names)}")
+    if seqlens is None:
+        seqlens = SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY
+    values = _values(plans, given or {})
+    measured = _Measured(seqlens, values)
+    return [_explain(plan, measured) for plan in plans]
+
+
+def _values(plans: Sequence[Plan], given: Mapping[str, str]) -> dict[str, bool | int | float]:
+    """Read the values of scalars; each must be a scalar of one of the plans, and in its range."""
+    known = {scalar.name: scalar for plan in plans for scalar in plan.variant.arguments}
+    values = {}
+    for name, text in given.items():
+        if name not in known:
+            raise CallError(f"no scalar '{name}' in these kernels{suggest(name, known)}")
+        values[name] = _value(known[name], text)
+    return values
+
+
+def _value(scalar: Scalar, text: str) -> bool | int | float:
+    try:
+        value: bool | int | float
+        if scalar.dtype == "bool":
+            value = {"true": True, "false": False}[text.lower()]
+        else:
+            value = float(text) if scalar.dtype == "fp32" else int(text)
+    except (ValueError, KeyError):
+        raise CallError(f"scalar '{scalar.name}' is {scalar.dtype}, which '{text}' is not") from None
+    for bound, outside in ((scalar.min, lambda b: value < b), (scalar.max, lambda b: value > b)):
+        if isinstance(bound, int | float) and outside(bound):
+            raise CallError(f"scalar '{_scalar(scalar)}' cannot be {text}")
+    return value
+
+
+class _Measured:
+    """Tile efficiencies; kernels that differ in what does not matter for them share one."""
+
+    def __init__(self, seqlens: Sequence[int], given: Mapping[str, bool | int | float]) -> None:
+        self._seqlens = seqlens
+        self._given = given
+        self._known: dict[tuple[Any, ...], tuple[Visits, ...]] = {}
+
+    def of(self, plan: Plan) -> tuple[Mapping[str, bool | int | float], tuple[Visits, ...]]:
+        """Return the values of the scalars, and the efficiency at each length; none without torch."""
+        if find_spec("torch") is None:
+            return {}, ()
+        from attngen.tools.efficiency import efficiency, scalars_of
+
+        scalars = scalars_of(plan.variant, self._given)
+        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver)
+        if key not in self._known:
+            self._known[key] = efficiency(plan, self._seqlens, scalars)
+        return scalars, self._known[key]
+
+
+def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
+    found = bands(plan.variant.mask, Facts.of(plan.variant), over="kv")
+    memory = shared_memory(
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        stages=plan.stages,
+        width_qk=padded_width(plan.columns_qk),
+        width_v=padded_width(plan.columns_v),
+        element_bytes=plan.dtype.bytes,
+    )
+    scalars, visits = measured.of(plan)
+    visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
+    return PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits)

@@ -1,0 +1,35 @@
+"""A kernel planned for another GPU, planned anew for the one that is here, so that its template can be run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attngen.arch import ARCHES, Arch
+from attngen.errors import PlanError
+from attngen.plan import plan
+from attngen.render import render
+from attngen.tools.build import Prepared
+
+#: What costs speed only does not matter where a kernel is not meant to be fast.
+_ALLOW = ("serialized_wgmma", "spill")
+
+
+def arch_of(capability: int) -> Arch | None:
+    """Return the target that suits a device best, or None for a device that no target runs on."""
+    suitable = [arch for arch in ARCHES.values() if arch.runs_on(capability)]
+    return max(suitable, key=lambda arch: (arch.capability, arch.specific), default=None)
+
+
+def retarget(prepared: Prepared, arch: Arch) -> Prepared:
+    """Plan and render a kernel for ``arch``, with its own tile, stages, warps and loads where these fit there.
+
+    Raises PlanError if no tile fits.
+    """
+    before = prepared.plan
+    free = replace(prepared.spec, arch=arch.name, loads=before.loads, allow=_ALLOW)
+    same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
+    try:
+        planned = plan(same)
+    except PlanError:  # it takes more shared memory than this arch has
+        planned = plan(free)
+    return Prepared(prepared.spec, planned, render(planned))

@@ -1,0 +1,159 @@
+"""One kernel on all of its cases: fresh inputs, poisoned results, and the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import AttngenError
+from attngen.runtime import debug
+from attngen.runtime.arguments import Call
+from attngen.runtime.module import Kernel
+from attngen.runtime.pinned import Buffers, map_shape
+from attngen.tools.cases import Case, cases_of
+from attngen.tools.contract import Deviation, Expected, Tally, deviation, expected
+from attngen.tools.inputs import Element, Inputs, make_inputs
+
+#: Runs one kernel on one call; returns when the results are there or on their way.
+Launch = Callable[[Call, Buffers], None]
+
+#: How far integer tensors without a declared range are narrowed, one after the other, until no index leaves its extent.
+_CALM = (1.0, 0.5, 0.0)
+
+#: Every byte is 0xAA: bits that look like tiles to visit.
+_POISON_WORD = -0x55555556
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What one case gave: a deviation, or the reason why there is none."""
+
+    case: str
+    seed: int
+    deviation: Deviation | None = None
+    error: str | None = None  # the kernel failed
+    skipped: str | None = None  # the case is no legal call of this variant
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, as far as one case can tell."""
+        return self.error is None and (self.deviation is None or self.deviation.ok)
+
+    def describe(self) -> str:
+        """Say what is wrong."""
+        if self.error is not None:
+            return self.error
+        found = self.deviation
+        assert found is not None
+        parts = list(found.wrong)
+        if not found.max_error <= found.max_allowed:
+            parts.append(f"largest error {found.max_error:.2e} exceeds {found.max_allowed:.2e}")
+        if not found.lse_error <= found.lse_allowed:
+            parts.append(f"log-sum-exp error {found.lse_error:.2e} exceeds {found.lse_allowed:.2e}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What all cases of a kernel gave."""
+
+    results: tuple[CaseResult, ...]
+
+    @property
+    def tally(self) -> Tally:
+        """The deviations of the cases that ran."""
+        return Tally([r.deviation for r in self.results if r.deviation is not None])
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, a line each; empty if the kernel keeps its contract."""
+        lines = [f"{r.case} (seed {r.seed}): {r.describe()}" for r in self.results if not r.ok]
+        tally = self.tally
+        if not tally.deviations and not lines:
+            lines.append(f"no case is a legal call: {self.results[0].skipped}")
+        if not tally.rmse <= tally.rmse_allowed:
+            lines.append(f"rmse {tally.rmse:.2e} over all cases exceeds {tally.rmse_allowed:.2e}")
+        return tuple(lines)
+
+
+def try_kernel(kernel: Kernel, launch: Launch, device: torch.device | str, seed: int, *, small: bool) -> Trial:
+    """Run a kernel on every case of its layout; ``small`` picks those that suit an interpreter."""
+    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
+    results = [_try_case(kernel, launch, case, device, seed + index) for index, case in enumerate(cases)]
+    return Trial(tuple(results))
+
+
+def _try_case(kernel: Kernel, launch: Launch, case: Case, device: torch.device | str, seed: int) -> CaseResult:
+    try:
+        inputs, call, wanted = prepare_case(kernel, case, device, seed)
+    except IndexError as error:
+        return CaseResult(case.name, seed, skipped=str(error))
+    buffers = poisoned_buffers(kernel, call, inputs)
+    try:
+        launch(call, buffers)
+        assert buffers.lse is not None
+        return CaseResult(case.name, seed, deviation(call, buffers.out, buffers.lse, wanted))
+    except AttngenError as error:
+        return CaseResult(case.name, seed, error=str(error))
+    except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
+        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}")
+
+
+def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call, Expected]:
+    """Return inputs that keep every declared fact, the call, and what it should give.
+
+    Raises IndexError if mask or score read a tensor out of its extent, however its integers are chosen.
+    """
+    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
+    raised: IndexError | None = None
+    for calm in _CALM:
+        inputs = make_inputs(kernel.variant, case, kernel.layout, element, device, seed, calm=calm)
+        call = inputs.bind(kernel.variant)
+        debug.check(call)
+        try:
+            return inputs, call, expected(call, inputs.q, inputs.k, inputs.v)
+        except IndexError as error:
+            raised = error
+    assert raised is not None
+    raise raised
+
+
+def poisoned_buffers(kernel: Kernel, call: Call, inputs: Inputs) -> Buffers:
+    """Return the buffers of a call with NaN where the results go, and garbage in the tile map."""
+
+    def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=call.device)
+
+    shape = map_shape(kernel, call)
+    return Buffers(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        out=full(call.out_shape(), torch.nan, inputs.q.dtype),
+        lse=full(call.lse_shape(), torch.nan, torch.float32),
+        words=None if shape is None else full(shape, _POISON_WORD, torch.int32),
+    )
+
+
+def facts_of(kernel_variant: Any) -> list[str]:
+    """Return the declared facts of a variant in words: what a kernel trusts, and every input of a trial keeps."""
+    facts = []
+    for scalar in kernel_variant.scalars:
+        if scalar.min is not None or scalar.max is not None:
+            facts.append(f"{_span(scalar.name, scalar.min, scalar.max)}")
+    for tensor in kernel_variant.tensors:
+        if tensor.monotone is not None:
+            facts.append(f"{tensor.name} {tensor.monotone.order} along axis {tensor.monotone.axis}")
+        if tensor.range is not None:
+            facts.append(_span(tensor.name, *tensor.range))
+    return facts
+
+
+def _span(name: str, low: Any, high: Any) -> str:
+    if high is None:
+        return f"{name} >= {low}"
+    return f"{name} <= {high}" if low is None else f"{low} <= {name} <= {high}"

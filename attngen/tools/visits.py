@@ -1,0 +1,173 @@
+"""How many KV tiles each query tile visits, from the very expressions that the kernel's loops are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.lang.bands import Bands, bands, classify
+from attngen.lang.eager import evaluate
+from attngen.lang.facts import Facts
+from attngen.lang.ir import Expr, Search, Var, rewrite
+from attngen.lang.segments import segments
+from attngen.lang.simplify import integer
+from attngen.lang.spans import Interval
+from attngen.plan.model import Plan
+
+#: Query rows whose mask is evaluated at a time.
+_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """What one head of one sequence of ``seqlen`` queries and keys takes, in pairs of a query and a key.
+
+    ``full`` and ``partial`` count tiles; a ragged last tile counts as partial.
+    """
+
+    seqlen: int
+    visible_pairs: int
+    full: int
+    partial: int
+    tile_pairs: int
+
+    @property
+    def efficiency(self) -> float:
+        """Visible pairs by pairs of visited tiles; 1 where nothing is visible and nothing visited."""
+        visited = (self.full + self.partial) * self.tile_pairs
+        return self.visible_pairs / visited if visited else 1.0
+
+
+def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
+    """Count the tiles that a plan's kernel visits in head 0 of sequence 0. ``arguments`` as a call passes them."""
+    grid = _Grid(plan, seqlen, arguments)
+    visible, seen = grid.mask()
+    if plan.driver == "tile_map":
+        # The map knows of each tile; the ragged last one is not in it, and always run.
+        whole = seqlen // plan.tile_n
+        full = int((seen[:, :whole] == 2).sum())
+        partial = int((seen[:, :whole] == 1).sum()) + grid.tail_visits()
+    elif plan.driver == "classified":
+        full, partial = grid.classified()
+    else:
+        full, partial = grid.in_ranges()
+    return Visits(seqlen, visible, full, partial, plan.tile_m * plan.tile_n)
+
+
+class _Grid:
+    """Every query tile at once: its corners as a column of numbers."""
+
+    def __init__(self, plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> None:
+        self._plan = plan
+        self._seqlen = seqlen
+        self._whole = seqlen // plan.tile_n
+        self._facts = Facts.of(plan.variant)
+        self._tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        constants = {scalar.name: scalar.const for scalar in plan.variant.scalars if scalar.const is not None}
+        scalars = {name: value for name, value in arguments.items() if name not in self._tensors}
+        self._plain: dict[str, Any] = {
+            **constants, **scalars, "b": 0, "h": 0, "hk": 0, "h_lo": 0, "h_hi": 0, "heads": 1, "kv_heads": 1,
+            "seqlen_q": seqlen, "seqlen_k": seqlen, "total_q": seqlen, "total_k": seqlen, "q_start": 0, "kv_start": 0,
+        }  # fmt: skip
+        first = torch.arange(0, seqlen, plan.tile_m)
+        last = (first + plan.tile_m - 1).clamp(max=seqlen - 1)
+        self._tiles = len(first)
+        self._corners = {"q_lo": first, "q_hi": last, "q_pos_lo": first, "q_pos_hi": last}  # as many keys as queries
+        self._found: Bands = bands(plan.variant.mask, self._facts, over="kv")
+
+    def mask(self) -> tuple[int, Tensor]:
+        """Return the number of visible pairs, and for each tile 0 (nothing), 1 (part) or 2 (all of it visible)."""
+        m, n = self._plan.tile_m, self._plan.tile_n
+        total = 0
+        seen = torch.zeros(self._tiles, -(-self._seqlen // n), dtype=torch.int8)
+        kv = torch.arange(self._seqlen)[None, :]
+        step = max(_ROWS // m, 1) * m
+        for start in range(0, self._seqlen, step):
+            q = torch.arange(start, min(start + step, self._seqlen))[:, None]
+            names = {**self._plain, "q": q, "q_pos": q, "q_global": q, "kv": kv, "kv_global": kv}
+            value = evaluate(self._plan.variant.mask, names, self._tensors)
+            visible = value.broadcast_to((len(q), self._seqlen))
+            total += int(visible.sum())
+            for offset in range(0, len(q), m):
+                rows = visible[offset : offset + m]
+                padded = torch.nn.functional.pad(rows.sum(0), (0, seen.shape[1] * n - self._seqlen))
+                sums = padded.reshape(-1, n).sum(1)
+                tile = (start + offset) // m
+                seen[tile] = (sums > 0).to(torch.int8) + (sums == rows.shape[0] * n).to(torch.int8)
+        return total, seen
+
+    def in_ranges(self) -> tuple[int, int]:
+        """Return full and partial tiles of a kernel that loops over ranges."""
+        pieces = segments(self._found, self._plan.tile_n, integer(self._whole * self._plan.tile_n), self._facts)
+        full, partial = (
+            sum(int((self._value(hi) - self._value(lo)).clamp(min=0).sum()) for lo, hi in part)
+            for part in (pieces.full, pieces.partial)
+        )
+        return full, partial + self.tail_visits()
+
+    def classified(self) -> tuple[int, int]:
+        """Return full and partial tiles of a kernel that looks at each tile within the hull of its bands."""
+        n = self._plan.tile_n
+        first = torch.arange(self._whole)[None, :] * n
+        corners = {name: corner[:, None] for name, corner in self._corners.items()}
+        corners |= {"kv_lo": first, "kv_hi": first + n - 1}
+        shape = (self._tiles, self._whole)
+        may, must = (
+            self._evaluate(e, corners).broadcast_to(shape) for e in classify(self._plan.variant.mask, self._facts)
+        )
+        inside = torch.zeros(shape, dtype=torch.bool)
+        if self._found.visible:
+            ends = [self._ends(interval) for interval in self._found.visible]
+            lo = torch.stack([end[0] for end in ends]).amin(0)[:, None]  # the hull
+            hi = torch.stack([end[1] for end in ends]).amax(0)[:, None]
+            inside = (first + n > lo) & (first < hi)
+        full = inside & must
+        return int(full.sum()), int((inside & may & ~must).sum()) + self.tail_visits()
+
+    def tail_visits(self) -> int:
+        """Return how many query tiles visit the ragged last tile."""
+        start = self._whole * self._plan.tile_n
+        if start == self._seqlen:
+            return 0
+        reached = torch.zeros(self._tiles, dtype=torch.bool)
+        for interval in self._found.visible:
+            lo, hi = self._ends(interval)
+            reached |= (hi > start) & (lo < self._seqlen)
+        return int(reached.sum())
+
+    def _ends(self, interval: Interval) -> tuple[Tensor, Tensor]:
+        lo = self._value(integer(0) if interval.lo is None else interval.lo)
+        return lo, self._value(integer(self._seqlen) if interval.hi is None else interval.hi)
+
+    def _value(self, expr: Expr) -> Tensor:
+        """Return an expression's value for each query tile."""
+        return self._evaluate(expr, self._corners).broadcast_to((self._tiles,))
+
+    def _evaluate(self, expr: Expr, corners: Mapping[str, Tensor]) -> Tensor:
+        names: dict[str, Any] = {**self._plain, **corners}
+        numbers = count()
+
+        def found(node: Expr) -> Expr | None:
+            """Replace a search by a name whose value is what it finds."""
+            if not isinstance(node, Search):
+                return None
+            name = f"found_{next(numbers)}"
+            names[name] = self._search(node, names)
+            return Var(name, node.type)
+
+        replaced = rewrite(expr, found)  # bottom up: searches inside searches come first
+        return evaluate(replaced, names, self._tensors)
+
+    def _search(self, node: Search, names: Mapping[str, Any]) -> Tensor:
+        others = [evaluate(i, names, self._tensors) for n, i in enumerate(node.indices) if n != node.axis]
+        length = int(evaluate(node.length, names, self._tensors))
+        value = evaluate(node.value, names, self._tensors)
+        rows = self._tensors[node.tensor].movedim(node.axis, -1)[..., :length]
+        for index in others:  # one value for all tiles: others never vary over a box
+            rows = rows[int(index.reshape(-1)[0])]
+        return torch.searchsorted(rows.contiguous().to(torch.int64), value.contiguous(), right=node.strict)

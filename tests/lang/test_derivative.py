@@ -1,0 +1,116 @@
+"""The symbolic derivative against autograd of the eager form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attngen.lang.check import compile_variant
+from attngen.lang.derivative import ZERO, differentiate, differentiate_loads
+from attngen.lang.eager import evaluate
+from attngen.lang.ir import Const, Expr, Load, Type, Var, walk
+from attngen.lang.printing import canonical
+from attngen.lang.variant import Scalar, Tensor
+from tests.lang import randoms
+
+
+def score(text: str) -> Expr:
+    scalars = [Scalar("x", "fp32", grad=True), Scalar("c", "bool")]
+    tensors = [Tensor("t", "fp32", (4,), grad=True), Tensor("one", "fp32", grad=True)]
+    return compile_variant("v", None, text, scalars, tensors).score or Var("s", Type.FLOAT)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_random_scores_agree_with_autograd(seed: int) -> None:
+    expr = randoms.expression(seed, kind="float", depth=3, logit=True)
+    f64 = torch.float64
+    s = randoms.logits(seed).to(f64).requires_grad_()
+    gain = torch.tensor(0.75, dtype=f64, requires_grad=True)
+    tensors = {name: t.to(f64) if t.is_floating_point() else t for name, t in randoms.tensors(seed).items()}
+    for name in ("table", "bias"):
+        tensors[name] = tensors[name].clone().requires_grad_()
+    env = {**randoms.indices(), **randoms.scalars(seed), "gain": gain, "s": s}
+    value = torch.broadcast_to(evaluate(expr, env, tensors, f64), s.shape)
+    if not value.requires_grad:
+        return
+    weight = torch.randn(s.shape, dtype=f64, generator=torch.Generator().manual_seed(seed))
+    wanted = torch.autograd.grad(
+        value, [s, gain, tensors["table"], tensors["bias"]], weight, allow_unused=True, materialize_grads=True
+    )
+    with torch.no_grad():
+
+        def total(slope: Expr) -> torch.Tensor:
+            return weight * torch.broadcast_to(evaluate(slope, env, tensors, f64), s.shape)
+
+        table = torch.zeros(16, dtype=f64)
+        for load, slope in differentiate_loads(expr, "table"):
+            where = torch.broadcast_to(evaluate(load.indices[0], env, tensors, f64), s.shape)
+            table.index_put_((where,), total(slope), accumulate=True)
+        found = [
+            total(differentiate(expr, "s")),
+            total(differentiate(expr, "gain")).sum(),
+            table,
+            total(differentiate(expr, "bias")).sum(),
+        ]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True, msg=canonical(expr))
+
+
+@pytest.mark.parametrize("text", ["s", "s * s", "abs(s)", "clamp(s, -1, 1)", "min(s, 1.0)", "max(0.0, s)", "floor(s)"])
+def test_kinks_are_those_of_torch(text: str) -> None:
+    expr = score(text)
+    s = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], requires_grad=True)
+    (wanted,) = torch.autograd.grad(evaluate(expr, {"s": s}).sum(), s, allow_unused=True, materialize_grads=True)
+    found = torch.broadcast_to(evaluate(differentiate(expr, "s"), {"s": s.detach()}), s.shape)
+    assert found.tolist() == wanted.tolist()
+
+
+def test_a_clamp_between_bounds_that_cross() -> None:
+    expr = score("clamp(s, x, one)")
+    s = torch.tensor([-3.0, 0.0, 3.0], requires_grad=True)
+    x, one = torch.tensor(1.0, requires_grad=True), torch.tensor(-1.0, requires_grad=True)
+    env, tensors = {"s": s, "x": x}, {"one": one}
+    wanted = torch.autograd.grad(evaluate(expr, env, tensors).sum(), [s, x, one])
+    found = [torch.broadcast_to(evaluate(differentiate(expr, n), env, tensors), (3,)) for n in ("s", "x", "one")]
+    assert found[0].tolist() == wanted[0].tolist()
+    assert [f.sum().item() for f in found[1:]] == [w.item() for w in wanted[1:]]
+
+
+def test_a_branch_that_is_not_taken_is_selected_away() -> None:
+    slope = differentiate(score("sqrt(s) if s > 0 else -inf"), "s")
+    assert evaluate(slope, {"s": torch.tensor([-1.0, 0.0, 4.0])}).tolist() == [0.0, 0.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrt", "printed"),
+    [
+        ("s", "s", "1.0"),
+        ("s + x", "s", "1.0"),
+        ("s + x * kv", "x", "float(kv)"),
+        ("s + 0.5 * s", "s", "1.0 + 0.5"),
+        ("x", "s", "0.0"),
+        ("s if q > kv else -inf", "s", "1.0 if q > kv else 0.0"),
+        ("tanh(s)", "s", "1.0 - tanh(s) * tanh(s)"),
+        ("s ** 2", "s", "2.0 * s"),
+        ("s ** 1", "s", "1.0"),
+        ("s ** 0", "s", "0.0"),
+        ("floor(s) + ceil(s)", "s", "0.0"),
+        ("s + one", "one", "1.0"),
+    ],
+)
+def test_derivatives_are_short(text: str, wrt: str, printed: str) -> None:
+    assert canonical(differentiate(score(text), wrt)) == printed
+
+
+def test_each_element_that_is_read_counts_once() -> None:
+    expr = score("t[q & 3] * t[q & 3] + t[kv & 3] + s")
+    pairs = differentiate_loads(expr, "t")
+    assert [canonical(load) for load, _ in pairs] == ["t[q & 3]", "t[kv & 3]"]
+    assert [canonical(slope) for _, slope in pairs] == ["t[q & 3] + t[q & 3]", "1.0"]
+    assert differentiate_loads(expr, "one") == ()
+    load = next(n for n in walk(expr) if isinstance(n, Load))
+    assert differentiate(expr, load) == pairs[0][1]
+
+
+def test_nothing_depends_on_an_unknown_name() -> None:
+    assert differentiate(score("s + 1.0"), "nope") == ZERO == Const(0.0, Type.FLOAT)

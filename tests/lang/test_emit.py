@@ -1,0 +1,371 @@
+"""Generated text: how it reads, and that Triton and C++ compute what the eager reference computes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.lang.check import compile_variant
+from attngen.lang.eager import evaluate
+from attngen.lang.emit import Binding, Emitted, TensorBinding, emit, emit_many
+from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var
+from attngen.lang.printing import canonical
+from attngen.lang.ranges import declared_ranges
+from attngen.lang.targets import Target
+from attngen.lang.variant import Scalar, Tensor, Variant
+from tests.lang import harness, randoms
+
+ROW, COLUMN = frozenset({"q"}), frozenset({"kv"})
+NAMES = {
+    **{name: Binding(name) for name in ("b", "h", "hk", "seqlen_q", "seqlen_k", "window", "dilation", "step")},
+    "q": Binding("q_index[:, None]", ROW),
+    "q_pos": Binding("q_position[:, None]", ROW),
+    "kv": Binding("kv_index[None, :]", COLUMN),
+    "s": Binding("s", ROW | COLUMN),
+}
+SCALARS = [
+    Scalar("window", "int32", min=1),
+    Scalar("dilation", "int32", min=1),
+    Scalar("step", "int32", max=-1),
+]
+TENSORS = [
+    Tensor("doc", "int32", ("b", "seqlen_k")),
+    Tensor("slope", "bf16", ("h",)),
+    Tensor("table", "fp32", (1024,)),
+    Tensor("pad", "bool", ("b", "seqlen_k")),
+    Tensor("cu", "int64", ("n",)),
+    Tensor("bias", "fp16"),
+]
+BOUND = {
+    t.name: TensorBinding(
+        f"{t.name}_ptr",
+        tuple(f"stride_{t.name}_{axis}" for axis in range(len(t.shape))),
+        tuple(f"{t.name}_extent" if e == "n" else str(e) for e in t.shape),
+        t.dtype,
+        t.shape,
+    )
+    for t in TENSORS
+}
+RANGES = declared_ranges(SCALARS, TENSORS)
+
+
+def variant(mask: str | None = None, score: str | None = None, let: dict[str, str] | None = None) -> Variant:
+    return compile_variant("v", mask, score, SCALARS, TENSORS, let)
+
+
+def text(expr: Expr, target: Target = Target.TRITON, **options: Any) -> Emitted:
+    return emit(expr, target, NAMES, BOUND, ranges=RANGES, **options)
+
+
+def mask(source: str, target: Target = Target.TRITON, **options: Any) -> Emitted:
+    return text(variant(source).mask, target, **options)
+
+
+def score(source: str, target: Target = Target.TRITON, **options: Any) -> Emitted:
+    found = variant(None, source).score
+    assert found is not None
+    return text(found, target, **options)
+
+
+# --- how it reads -----------------------------------------------------------------------------------------
+
+
+def test_a_mask_is_one_expression() -> None:
+    code = mask("q_pos >= kv")
+    assert code == Emitted((), (), "q_position[:, None] >= kv_index[None, :]", ROW | COLUMN)
+
+
+def test_what_is_used_twice_is_computed_once() -> None:
+    code = mask("0 <= q_pos - kv < window")
+    assert code.body == ("q_pos_minus_kv = q_position[:, None] - kv_index[None, :]",)
+    assert code.result == "(0 <= q_pos_minus_kv) & (q_pos_minus_kv < window)"
+
+
+def test_names_of_let_values_are_used() -> None:
+    v = variant("0 <= gap < window", None, {"gap": "q_pos - kv"})
+    code = text(v.mask, labels=v.labels, prefix="mask_")
+    assert code.body == ("mask_gap = q_position[:, None] - kv_index[None, :]",)
+
+
+def test_what_does_not_vary_along_the_keys_is_hoisted() -> None:
+    code = mask("kv // 64 == q_pos // 64 and kv < q_pos * 2 + 1")
+    assert code.hoisted == (
+        "q_pos_div_64 = q_position[:, None] >> 6",
+        "q_pos_times_2_plus_1 = q_position[:, None] * 2 + 1",
+    )
+    assert code.body == ()
+
+
+def test_loads_are_hoisted_predicated_and_share_a_base() -> None:
+    code = mask("q_pos >= kv and doc[b, q_pos] == doc[b, kv]")
+    assert code.hoisted == (
+        "doc_b = doc_ptr + b.to(tl.int64) * stride_doc_0",
+        "doc_q_pos = tl.load(",
+        "    doc_b + q_position[:, None].to(tl.int64) * stride_doc_1,",
+        "    mask=(q_position[:, None] >= 0) & (q_position[:, None] < seqlen_k),",
+        "    other=0,",
+        ")",
+    )
+    assert code.body == (
+        "doc_kv = tl.load(",
+        "    doc_b + kv_index[None, :].to(tl.int64) * stride_doc_1,",
+        "    mask=kv_index[None, :] < seqlen_k,",
+        "    other=0,",
+        ")",
+    )
+    assert code.result == "(q_position[:, None] >= kv_index[None, :]) & (doc_q_pos == doc_kv)"
+
+
+def test_alibi() -> None:
+    code = score("s + slope[h] * (kv - q_pos)")
+    assert code.hoisted == ("slope_h = tl.load(slope_ptr + h.to(tl.int64) * stride_slope_0).to(tl.float32)",)
+    assert code.result == "s + slope_h * (kv_index[None, :] - q_position[:, None]).to(tl.float32)"
+
+
+def test_a_proven_index_needs_no_predicate() -> None:
+    code = score("s + table[clamp(q_pos - kv + 512, 0, 1023)]")
+    assert "mask=" not in "".join(code.body)
+    assert "mask=" in "".join(score("s + table[q_pos - kv + 512]").body)
+
+
+def test_an_index_that_is_tested_is_named() -> None:
+    code = score("s + table[q_pos - kv + 512]")
+    assert code.body[0] == "q_pos_minus_kv_plus_512 = q_position[:, None] - kv_index[None, :] + 512"
+    assert "    mask=(q_pos_minus_kv_plus_512 >= 0) & (q_pos_minus_kv_plus_512 < 1024)," in code.body
+
+
+def test_conditions_guard_loads_that_vary_as_much() -> None:
+    code = mask("kv < window and doc[b, kv] == 1")
+    assert "    mask=kv_lt_window & (kv_index[None, :] < seqlen_k)," in code.body
+    code = mask("kv <= q_pos and doc[b, kv] == 1")  # would make a row of loads a tile of loads
+    assert "    mask=kv_index[None, :] < seqlen_k," in code.body
+    code = mask("(kv < window or doc[b, kv] == 1) and doc[b, kv] != 2")  # wanted outside the condition, too
+    assert "    mask=kv_index[None, :] < seqlen_k," in code.body
+    code = mask("window > 3 and doc[b, kv] == 1")
+    assert "    mask=True & window_gt_3 & (kv_index[None, :] < seqlen_k)," in code.body
+
+
+def test_a_bool_tensor_and_a_scalar_tensor() -> None:
+    assert mask("pad[b, kv]").body[-1] == ") != 0"
+    assert score("s + bias").hoisted == ("bias = tl.load(bias_ptr).to(tl.float32)",)
+    assert "int64" in "".join(mask("cu[b] + kv < 7").hoisted)
+
+
+def test_scalars_only() -> None:
+    names = {name: Binding(name) for name in ("q_lo", "q_hi", "window", "seqlen_k", "b")}
+    low = Op(
+        "max",
+        (Op("sub", (Var("q_lo", Type.INT), Var("window", Type.INT)), Type.INT), Const(0, Type.INT)),
+        Type.INT,
+    )
+    code = emit(low, Target.TRITON, names)
+    assert code == Emitted((), (), "tl.maximum(q_lo - window, 0)", frozenset())
+    found = Search(
+        "doc",
+        1,
+        (Var("b", Type.INT), Const(0, Type.INT)),
+        Var("q_lo", Type.INT),
+        True,
+        Var("seqlen_k", Type.INT),
+    )
+    code = emit(Op("min", (found, low), Type.INT), Target.TRITON, names, BOUND)
+    assert code.hoisted == (
+        "doc_after = first_at_least(doc_ptr + b.to(tl.int64) * stride_doc_0, stride_doc_1, seqlen_k, q_lo, True)",
+    )
+    assert code.body == ()
+
+
+def test_names_stay_clear_of_the_template() -> None:
+    code = mask("0 <= q_pos - kv < window", taken=["q_pos_minus_kv"])
+    assert code.body[0].startswith("q_pos_minus_kv_2 = ")
+    code = emit(
+        variant("0 <= q_pos - kv < window").mask,
+        Target.TRITON,
+        {**NAMES, "window": Binding("q_pos_minus_kv")},
+    )
+    assert code.body[0].startswith("q_pos_minus_kv_2 = ")
+
+
+def test_several_expressions_share() -> None:
+    v = variant("q_pos - kv < window", "s - (q_pos - kv)")
+    assert v.score is not None
+    code = emit_many([v.mask, v.score], Target.TRITON, NAMES, ranges=RANGES)
+    assert code.body == ("q_pos_minus_kv = q_position[:, None] - kv_index[None, :]",)
+    assert code.results == ("q_pos_minus_kv < window", "s - q_pos_minus_kv.to(tl.float32)")
+
+
+@pytest.mark.parametrize(
+    ("source", "plain"),
+    [
+        ("kv // dilation", "kv_index[None, :] // dilation"),
+        ("kv % dilation", "kv_index[None, :] % dilation"),
+        ("(kv - q_pos) // 8", "kv_index[None, :] - q_position[:, None] >> 3"),
+        ("(kv - q_pos) % 8", "kv_index[None, :] - q_position[:, None] & 7"),
+    ],
+)
+def test_plain_division_where_it_is_right(source: str, plain: str) -> None:
+    assert mask(f"{source} == 0").result == f"{plain} == 0"
+
+
+def test_floor_division_of_what_may_be_negative() -> None:
+    code = mask("(kv - q_pos) % dilation == 0")
+    assert code.body[1] == "remainder = kv_minus_q_pos % dilation"
+    assert code.result == "tl.where(remainder < 0, remainder + dilation, remainder) == 0"
+    code = mask("kv % step == 0")
+    assert "((remainder < 0) != (step < 0))" in code.result
+
+
+def test_int64_where_int32_may_overflow() -> None:
+    assert "q_position[:, None].to(tl.int64) - step" in "".join(mask("kv > q_pos - step - 1").hoisted)
+
+
+def test_fast_math() -> None:
+    assert "tanh.approx.f32" in score("20 * tanh(s / 20)", fast_math=True).result
+    exact = score("20 * tanh(s / 20)").result
+    assert exact == "20.0 * (1.0 - 2.0 / (tl.exp2(2.8853900817779268 * (s / 20.0)) + 1.0))"
+    assert "tanh_approx(" in score("20 * tanh(s / 20)", Target.CUDA, fast_math=True).result
+
+
+def test_powers() -> None:
+    assert score("s ** 2").result == "s * s"
+    assert score("s ** 5").body == ("square = s * s", "square_2 = square * square")
+    assert score("s ** 5").result == "s * square_2"
+    assert score("(abs(s) + 1) ** -1").result.startswith("1.0 / ")
+    assert score("abs(s) ** 0.5").result.startswith("tl.sqrt(")
+    assert "tl.exp2(1.5 * tl.log2(" in score("abs(s) ** 1.5").result
+
+
+def test_cuda_declares_types() -> None:
+    code = mask("0 <= q_pos - kv < window and pad[b, kv]", Target.CUDA)
+    assert "const int q_pos_minus_kv = " in "\n".join(code.body)
+    assert "const bool pad_kv = " in "\n".join(code.body)
+    assert "const float slope_h = __bfloat162float(slope_ptr[" in score("s + slope[h]", Target.CUDA).hoisted[0]
+    assert "const float bias = __half2float(*bias_ptr);" in score("s + bias", Target.CUDA).hoisted
+
+
+def test_a_name_without_a_binding() -> None:
+    with pytest.raises(KeyError):
+        emit(Var("nope", Type.INT), Target.TRITON, NAMES)
+    with pytest.raises(KeyError):
+        emit(Load("nope", (), Type.INT), Target.TRITON, NAMES)
+
+
+@pytest.mark.parametrize("target", list(Target))
+@pytest.mark.parametrize("op", list(OPERATORS))
+def test_every_operator_has_a_form(op: str, target: Target) -> None:
+    types = {
+        **dict.fromkeys(("and", "or", "xor", "not", "to_int"), Type.BOOL), "to_float": Type.INT,
+        **dict.fromkeys(("floordiv", "mod", "bitand", "bitor", "bitxor", "invert", "lshift", "rshift"), Type.INT),
+    }  # fmt: skip
+    kind = types.get(op, Type.FLOAT)
+    args: tuple[Expr, ...] = tuple(Var(name, kind) for name in ("x", "y", "z")[: OPERATORS[op].arity[0]])
+    if op == "select":
+        args = (Var("c", Type.BOOL), *args[1:])
+    if op == "pow":
+        args = (args[0], Const(2.5, Type.FLOAT))
+    node = Op(op, args, OPERATORS[op].result or kind)
+    code = emit(node, target, {name: Binding(name) for name in "xyzc"})
+    assert code.result
+    if target is Target.TRITON:
+        ast.parse("\n".join([*code.hoisted, *code.body, code.result]))
+
+
+# --- what it computes -------------------------------------------------------------------------------------
+
+
+def check(exprs: list[Expr], results: list[torch.Tensor]) -> None:
+    """Compare with the eager reference; where float32 and float64 already differ, there is nothing to compare."""
+    for seed, (expr, found) in enumerate(zip(exprs, results, strict=True)):
+        env = {**randoms.indices(), **randoms.scalars(seed), "s": randoms.logits(seed)}
+        tensors = randoms.tensors(seed)
+        wanted = torch.broadcast_to(evaluate(expr, env, tensors), found.shape)
+        if expr.type is Type.FLOAT:
+            exact = torch.broadcast_to(evaluate(expr, env, tensors, torch.float64), found.shape)
+            stable = torch.isclose(wanted.double(), exact, rtol=1e-3, atol=1e-3, equal_nan=True)
+            close = torch.isclose(found, wanted, rtol=2e-3, atol=2e-3, equal_nan=True)
+            assert bool((close | ~stable).all()), canonical(expr)
+        else:
+            assert torch.equal(found, wanted.to(torch.int64)), canonical(expr)
+
+
+def expressions(start: int, count: int) -> list[Expr]:
+    kinds = ["mask", "int", "float"]
+    return [
+        randoms.expression(start + i, kind=kinds[i % 3], depth=3, logit=kinds[i % 3] == "float") for i in range(count)
+    ]
+
+
+def special() -> list[Expr]:
+    """NaN, infinities and the ends of every function, which random expressions seldom meet."""
+    s, kv = "(s * (inf - inf) if kv < 3 else s)", "(inf if kv == 4 else -inf if kv == 5 else s)"
+    texts = [
+        f"min({s}, 0.5)", f"max(0.5, {s})", f"clamp({s}, -1, 1)", f"float({s} < 0.5)", f"float({s} != {s})",
+        f"float(not {s} >= 0.5)", f"float({s} == 0.5)", f"tanh({kv})", f"exp(min({kv}, 9))", f"sigmoid({kv})",
+        f"exp2(-abs({kv}))",
+        f"max({kv}, -1)", f"log(max({kv}, 0.0))", "1e-40 * s * 1e38", "s if kv < 8 else -inf",
+        "float(flag) + float(flag and kv < window) + float(not flag or pad[b, kv])",
+        "float(gain > 0 and kv < 9) + float(not (gain > 0 or kv < 9)) + float((gain > 0) == (kv < 9))",
+        "(wide[h, kv] if gain > 0 and flag else 2.0) + (wide[h, kv + 1] if kv + 1 < seqlen_k and h > 1 else 3.0)",
+        "float(kv * 2147483647 > 5) + float(shift + 1 > shift) + float(abs(shift) >= 0) + float(-shift < 0)",
+        "(s - 0.5) ** 7 + 2 ** 3 + floor(-0.5) + log2(8) + (tanh(1) if True else s)",
+        "float(-kv // 3) + float(-kv % 3) + float(-kv // -4) + float(kv % -4)",
+        "float((kv - 9) // 4) + float((kv - 9) % 4) + float((kv - 9) // window) + float((kv - 9) % window)",
+    ]  # fmt: skip
+    found = []
+    for source in texts:
+        expr = randoms.declare(source, "float").score
+        assert expr is not None
+        found.append(expr)
+    return found
+
+
+def test_triton_agrees_with_eager(tmp_path: Path) -> None:
+    exprs = expressions(0, 36) + special()
+    check(exprs, harness.run_triton(exprs, tmp_path))
+
+
+@pytest.mark.skipif(harness.compiler() is None, reason="no g++ on this machine")
+def test_cuda_text_agrees_with_eager(tmp_path: Path) -> None:
+    exprs = expressions(1000, 240) + special()
+    check(exprs, harness.run_cxx(exprs, tmp_path))
+
+
+def test_triton_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is lenient; the compiler types every operator."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    exprs = [e for e in expressions(3000, 12) if e.type is Type.FLOAT] + special()
+    emitted = emit_many(
+        exprs,
+        Target.TRITON,
+        harness.triton_bindings(),
+        harness.tensor_bindings(),
+        ranges=harness.RANGES,
+        fast_math=True,
+    )
+    path = tmp_path / "compiled.py"
+    path.write_text(harness.triton_module(harness.triton_kernel("kernel", exprs, emitted)))
+    spec = importlib.util.spec_from_file_location("compiled", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    source = ASTSource(module.kernel, harness.triton_signature(), constexprs={})
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert "tanh.approx.f32" in built.asm["ptx"]
+
+
+def test_infinity_is_written_in_both_languages() -> None:
+    infinite = Const(-math.inf, Type.FLOAT)
+    assert emit(infinite, Target.TRITON, {}).result == 'float("-inf")'
+    assert emit(infinite, Target.CUDA, {}).result == "-kInfinity"
+    assert emit(Const(-(2**31), Type.INT), Target.CUDA, {}).result == "(-2147483647 - 1)"

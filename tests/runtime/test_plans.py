@@ -1,0 +1,73 @@
+"""What plans write, the runtime can launch: every parameter of real plans, for all presets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen.compile.parameters import triton_parameters
+from attngen.plan import plan
+from attngen.runtime.module import Kernel
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.spec import expand, load_spec_text, preset_names
+from tests.runtime.hand_masks import arguments
+from tests.runtime.support import FakeDriver
+
+_SPANS = {0: 0, 32: 1, 64: 2, 128: 3}
+
+
+def planned(text: str) -> list[Kernel]:
+    """Return the kernels of a spec as if they had been compiled; the cubin of each is its manifest."""
+    kernels = []
+    for spec in expand(load_spec_text("schema: 1\npackage: planned\narch: [sm90a]\n" + text)):
+        made = plan(spec)
+        manifest = made.to_dict()
+        manifest["parameters"] = _parameters(made.arguments)
+        if made.classifier is not None:
+            manifest["classifier"]["parameters"] = _parameters(made.classifier.arguments)
+        manifest["resources"] = {"shared_memory": 65536}
+        image = json.dumps(manifest).encode()
+        kernels.append(Kernel(manifest, lambda image=image: image, origin="planned"))
+    return kernels
+
+
+def _parameters(planned_arguments: Any) -> list[dict[str, Any]]:
+    rows = [argument.to_dict() for argument in planned_arguments]
+    metadata = []
+    for row in rows:
+        if row["kind"] == "descriptor":
+            span = next((s for s in (128, 64, 32) if row["box"][-1] * 2 >= s), 0)
+            box = [*row["box"][:-1], min(row["box"][-1], span // 2 if span else 256)]
+            metadata.append({"block_size": box, "swizzle": _SPANS[span]})
+    return triton_parameters(rows, metadata)
+
+
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@pytest.mark.parametrize("name", preset_names())
+def test_each_preset_launches_what_the_reference_computes(gpu: FakeDriver, name: str, loads: str) -> None:
+    dim = 80 if loads == "descriptor" else 64  # 80 columns come in two blocks, each with a descriptor
+    kernels = planned(f"kernels:\n  - {{variant: {name}, head_dim: {dim}, loads: {loads}, layout: [dense, varlen]}}\n")
+    registry.add(package_of_kernels(kernels, "plans"))
+    given = arguments(name, 2, 4, 40, 70)
+    q = torch.randn(2, 40, 4, dim).bfloat16()
+    k, v = (torch.randn(2, 70, 2, dim).bfloat16() for _ in range(2))
+    used = torch.tensor([70, 31], dtype=torch.int32)
+    for options in ({}, {"seqused_k": used}):
+        _same(attngen.attention, (q, k, v), variant=name, **options, **given)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 70], [0, 70, 103]))
+    packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_q, cu_k, 40, 70)
+    _same(attngen.attention_varlen, packed, variant=name, **given)
+    assert len(gpu.launches) in (3, 6)
+
+
+def _same(function: Any, tensors: Any, **options: Any) -> None:
+    ours, lse = function(*tensors, return_lse=True, **options)
+    theirs, wanted = function(*tensors, return_lse=True, backend="reference", **options)
+    rows = 70 if function is attngen.attention_varlen else ours.shape[0]  # behind the last sequence: unspecified
+    torch.testing.assert_close(ours[:rows], theirs[:rows], rtol=0, atol=0)
+    lse, wanted = (x[:, :rows] if rows == 70 else x for x in (lse, wanted))
+    torch.testing.assert_close(lse, wanted, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,44 @@
+"""What ``import attngen`` brings along: nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import attngen
+
+HEAVY = ("torch", "triton", "cupy", "jinja2", "pydantic", "yaml", "numpy", "cuda")
+BUILD_ONLY = ("triton", "cupy", "jinja2", "pydantic", "yaml")
+
+
+def _imported(code: str, names: tuple[str, ...]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint(*(n for n in {names!r} if n in sys.modules))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def test_import_is_light() -> None:
+    assert _imported("import attngen", HEAVY) == ""
+
+
+def test_a_call_imports_no_part_of_the_build() -> None:
+    code = (
+        "import attngen, torch\n"
+        "assert attngen.attention and attngen.load and attngen.debug and attngen.tile_map and attngen.explain\n"
+        "from attngen.lang.check import compile_variant\n"
+        "q = torch.zeros(1, 2, 1, 16)\n"
+        "attngen.attention(q, q, q, variant=compile_variant('causal', 'q_pos >= kv'))"
+    )
+    found = set(_imported(code, BUILD_ONLY).split())
+    assert not found - {"triton"}, "torch itself may import triton"
+
+
+def test_names() -> None:
+    assert set(attngen.__all__) <= set(dir(attngen))
+    assert attngen.errors.CallError
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        attngen.atention  # noqa: B018

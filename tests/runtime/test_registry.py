@@ -1,0 +1,187 @@
+"""Where variants come from: order of the search, ambiguity, broken kernels, specs that changed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen.errors import CallError, LoadError, NoKernelError
+from attngen.runtime import registry as registry_module
+from attngen.runtime.registry import BrokenKernelWarning, Package, SpecChangedWarning, package_of_kernels, registry
+from attngen.store import Store
+from attngen.store.index import Index, IndexEntry, write_index
+from tests.runtime.support import kernel, manifest_of, variant, window_variant, write_kernel
+
+
+def package(name: str, *variants: Any) -> Package:
+    return package_of_kernels([kernel(v, package=name) for v in variants], "memory")
+
+
+def build(name: str, *variants: Any, inputs: dict[str, str] | None = None) -> Store:
+    """Put kernels and an index where a build puts them."""
+    store = Store()
+    entries = []
+    for i, chosen in enumerate(variants):
+        manifest = manifest_of(chosen, package=name)
+        key = sha256(f"{name}{i}{chosen.name}".encode()).hexdigest()
+        write_kernel(store.path(key), manifest)
+        entries.append(IndexEntry(manifest["name"], key, chosen.name, "sm90a", "triton"))
+    write_index(store, Index(name, "/spec.yaml", "hash", inputs or {}, tuple(entries)))
+    return store
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *points: Any) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda group: list(points) if group == "attngen.kernels" else [])
+
+
+def point(name: str, found: Any) -> Any:
+    return SimpleNamespace(name=name, load=lambda: found)
+
+
+def test_loaded_before_installed_before_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    build("own", variant())
+    assert registry.find("causal").package == "own"
+    write_kernel(tmp_path / "wheel" / "kernels" / "k0", manifest_of(variant(), package="shipped"))
+    install(monkeypatch, point("shipped", tmp_path / "wheel"))
+    registry.refresh()
+    assert registry.find("causal").package == "shipped"
+    write_kernel(tmp_path / "given" / "k0", manifest_of(variant(), package="given"))
+    assert attngen.load(tmp_path / "given").variants == ("causal",)
+    assert registry.find("causal").package == "given"
+    assert registry.find("own/causal").package == "own"
+    assert registry.find("causal", "shipped").package == "shipped"
+    assert [(rank, p.name) for rank, p in registry.packages()] == [
+        ("loaded", "given"), ("installed", "shipped"), ("built", "own"),
+    ]  # fmt: skip
+
+
+def test_a_name_that_two_packages_of_one_rank_have_is_ambiguous() -> None:
+    build("one", variant())
+    build("two", variant(), window_variant())
+    with pytest.raises(
+        CallError, match="'causal' is ambiguous: 2 built packages have it; say 'one/causal', 'two/causal'"
+    ):
+        registry.find("causal")
+    assert registry.find("one/causal").package == "one"
+    assert registry.find("window").package == "two"
+    with pytest.raises(CallError, match="names package 'one', but package='two' was passed"):
+        registry.find("one/causal", "two")
+
+
+def test_an_unknown_name_lists_what_there_is() -> None:
+    with pytest.raises(
+        NoKernelError, match="(?s)no kernel of variant 'causal' is built\n  built: nothing.*- variant: causal"
+    ):
+        registry.find("causal")
+    registry.add(package("mine", variant(), window_variant()))
+    with pytest.raises(
+        NoKernelError, match="'windw' is built; did you mean 'window'\\?\n  built: mine/causal, mine/window"
+    ):
+        registry.find("windw")
+    with pytest.raises(NoKernelError, match="variant 'causal' is built in package 'other'"):
+        registry.find("other/causal")
+
+
+def test_load_takes_folders_and_indexes(tmp_path: Path) -> None:
+    folder = write_kernel(tmp_path / "k", manifest_of(variant()))
+    for path in (folder, tmp_path):
+        assert attngen.load(path).name == "mine"
+    store = build("own", window_variant())
+    assert attngen.load(store.root / "builds" / "own.json").variants == ("window",)
+    assert registry.find("window").kernels[0].variant == window_variant()
+
+
+def test_load_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="does not exist"):
+        attngen.load(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LoadError, match="holds no kernel"):
+        attngen.load(tmp_path / "empty")
+    write_kernel(tmp_path / "mixed" / "a", manifest_of(variant(), package="a"))
+    write_kernel(tmp_path / "mixed" / "b", manifest_of(variant(), package="b"))
+    with pytest.raises(LoadError, match=r"several packages \(a, b\); load them one by one"):
+        attngen.load(tmp_path / "mixed")
+    write_kernel(tmp_path / "old", {**manifest_of(variant()), "format": 99})
+    with pytest.raises(LoadError, match="manifest format 99, but this version of attngen reads format 1"):
+        attngen.load(tmp_path / "old")
+    lacking = manifest_of(variant())
+    del lacking["tile_m"]
+    write_kernel(tmp_path / "lacking", lacking)
+    with pytest.raises(LoadError, match="the manifest lacks 'tile_m'"):
+        attngen.load(tmp_path / "lacking")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "manifest.json").write_text("{")
+    with pytest.raises(LoadError, match="cannot be read"):
+        attngen.load(tmp_path / "odd")
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(LoadError, match="is no index of a build"):
+        attngen.load(tmp_path / "x.json")
+
+
+def test_a_broken_package_does_not_disable_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_kernel(tmp_path / "k0", manifest_of(variant(), package="good"))
+    install(monkeypatch, point("bad", tmp_path / "nowhere"), point("good", lambda: tmp_path))
+    with pytest.warns(BrokenKernelWarning, match="installed package 'bad'"):
+        assert registry.find("causal").package == "good"
+
+
+def test_a_broken_kernel_is_passed_over() -> None:
+    store = build("own", variant(), variant())
+    first = json.loads((store.root / "builds" / "own.json").read_text())["kernels"][0]["key"]
+    (store.path(first) / "manifest.json").write_text("{")
+    with pytest.warns(BrokenKernelWarning, match="package 'own': .*cannot be read"):
+        assert len(registry.find("causal").kernels) == 1
+
+
+def test_a_damaged_variant_is_a_load_error(tmp_path: Path) -> None:
+    manifest = manifest_of(variant())
+    manifest["variant"]["mask"] = "q_pos >= nonsense"
+    package_ = attngen.load(write_kernel(tmp_path / "k", manifest))
+    with pytest.raises(LoadError, match="the manifest's variant cannot be read"):
+        _ = package_.kernels("causal")[0].variant
+
+
+def test_a_changed_spec_warns_once(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("schema: 1\n")
+    build("own", variant(), window_variant(), inputs={str(spec): sha256(spec.read_bytes()).hexdigest()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registry.find("causal")
+    registry.clear()
+    spec.write_text("schema: 1\n# edited\n")
+    with pytest.warns(SpecChangedWarning, match="spec.yaml has changed since package 'own' was built"):
+        registry.find("causal")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registry.find("window")
+    registry.clear()
+    spec.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registry.find("causal")
+
+
+def test_generations_tell_that_answers_may_have_changed() -> None:
+    before = registry.generation
+    registry.add(package("mine", variant()))
+    assert registry.generation > before
+    assert registry_module.RANKS == ("loaded", "installed", "built")
+
+
+def test_a_call_on_the_cpu_needs_the_manifest_only() -> None:
+    store = build("own", window_variant())
+    for cubin in store.root.glob("kernels/*/kernel.cubin"):
+        cubin.unlink()
+    q = torch.randn(1, 5, 2, 16)
+    ours = attngen.attention(q, q, q, variant="window", window=2)
+    assert torch.equal(ours, attngen.attention(q, q, q, variant=window_variant(), window=2))

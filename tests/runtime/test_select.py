@@ -1,0 +1,165 @@
+"""Which kernel takes a call, and the error where none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import attngen
+from attngen.errors import NoKernelError
+from attngen.runtime.registry import package_of_kernels, registry
+from tests.runtime.support import FakeDriver, bias_variant, kernel, kernel_of, manifest_of, variant, window_variant
+
+
+def install(*kernels: Any) -> None:
+    registry.add(package_of_kernels(kernels, "memory"))
+
+
+def tensors(dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.randn(2, 40, 2, dim).to(dtype) for _ in range(3)]
+
+
+def chosen(*args: Any, **options: Any) -> str:
+    found = attngen.explain(*args, variant="causal", **options).kernel
+    assert found is not None
+    return found.name
+
+
+def test_descriptors_first_then_order(gpu: FakeDriver) -> None:
+    install(
+        kernel(variant(), name="first"), kernel(variant(), name="second"),
+        kernel(variant(), name="tma", loads="descriptor"), kernel(variant(), name="old", arch="sm80"),
+    )  # fmt: skip
+    q, k, v = tensors()
+    assert chosen(q, k, v) == "tma"
+    expanded = k[:, :1].expand(-1, 40, -1, -1)
+    assert chosen(q, expanded, v) == "first"
+    explanation = attngen.explain(q, expanded, v, variant="causal")
+    assert explanation.rejected == [
+        ("mine/tma", "k is expanded along axis 1 (stride 0), which a TMA descriptor cannot express")
+    ]
+    assert "not mine/tma: k is expanded" in str(explanation)
+    assert explanation.to_dict()["kernel"] == "mine/first"
+    assert not gpu.launches
+
+
+def test_the_architecture_decides(gpu: FakeDriver) -> None:
+    install(kernel(variant(), name="hopper"), kernel(variant(), name="ampere", arch="sm80", shared_memory=110_000))
+    assert chosen(*tensors()) == "hopper"
+    gpu.compute_capability, gpu.most_shared = 80, 163 * 1024
+    assert chosen(*tensors()) == "ampere"
+    gpu.compute_capability, gpu.most_shared = 86, 99 * 1024
+    explanation = attngen.explain(*tensors(), variant="causal")
+    assert explanation.kernel is None
+    assert "it is built for sm90a only, device 0 is sm86" in explanation.reason
+    assert "it needs 110000 B of shared memory, a block of device 0 has 101376 B" in explanation.reason
+
+
+def test_an_old_driver_is_named(gpu: FakeDriver) -> None:
+    install(kernel(variant()))
+    gpu.cuda_version = 12080
+    with pytest.raises(NoKernelError, match=r"needs a driver for CUDA 13\.0, this one is for CUDA 12\.8; update"):
+        attngen.attention(*tensors(), variant="causal")
+
+
+def test_backends(gpu: FakeDriver) -> None:
+    install(kernel(variant(), name="t"), kernel(variant(), name="c", backend="cuda"))
+    assert chosen(*tensors()) == "c"
+    assert chosen(*tensors(), backend="triton") == "t"
+    assert attngen.explain(*tensors(), variant="causal", backend="reference").runs == "reference"
+
+
+def test_alignment(gpu: FakeDriver) -> None:
+    install(kernel(variant(), name="wide"), kernel(variant(), name="narrow", align=2))
+    q, k, v = tensors()
+    assert chosen(q, k, v) == "wide"
+    assert chosen(torch.randn(2, 40, 2, 68).bfloat16()[..., :64], k, v) == "narrow"
+    assert chosen(q, k, torch.randn(2 * 40 * 2 * 64 + 1).bfloat16()[1:].view(v.shape)) == "narrow"
+    # An axis of extent 1 may have any stride.
+    assert chosen(q[:1].as_strided((1, 40, 2, 64), (3, 128, 64, 1)), k[:1], v[:1]) == "wide"
+
+
+def test_constants_choose(gpu: FakeDriver) -> None:
+    install(
+        kernel(window_variant("causal", const=128), name="w128"),
+        kernel(window_variant("causal", const=256), name="w256"),
+    )
+    assert chosen(*tensors()) == "w128"
+
+
+def test_the_error_lists_each_candidate_and_valid_yaml(gpu: FakeDriver) -> None:
+    install(
+        kernel(variant(), name="half", dtype="fp16"), kernel(variant(), name="packed", layout="varlen"),
+        kernel(variant(), name="small", head_dim=32), kernel(variant(), name="back", direction="backward"),
+        kernel(variant(), name="tma", loads="descriptor"),
+    )  # fmt: skip
+    q, k, v = tensors()
+    with pytest.raises(NoKernelError) as caught:
+        attngen.attention(q, k[:, :1].expand(-1, 40, -1, -1), v, variant="causal")
+    text = str(caught.value)
+    for line in (
+        "no kernel takes this call: causal, forward, dense, bf16, head_dim 64, on sm90",
+        "  mine/half: dtype is fp16, the call has bf16",
+        "  mine/packed: layout is varlen, the call has dense",
+        "  mine/small: head_dim of q and k is 32, the call has 64",
+        "  mine/back: it is a backward kernel",
+        "  mine/tma: k is expanded along axis 1 (stride 0), which a TMA descriptor cannot express",
+    ):
+        assert line in text.splitlines()
+    lines = text.partition("run 'attngen build':\n")[2]
+    added = yaml.safe_load(lines)
+    assert added["arch"] == ["sm90a"]
+    assert added["kernels"] == [
+        {"variant": "causal", "head_dim": 64, "dtype": "bf16", "layout": "dense", "loads": "pointer"}
+    ]
+
+
+def test_the_yaml_builds_what_is_missing(gpu: FakeDriver) -> None:
+    from attngen.spec import expand, load_spec_text
+
+    install(kernel(variant()))
+    q, _, v = tensors(dim=32)
+    with pytest.raises(NoKernelError) as caught:
+        attngen.attention(q, torch.randn(2, 40, 2, 33).bfloat16()[..., :32], v[..., :16], variant="causal")
+    lines = str(caught.value).partition("run 'attngen build':\n")[2]
+    text = "schema: 1\npackage: mine\n" + "\n".join(line.removeprefix("  ") for line in lines.splitlines())
+    (added,) = expand(load_spec_text(text))
+    assert (added.arch, added.dtype, added.head_dim_qk, added.head_dim_v) == ("sm90a", "bf16", 32, 16)
+    assert (added.loads, added.alignment) == ("pointer", 2)
+
+
+def test_a_kernel_that_was_built_since_is_found(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(kernel(variant(), dtype="fp16"))
+    from attngen.runtime import registry as registry_module
+
+    later = package_of_kernels([kernel(variant("later"), package="theirs")], "disk")
+    monkeypatch.setattr(registry_module, "built_packages", dict)
+    with pytest.raises(NoKernelError, match="no kernel of variant 'later' is built"):
+        attngen.attention(*tensors(), variant="later")
+    monkeypatch.setattr(registry_module, "built_packages", lambda: {"theirs": later})
+    attngen.attention(*tensors(), variant="later")
+    assert len(gpu.launches) == 1
+
+
+def test_tensors_of_a_variant_without_a_stride_must_be_contiguous(gpu: FakeDriver) -> None:
+    manifest = manifest_of(bias_variant())
+    rows = manifest["parameters"]
+    rows[:] = [row for row in rows if (row["kind"], row.get("of"), row["axis"]) != ("stride", "tensor:table", 1)]
+    install(kernel_of(manifest))
+    table = torch.randn(2, 9)
+    options: dict[str, Any] = {"variant": "bias", "limit": 3, "radius": 4}
+    attngen.attention(*tensors(), table=table, **options)
+    with pytest.raises(
+        NoKernelError, match=r"last dimension of 'table' is not contiguous \(stride 2\), as this kernel needs"
+    ):
+        attngen.attention(*tensors(), table=table.t().contiguous().t(), **options)
+
+
+def test_a_grid_has_a_limit(gpu: FakeDriver) -> None:
+    install(kernel(variant(), align=2))
+    q, k, v = (t[:1, :1, :1].expand(2**19, 2**10, 2**8, -1) for t in tensors())
+    with pytest.raises(NoKernelError, match="would need 2147483648 blocks, a grid has at most 2147483647"):
+        attngen.attention(q, k, v, variant="causal")
