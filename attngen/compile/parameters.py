@@ -96,8 +96,7 @@ def place_parameters(name: str, parameters: Sequence[Parameter], places: Sequenc
     if len(places) != len(parameters):
         raise CompileError(f"{name}: {len(parameters)} parameters were planned, but the cubin has {len(places)}")
     for parameter, (offset, size) in zip(parameters, places, strict=True):
-        if size != _expected(parameter).size:
-            raise CompileError(
-                f"{name}: parameter '{parameter['name']}' takes {_expected(parameter).size} B, but {size} B in the cubin"
-            )
+        planned = _expected(parameter).size
+        if size != planned:
+            raise CompileError(f"{name}: parameter '{parameter['name']}' takes {planned} B, but {size} B in the cubin")
         parameter["offset"] = offset

@@ -26,6 +26,15 @@ _CALLS = {
     "tanh": "tanhf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "sin": "sinf", "cos": "cosf", "tan": "tanf",
     "sigmoid": "sigmoid", "silu": "silu",
 }  # fmt: skip
+_RESERVED = frozenset((
+    "alignas", "alignof", "asm", "auto", "bool", "break", "case", "catch", "char", "class", "const",
+    "constexpr", "continue", "decltype", "default", "delete", "do", "double", "else", "enum", "explicit",
+    "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline", "int", "long", "mutable",
+    "namespace", "new", "noexcept", "nullptr", "operator", "private", "protected", "public", "register",
+    "return", "short", "signed", "sizeof", "static", "struct", "switch", "template", "this", "throw",
+    "true", "try", "typedef", "typename", "union", "unsigned", "using", "virtual", "void", "volatile",
+    "while",
+))  # fmt: skip
 _FAST = {"tanh": "tanh_approx", "exp": "__expf", "log": "__logf"}
 _FROM = {"bf16": "__bfloat162float", "fp16": "__half2float"}
 
@@ -34,6 +43,7 @@ class CudaDialect(Dialect):
     """CUDA's table."""
 
     atom = _ATOM
+    reserved = _RESERVED
 
     def constant(self, node: Const) -> Piece:
         if node.type is Type.BOOL:

@@ -67,8 +67,8 @@ class _Derivative:
             case "min" | "max":
                 return self._extremum(node)
             case "add" | "sub":
-                a, b = (self.of(arg) for arg in node.args)
-                return _sum(a, b if node.op == "add" else _neg(b))
+                da, db = (self.of(arg) for arg in node.args)
+                return _sum(da, db if node.op == "add" else _neg(db))
             case "mul":
                 a, b = node.args
                 return _sum(_times(self.of(a), b), _times(self.of(b), a))

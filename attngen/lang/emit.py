@@ -160,7 +160,7 @@ class _Emission:
         self._axes: dict[Expr, frozenset[str]] = {}
         self._pieces: dict[Expr, Piece] = {}
         self._bases: dict[tuple[str, ...], str] = {}
-        self._taken = {*taken, *_words(names, tensors)}
+        self._taken = {*taken, *_words(names, tensors), *self.dialect.reserved}
         self.usage = Usage(roots, self.axes)
 
     # --- what is known of a node --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, walk
 from attngen.lang.simplify import Linear, integer, linear, make
 
 #: Limits of the search for a proof: replacements in a row, sums looked at, size of an expression.
-_DEPTH, _STEPS, _NODES = 5, 300, 120
+_DEPTH, _STEPS, _NODES = 5, 60, 60
 
 
 def _plus(name: str, constant: int = 0) -> Expr:
@@ -73,13 +73,15 @@ class Proof:
             return True
         if depth == 0 or self._steps < 0:
             return False
+        if any(self._nonnegative(reduced, depth - 1) for reduced in self._cancelled(total, depth)):
+            return True
         for term, coefficient in total.terms.items():
             rest = Linear({t: c for t, c in total.terms.items() if t != term}, total.constant)
             for alternatives in self._replacements(term, coefficient, depth):
                 sums = (rest.plus(linear(e, expand=True), c) for e, c in alternatives)
                 if all(self._nonnegative(s, depth - 1) for s in sums):
                     return True
-        return any(self._nonnegative(reduced, depth - 1) for reduced in self._cancelled(total, depth))
+        return False
 
     def _least(self, total: Linear) -> float:
         least: float = total.constant

@@ -64,8 +64,9 @@ def attention(
     current stream and does not wait. Raises CallError for arguments that are wrong or disagree, and NoKernelError,
     which lists every candidate and its reason, if no kernel takes the call.
     """
-    return _attend(
-        q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, tile_map, arguments
+    call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
+    return call(
+        q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments, tile_map
     )
 
 
@@ -95,12 +96,19 @@ def attention_varlen(
     it would wait for the GPU. Rows behind the last sequence are unspecified.
     """
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend(
-        q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, tile_map, arguments
+    call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
+    return call(
+        q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, arguments, tile_map
     )
 
 
-def _attend(
+def _traced(*given: Any) -> Any:
+    from attngen.runtime import operators
+
+    return operators.call(*given)
+
+
+def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -112,14 +120,11 @@ def _attend(
     layout: str,
     backend: str | None,
     package: str | None,
-    tile_map: TileMap | None,
     arguments: Mapping[str, Any],
+    tile_map: TileMap | None,
 ) -> Any:
+    """Run a call now, whether it comes from a program or from an operator. ``packing`` is None for a dense call."""
     given = (q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments)
-    if torch.compiler.is_compiling() or _is_traced(q):
-        from attngen.runtime import operators
-
-        return operators.call(*given, tile_map)
     if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in _PLAIN and type(v) in _PLAIN):
         call, found = _bind(*given)
         if debugging.active():
@@ -182,7 +187,8 @@ def _find(variant: str | Variant, package: str | None) -> Found:
         try:
             return registry.find(variant, package)
         except NoKernelError:
-            registry.refresh()  # it may have been built since
+            if not registry.refresh_if_built():
+                raise
             return registry.find(variant, package)
     kernels: tuple[Kernel, ...] = ()
     for _, candidate in registry.packages():
@@ -229,7 +235,7 @@ def _bind(
 
 
 def _request(call: Call, addresses: Sequence[int], backend: str | None, arguments: Mapping[str, Any]) -> Request:
-    """Return what selection looks at; ``addresses`` as ``_attend`` lists them."""
+    """Return what selection looks at; ``addresses`` as ``run`` lists them."""
     names = _tensor_names(arguments)
     known = dict(zip(("q", "k", "v"), addresses, strict=False))
     known |= {f"tensor:{name}": address for name, address in zip(names, addresses[9:], strict=True)}
@@ -270,7 +276,8 @@ def _prepare(
         try:
             kernel, _ = _choose(found, request)
         except NoKernelError:
-            registry.refresh()  # it may have been built since
+            if not registry.refresh_if_built():
+                raise
             kernel, _ = _choose(_find(variant, package), request)
     kept = variant if isinstance(variant, Variant) else None
     return PreparedCall(call, kernel, _tensor_names(arguments), drivers.current(), _index(call), kept)

@@ -27,7 +27,7 @@ class Frame:
     The views share one block of memory and write numbers of one size each; indices count elements of that size.
     """
 
-    __slots__ = ("_buffer", "_pointers", "address", "bytes", "float32", "int32", "int64", "int8", "words")
+    __slots__ = ("_buffer", "_pointers", "address", "bytes", "float32", "int8", "int32", "int64", "words")
 
     def __init__(self) -> None:
         size = -(-MAX_PARAMETER_BYTES // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
@@ -41,18 +41,19 @@ class Frame:
         self.int8 = raw.cast("b")
         self.float32 = raw.cast("f")
         self.address = ctypes.addressof(self._buffer) + start
-        self._pointers: dict[tuple[int, ...], tuple[int, Any]] = {}
+        self._pointers: dict[int, tuple[int, Any]] = {}
 
-    def pointers(self, offsets: tuple[int, ...]) -> int:
+    def pointers(self, key: int, offsets: tuple[int, ...]) -> int:
         """Return the address of an array of pointers to the parameters at these offsets of the block.
 
+        ``key`` stands for the offsets, which it would take time to compare.
         The driver takes parameters this way rather than packed, since where the compiler put them is its own affair:
         ptxas aligns TMA descriptors in the constant bank as a whole, whose start is no multiple of 64.
         """
-        known = self._pointers.get(offsets)
+        known = self._pointers.get(key)
         if known is None:
             array = (ctypes.c_void_p * len(offsets))(*(self.address + offset for offset in offsets))
-            known = self._pointers[offsets] = (ctypes.addressof(array), array)
+            known = self._pointers[key] = (ctypes.addressof(array), array)
         return known[0]
 
 

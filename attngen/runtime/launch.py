@@ -160,8 +160,8 @@ class PreparedLaunch:
     """One kernel with one geometry on one device."""
 
     __slots__ = (
-        "_address_slots", "_descriptors", "_device", "_driver", "_function", "_grid", "_offsets", "_scalar_slots", "_scale_slots",
-        "_shared", "_size", "_template", "_threads",
+        "_address_slots", "_descriptors", "_device", "_driver", "_function", "_grid", "_key", "_offsets",
+        "_scalar_slots", "_scale_slots", "_shared", "_size", "_template", "_threads",
     )  # fmt: skip
 
     def __init__(
@@ -203,7 +203,8 @@ class PreparedLaunch:
                     self._scalar_slots.append((writer, parameter.offset // size, scalar_position[name]))
                 case _:
                     _write(packed, parameter, geometry.number(parameter))
-        self._size, self._offsets = entry.layout.size, entry.layout.offsets
+        self._size = entry.layout.size
+        self._key, self._offsets = entry.key, entry.layout.offsets
         self._template = bytes(packed.bytes[: self._size])
         self._grid, self._threads, self._shared = blocks, entry.threads, entry.shared_memory
         self._driver, self._device = driver, device
@@ -224,7 +225,12 @@ class PreparedLaunch:
         for writer, index, position in self._scalar_slots:
             getattr(block, writer)[index] = scalars[position]
         self._driver.launch(
-            self._function, self._grid, self._threads, self._shared, self._device, block.pointers(self._offsets)
+            self._function,
+            self._grid,
+            self._threads,
+            self._shared,
+            self._device,
+            block.pointers(self._key, self._offsets),
         )
 
 

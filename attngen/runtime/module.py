@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from attngen.runtime.driver import Driver
 from attngen.runtime.packing import Layout, lay_out
 
 MANIFEST_FORMAT = 1
+
+_ENTRIES = count()
 
 
 class Entry:
@@ -37,6 +40,7 @@ class Entry:
         self._rows = rows
         self._image = image
         self._functions: dict[int, Any] = {}
+        self.key = next(_ENTRIES)  # tells entries apart at the price of an integer
 
     @cached_property
     def layout(self) -> Layout:

@@ -124,23 +124,18 @@ class _Calls:
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the call. Results that a graph owns must not alias the inputs, and never do."""
-        leading, own, trailing = self.split(arguments)
-        scale, seqused_k, words, layout, backend = trailing
-        common: dict[str, Any] = {
-            "variant": self.full_name, "softmax_scale": scale, "seqused_k": seqused_k, "return_lse": True,
-            "backend": backend, "tile_map": None if words is None else TileMap.of_words(words),
-        }  # fmt: skip
-        if self.packed:
-            call: Callable[..., Any] = dispatch.attention_varlen
-        else:
-            call = dispatch.attention
-            common["layout"] = layout
-        out, lse = call(*leading, **common, **own)
+        (q, k, v, *packing), own, (scale, seqused_k, words, layout, backend) = self.split(arguments)
+        tile_map = None if words is None else TileMap.of_words(words)
+        out, lse = dispatch.run(
+            q, k, v, tuple(packing) if self.packed else None, self.full_name, scale, seqused_k, True,
+            layout, backend, None, own, tile_map,
+        )  # fmt: skip
         return out, lse.to(torch.float32)
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
-        (q, _, v, *_), _, (*_, layout, _) = self.split(arguments)
+        (q, _, v, *_), _, trailing = self.split(arguments)
+        layout = trailing[3]
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse_shape: tuple[int, ...]
         if self.packed:

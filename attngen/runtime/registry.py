@@ -111,6 +111,7 @@ class Registry:
         self._ranks: dict[str, dict[str, Package] | None] = {"loaded": {}, "installed": None, "built": None}
         self._found: dict[tuple[str, str | None], Found] = {}
         self._lock = threading.RLock()
+        self._stamp: int | None = None
 
     def add(self, package: Package) -> None:
         """Make a package known that was named explicitly; one of the same name is replaced."""
@@ -125,6 +126,13 @@ class Registry:
         with self._lock:
             self._ranks["installed"] = self._ranks["built"] = None
             self._forget()
+
+    def refresh_if_built(self) -> bool:
+        """Look again for the user's builds if any was written since; cheap enough for every call that fails."""
+        if self._ranks["built"] is None or self._stamp == builds_stamp():
+            return False
+        self.refresh()
+        return True
 
     def clear(self) -> None:
         """Forget everything, also what ``load`` added."""
@@ -146,6 +154,8 @@ class Registry:
         known = self._ranks[rank]
         if known is None:
             with self._lock:
+                if rank == "built":
+                    self._stamp = builds_stamp()
                 known = self._ranks[rank] = installed_packages() if rank == "installed" else built_packages()
         return known
 
@@ -219,7 +229,10 @@ def package_of_folder(path: Path) -> Package:
         raise LoadError(f"{path} holds no kernel (no manifest.json in it, nor up to two levels below)")
     names = sorted({kernel.package for kernel in kernels})
     if len(names) > 1:
-        raise LoadError(f"{path} holds kernels of several packages ({', '.join(names)}); load them one by one")
+        raise LoadError(
+            f"{path} holds kernels of several packages ({', '.join(names)}); load them one by one, for example by the "
+            "index that each build wrote (builds/<package>.json)"
+        )
     return package_of_kernels(kernels, str(path))
 
 
@@ -267,6 +280,18 @@ def built_packages() -> dict[str, Package]:
         return {}
     store = Store()
     return {index.package: _package_of_build(store, index) for index in read_indexes(store)}
+
+
+def builds_stamp() -> int | None:
+    """Return what changes whenever an index is written: each is renamed into the folder of all."""
+    try:
+        from attngen.store import default_root
+    except ImportError:
+        return None
+    try:
+        return (default_root() / "builds").stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def installed_packages() -> dict[str, Package]:

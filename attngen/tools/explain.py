@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attngen.tools.visits import Visits
 
 #: Lengths at which the efficiency of one kernel is shown, and of each in a list of many.
-SEQLENS, SEQLENS_OF_MANY = (1024, 4096, 8192), (4096,)
+SEQLENS, SEQLENS_OF_MANY = (1024, 4096, 8192), (2048,)
 
 _DRIVERS = {
     "ranges": "loops over ranges of tiles whose ends are formulas; full tiles run without mask code",
@@ -129,8 +129,8 @@ def _takes(plan: Plan) -> str:
 def _scalar(scalar: Scalar) -> str:
     if scalar.const is not None:
         return f"{scalar.name} {scalar.dtype} = {scalar.const}, fixed"
-    low = "" if scalar.min is None else f" >= {scalar.min}"
-    high = "" if scalar.max is None else f" <= {scalar.max}"
+    low = "" if scalar.min is None else f", at least {scalar.min}"
+    high = "" if scalar.max is None else f", at most {scalar.max}"
     return f"{scalar.name} {scalar.dtype}{low}{high}"
 
 
@@ -215,7 +215,7 @@ def _value(scalar: Scalar, text: str) -> bool | int | float:
         raise CallError(f"scalar '{scalar.name}' is {scalar.dtype}, which '{text}' is not") from None
     for bound, outside in ((scalar.min, lambda b: value < b), (scalar.max, lambda b: value > b)):
         if isinstance(bound, int | float) and outside(bound):
-            raise CallError(f"scalar '{_scalar(scalar)}' cannot be {text}")
+            raise CallError(f"scalar {_scalar(scalar)}: {text} is outside")
     return value
 
 

@@ -22,7 +22,7 @@ from attngen.tools.cases import Case
 
 Number = bool | int | float
 
-#: Largest tensor that is made for a variant; scalars that ask for more are chosen anew.
+#: Largest tensor whose extents the call chooses; scalars that ask for more are chosen anew.
 _MAX_ELEMENTS = 2**24
 
 #: Rows and columns of a bool tensor that share their kind: all true, all false, or mixed.
@@ -97,7 +97,8 @@ class _Chooser:
         self._extents |= {name: int(value) for name, value in scalars.items() if name in shaping}
         self._widen_extents(scalars)
         shapes = {t.name: [self._extent(e) for e in t.shape] for t in self._variant.tensors}
-        if any(math.prod(shape) > _MAX_ELEMENTS for shape in shapes.values()):
+        chosen = self._free | scalars.keys()
+        if any(chosen & set(t.shape) and math.prod(shapes[t.name]) > _MAX_ELEMENTS for t in self._variant.tensors):
             return None
         passed = {scalar.name: scalars[scalar.name] for scalar in self._variant.arguments}
         return passed | {t.name: self._tensor(t, shapes[t.name]) for t in self._variant.tensors}

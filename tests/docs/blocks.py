@@ -13,6 +13,7 @@ SPEC, LANGUAGE = ROOT / "docs/spec.md", ROOT / "docs/language.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_OUTPUT = re.compile(r"\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NOTE = re.compile(r"<!-- (.*?) -->\n\Z")
 
 
@@ -25,6 +26,7 @@ class Block:
     language: str
     text: str
     note: str
+    output: str | None  # of a program: the text block right below it
 
     def __str__(self) -> str:
         return f"{self.path.name}:{self.line}"
@@ -36,8 +38,9 @@ def blocks(path: Path, language: str) -> list[Block]:
     for match in _FENCE.finditer(content):
         if match[1] == language:
             before = content[: match.start()]
-            note = _NOTE.search(before)
-            found.append(Block(path, before.count("\n") + 1, language, match[2], note[1] if note else ""))
+            note, output = _NOTE.search(before), _OUTPUT.match(content, match.end() + 1)
+            line = before.count("\n") + 1
+            found.append(Block(path, line, language, match[2], note[1] if note else "", output[1] if output else None))
     return found
 
 

@@ -413,9 +413,9 @@ def check_segments(found: Bands, cut: Segments, tile: int, env: Env, arrays: Arr
         before = 0
         for ends in getattr(cut, kind):
             lo, hi = (int(evaluate(end, env, arrays)) for end in ends)
-            assert lo >= 0 and hi <= tiles, "outside the extent"  # noqa: PT018
             if lo < hi:
-                assert lo >= before, "not ascending"
+                assert before <= lo, "not ascending"
+                assert hi <= tiles, "outside the extent"
                 before = hi
                 visits[lo:hi] += 1
                 whole[lo:hi] |= kind == "full"

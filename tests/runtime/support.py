@@ -26,6 +26,8 @@ from attngen.runtime.arguments import Call, Packing, bind
 from attngen.runtime.module import Kernel
 from attngen.runtime.reference import reference
 from attngen.runtime.tile_map import eager_tile_map
+from attngen.store import Store
+from attngen.store.index import Index, IndexEntry, write_index
 
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 _STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
@@ -180,6 +182,19 @@ def write_kernel(folder: Path, manifest: Mapping[str, Any]) -> Path:
     full = {**manifest, "sha256": sha256(image).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(full))
     return folder
+
+
+def write_build(name: str, *variants: Variant, inputs: Mapping[str, str] | None = None, **fields: Any) -> Store:
+    """Put kernels and an index where a build puts them, and return the store."""
+    store = Store()
+    entries = []
+    for i, chosen in enumerate(variants):
+        manifest = manifest_of(chosen, package=name, **fields)
+        key = sha256(json.dumps([manifest, i]).encode()).hexdigest()
+        write_kernel(store.path(key), manifest)
+        entries.append(IndexEntry(manifest["name"], key, chosen.name, "sm90a", "triton"))
+    write_index(store, Index(name, "/spec.yaml", "hash", dict(inputs or {}), tuple(entries)))
+    return store
 
 
 @dataclass

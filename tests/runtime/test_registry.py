@@ -17,26 +17,11 @@ import attngen
 from attngen.errors import CallError, LoadError, NoKernelError
 from attngen.runtime import registry as registry_module
 from attngen.runtime.registry import BrokenKernelWarning, Package, SpecChangedWarning, package_of_kernels, registry
-from attngen.store import Store
-from attngen.store.index import Index, IndexEntry, write_index
-from tests.runtime.support import kernel, manifest_of, variant, window_variant, write_kernel
+from tests.runtime.support import kernel, manifest_of, variant, window_variant, write_build, write_kernel
 
 
 def package(name: str, *variants: Any) -> Package:
     return package_of_kernels([kernel(v, package=name) for v in variants], "memory")
-
-
-def build(name: str, *variants: Any, inputs: dict[str, str] | None = None) -> Store:
-    """Put kernels and an index where a build puts them."""
-    store = Store()
-    entries = []
-    for i, chosen in enumerate(variants):
-        manifest = manifest_of(chosen, package=name)
-        key = sha256(f"{name}{i}{chosen.name}".encode()).hexdigest()
-        write_kernel(store.path(key), manifest)
-        entries.append(IndexEntry(manifest["name"], key, chosen.name, "sm90a", "triton"))
-    write_index(store, Index(name, "/spec.yaml", "hash", inputs or {}, tuple(entries)))
-    return store
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *points: Any) -> None:
@@ -48,7 +33,7 @@ def point(name: str, found: Any) -> Any:
 
 
 def test_loaded_before_installed_before_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    build("own", variant())
+    write_build("own", variant())
     assert registry.find("causal").package == "own"
     write_kernel(tmp_path / "wheel" / "kernels" / "k0", manifest_of(variant(), package="shipped"))
     install(monkeypatch, point("shipped", tmp_path / "wheel"))
@@ -65,8 +50,8 @@ def test_loaded_before_installed_before_built(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_name_that_two_packages_of_one_rank_have_is_ambiguous() -> None:
-    build("one", variant())
-    build("two", variant(), window_variant())
+    write_build("one", variant())
+    write_build("two", variant(), window_variant())
     with pytest.raises(
         CallError, match="'causal' is ambiguous: 2 built packages have it; say 'one/causal', 'two/causal'"
     ):
@@ -95,7 +80,7 @@ def test_load_takes_folders_and_indexes(tmp_path: Path) -> None:
     folder = write_kernel(tmp_path / "k", manifest_of(variant()))
     for path in (folder, tmp_path):
         assert attngen.load(path).name == "mine"
-    store = build("own", window_variant())
+    store = write_build("own", window_variant())
     assert attngen.load(store.root / "builds" / "own.json").variants == ("window",)
     assert registry.find("window").kernels[0].variant == window_variant()
 
@@ -135,7 +120,7 @@ def test_a_broken_package_does_not_disable_the_others(monkeypatch: pytest.Monkey
 
 
 def test_a_broken_kernel_is_passed_over() -> None:
-    store = build("own", variant(), variant())
+    store = write_build("own", variant(), variant())
     first = json.loads((store.root / "builds" / "own.json").read_text())["kernels"][0]["key"]
     (store.path(first) / "manifest.json").write_text("{")
     with pytest.warns(BrokenKernelWarning, match="package 'own': .*cannot be read"):
@@ -153,7 +138,7 @@ def test_a_damaged_variant_is_a_load_error(tmp_path: Path) -> None:
 def test_a_changed_spec_warns_once(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text("schema: 1\n")
-    build("own", variant(), window_variant(), inputs={str(spec): sha256(spec.read_bytes()).hexdigest()})
+    write_build("own", variant(), window_variant(), inputs={str(spec): sha256(spec.read_bytes()).hexdigest()})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         registry.find("causal")
@@ -179,7 +164,7 @@ def test_generations_tell_that_answers_may_have_changed() -> None:
 
 
 def test_a_call_on_the_cpu_needs_the_manifest_only() -> None:
-    store = build("own", window_variant())
+    store = write_build("own", window_variant())
     for cubin in store.root.glob("kernels/*/kernel.cubin"):
         cubin.unlink()
     q = torch.randn(1, 5, 2, 16)

@@ -11,7 +11,16 @@ import yaml
 import attngen
 from attngen.errors import NoKernelError
 from attngen.runtime.registry import package_of_kernels, registry
-from tests.runtime.support import FakeDriver, bias_variant, kernel, kernel_of, manifest_of, variant, window_variant
+from tests.runtime.support import (
+    FakeDriver,
+    bias_variant,
+    kernel,
+    kernel_of,
+    manifest_of,
+    variant,
+    window_variant,
+    write_build,
+)
 
 
 def install(*kernels: Any) -> None:
@@ -131,16 +140,19 @@ def test_the_yaml_builds_what_is_missing(gpu: FakeDriver) -> None:
     assert (added.loads, added.alignment) == ("pointer", 2)
 
 
-def test_a_kernel_that_was_built_since_is_found(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(kernel(variant(), dtype="fp16"))
-    from attngen.runtime import registry as registry_module
-
-    later = package_of_kernels([kernel(variant("later"), package="theirs")], "disk")
-    monkeypatch.setattr(registry_module, "built_packages", dict)
-    with pytest.raises(NoKernelError, match="no kernel of variant 'later' is built"):
-        attngen.attention(*tensors(), variant="later")
-    monkeypatch.setattr(registry_module, "built_packages", lambda: {"theirs": later})
-    attngen.attention(*tensors(), variant="later")
+def test_a_kernel_that_was_built_since_is_found(gpu: FakeDriver) -> None:
+    write_build("theirs", variant("later", None))
+    with pytest.raises(NoKernelError, match="no kernel of variant 'causal' is built"):
+        attngen.attention(*tensors(), variant="causal")
+    generation = registry.generation
+    with pytest.raises(NoKernelError, match="no kernel of variant 'causal' is built"):
+        attngen.attention(*tensors(), variant="causal")
+    assert registry.generation == generation  # nothing was built, so nothing was looked at again
+    write_build("ours", variant(), dtype="fp16")
+    with pytest.raises(NoKernelError, match="dtype is fp16, the call has bf16"):
+        attngen.attention(*tensors(), variant="causal")
+    write_build("ours", variant(), dtype="bf16")
+    attngen.attention(*tensors(), variant="causal")
     assert len(gpu.launches) == 1
 
 

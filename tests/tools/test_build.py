@@ -245,7 +245,8 @@ def start_build(spec: Path, store: Store, fake: str = FAKE) -> subprocess.Popen[
         f"from attngen.tools.build import build; from attngen.store import Store; from pathlib import Path\n"
         f"build({str(spec)!r}, jobs=2, store=Store(Path({str(store.root)!r})), compiler={fake!r})"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # A killed build leaves its scratch folder behind: not in the machine's.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(store.root.parent)}
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
 
 

@@ -1,0 +1,40 @@
+"""A process that interprets Triton: it lives as long as a test session, and runs functions of ``remote``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class Interpreter:
+    """Calls functions of ``tests.interpreter.remote`` in a process of its own, where Triton interprets."""
+
+    def __init__(self) -> None:
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from attngen.store.worker import main; main()"
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Return what ``remote.function(*arguments)`` returns; raises what it raises of attngen's errors."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump((f"tests.interpreter.remote:{function}", arguments), self._process.stdin)
+        self._process.stdin.flush()
+        ok, value, _ = pickle.load(self._process.stdout)
+        if not ok:
+            raise value
+        return value
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)

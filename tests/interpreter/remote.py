@@ -1,0 +1,237 @@
+"""What tests run in the interpreter's process. Arguments and results are plain values, so that they can be sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.lang.variant import Variant
+from attngen.plan import Plan, plan
+from attngen.render import render
+from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.pinned import Buffers, map_shape
+from attngen.runtime.tile_map import eager_tile_map
+from attngen.spec import expand, load_spec_text
+from attngen.tools.cases import Case
+from attngen.tools.inputs import Element, Inputs, make_inputs
+from attngen.tools.interpreter import Interpreted, prepare_process
+from attngen.tools.trial import poisoned_buffers, try_kernel
+
+prepare_process()
+
+HEADER = "schema: 1\npackage: test\narch: [sm90a]\n"
+
+Spoil = Callable[["Ready"], None]
+
+
+@cache
+def kernel(text: str) -> Interpreted:
+    """Return the one kernel of a spec, rendered and ready to run. ``text`` lacks the header."""
+    (spec,) = expand(load_spec_text(HEADER + text))
+    planned = plan(spec)
+    return Interpreted(planned, render(planned).text)
+
+
+def planned(text: str) -> Plan:
+    """Return the plan of the one kernel of a spec."""
+    (spec,) = expand(load_spec_text(HEADER + text))
+    return plan(spec)
+
+
+def problems(text: str, seed: int) -> tuple[str, ...]:
+    """Return what is wrong with a kernel on all of its cases."""
+    run = kernel(text)
+    return try_kernel(run.kernel, run, "cpu", seed, small=True).problems
+
+
+@dataclass
+class Ready:
+    """A kernel, inputs that a test may change, and the call."""
+
+    run: Interpreted
+    inputs: Inputs
+    call: Call
+    out: Tensor = field(init=False)
+    lse: Tensor = field(init=False)
+
+    @property
+    def variant(self) -> Variant:
+        """The variant of the kernel."""
+        return self.run.kernel.variant
+
+    def launch(self) -> None:
+        """Run the kernel into fresh poisoned results."""
+        buffers = poisoned_buffers(self.run.kernel, self.call, self.inputs)
+        self.run(self.call, buffers)
+        assert buffers.lse is not None
+        self.out, self.lse = buffers.out, buffers.lse
+
+
+def ready(text: str, case: Case, seed: int = 0, **arguments: Any) -> Ready:
+    """Return a kernel with random inputs; ``arguments`` replaces scalars."""
+    run = kernel(text)
+    element = Element(run.kernel.dtype, run.kernel.head_dim_qk, run.kernel.head_dim_v)
+    made = make_inputs(run.kernel.variant, case, run.kernel.layout, element, "cpu", seed)
+    inputs = Inputs(made.q, made.k, made.v, made.packing, made.seqused_k, {**made.arguments, **arguments})
+    return Ready(run, inputs, inputs.bind(run.kernel.variant))
+
+
+def outputs_with(
+    text: str, case: Case, changes: list[tuple[str, int, int, float]], arguments: Mapping[str, Any]
+) -> Any:
+    """Return (out, lse) as numpy, after keys ``lo`` to ``hi`` of k or v of every sequence were set to a value."""
+    one = ready(text, case, **arguments)
+    for name, lo, hi, value in changes:
+        getattr(one.inputs, name)[:, lo:hi] = value
+    one.launch()
+    return one.out.float().numpy(), one.lse.numpy()
+
+
+def padded_output(text: str, case: Case) -> tuple[bool, bool]:
+    """Return whether a strided output equals a contiguous one, and whether nothing around it was written."""
+    one = ready(text, case)
+    one.launch()
+    canary = 77.0
+    b, s, h, d = one.out.shape
+    surrounded = torch.full((b + 2, s + 6, h + 2, d + 16), canary, dtype=one.out.dtype)
+    inner = (slice(1, b + 1), slice(3, s + 3), slice(1, h + 1), slice(8, d + 8))
+    lse = torch.full((one.lse.numel() + 64,), canary)
+    shape = map_shape(one.run.kernel, one.call)
+    words = None if shape is None else torch.zeros(shape, dtype=torch.int32)
+    own = lse[32:-32].view(one.lse.shape)
+    one.run(one.call, Buffers(one.inputs.q, one.inputs.k, one.inputs.v, surrounded[inner], own, words))
+    same = bool(torch.equal(surrounded[inner], one.out)) and bool(torch.equal(own, one.lse))
+    surrounded[inner] = canary
+    untouched = bool((surrounded == canary).all() and (lse[:32] == canary).all() and (lse[-32:] == canary).all())
+    return same, untouched
+
+
+def without_lse(text: str, case: Case) -> bool:
+    """Return whether the output is the same when no log-sum-exp is asked for."""
+    one = ready(text, case)
+    one.launch()
+    call = bind(
+        one.variant, one.inputs.q, one.inputs.k, one.inputs.v, None, softmax_scale=None,
+        seqused_k=one.inputs.seqused_k, return_lse=False, layout="bshd", arguments=one.inputs.arguments,
+    )  # fmt: skip
+    out = torch.full_like(one.out, torch.nan)
+    one.run(call, Buffers(one.inputs.q, one.inputs.k, one.inputs.v, out))
+    return bool(torch.equal(out, one.out))
+
+
+def with_strides(text: str, kind: str) -> tuple[float, float]:
+    """Return the largest difference between strided and contiguous inputs, and of an output in order bhsd."""
+    run = kernel(text)
+    generator = torch.Generator().manual_seed(3)
+    d = run.kernel.head_dim_qk
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}[run.kernel.dtype]
+    packed = torch.randn((2, 37, 3, 2, d), generator=generator).to(dtype)
+    q, k, v = packed.unbind(2)
+    order = "bshd"
+    if kind == "padded":
+        q, k, v = (torch.nn.functional.pad(t.contiguous(), (0, 16))[..., :d] for t in (q, k, v))
+    elif kind == "transposed":
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+        order = "bhsd"
+    elif kind == "transposed view":
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    elif kind == "expanded":
+        k, v = (t[:1, :, :1].expand(2, 37, 2, d) for t in (k, v))
+    elif kind == "odd offset":
+        flat = torch.zeros(packed[:, :, 0].numel() + 1, dtype=dtype)
+        q = flat[1:].view(2, 37, 2, d).copy_(q)
+    else:
+        assert kind == "slices of packed qkv"
+
+    def run_on(q: Tensor, k: Tensor, v: Tensor, order: str) -> Tensor:
+        call = bind(
+            run.kernel.variant, q, k, v, None, softmax_scale=0.3, seqused_k=None, return_lse=True, layout=order,
+            arguments={},
+        )  # fmt: skip
+        out = torch.full(call.out_shape(), torch.nan, dtype=dtype)
+        run(call, Buffers(q, k, v, out, torch.full(call.lse_shape(), torch.nan)))
+        return out.transpose(1, 2) if order == "bhsd" else out
+
+    strided = run_on(q, k, v, order)
+    plain = [t.transpose(1, 2) if order == "bhsd" else t for t in (q, k, v)]
+    contiguous = run_on(*(t.contiguous() for t in plain), "bshd")
+    return float((strided.float() - contiguous.float()).abs().max()), float(contiguous.float().abs().max())
+
+
+def alone_and_in_batch(text: str, case: Case) -> bool:
+    """Return whether the last sequence of a batch alone gives the same bits as in the batch (dense)."""
+    one = ready(text, case)
+    one.launch()
+    last = slice(case.batch - 1, case.batch)
+    inputs = one.inputs
+    arguments = {
+        name: value[last] if isinstance(value, Tensor) and value.dim() and value.shape[0] == case.batch else value
+        for name, value in inputs.arguments.items()
+    }
+    used = None if inputs.seqused_k is None else inputs.seqused_k[last]
+    alone = Inputs(inputs.q[last], inputs.k[last], inputs.v[last], None, used, arguments)
+    single = Ready(one.run, alone, alone.bind(one.variant))
+    single.launch()
+    return bool(torch.equal(single.out, one.out[last])) and bool(torch.equal(single.lse, one.lse[last]))
+
+
+def map_is_right(text: str, case: Case, seed: int) -> bool:
+    """Return whether the classifier's map equals the one made from the mask by the reference."""
+    one = ready(text, case, seed)
+    kernel_ = one.run.kernel
+    buffers = poisoned_buffers(kernel_, one.call, one.inputs)
+    one.run(one.call, buffers)
+    assert buffers.words is not None
+    batch, heads = (extent > 1 for extent in buffers.words.shape[:2])
+    wanted = eager_tile_map(one.call, kernel_.tile_m, kernel_.tile_n, per_batch=batch, per_head=heads)
+    return bool(torch.equal(buffers.words, wanted.expand_as(buffers.words)))
+
+
+def large_logits(text: str, size: float) -> tuple[bool, bool]:
+    """Return whether out and lse are finite for queries and keys of this size (check 3)."""
+    one = ready(text, Case("large", (33,), (70,), heads=1))
+    for name in ("q", "k"):
+        tensor = getattr(one.inputs, name)
+        tensor.copy_(torch.sign(tensor.float()).to(tensor.dtype) * size)
+    one.launch()
+    return bool(torch.isfinite(one.out).all()), bool(torch.isfinite(one.lse).all())
+
+
+def decode_and_prefill(text: str) -> float:
+    """Return the largest difference between the last row of a prefill and that query alone (check 17)."""
+    one = ready(text, Case("prefill", (45,), (61,), heads=2))
+    one.launch()
+    alone = Inputs(one.inputs.q[:, -1:], one.inputs.k, one.inputs.v)
+    single = Ready(one.run, alone, alone.bind(one.variant))
+    single.launch()
+    return float((single.out.float() - one.out[:, -1:].float()).abs().max())
+
+
+def rows_with_nan(text: str, case: Case, name: str, key: int) -> Any:
+    """Return which (b, s, h) rows hold a NaN after one key of k or v did, and which rows changed."""
+    before = ready(text, case)
+    before.launch()
+    after = ready(text, case)
+    getattr(after.inputs, name)[:, key] = math.nan
+    after.launch()
+    nan = after.out.isnan().any(-1)
+    changed = (after.out != before.out).any(-1)
+    return nan.numpy(), changed.numpy()
+
+
+def varlen_rows_untouched(text: str) -> bool:
+    """Return whether rows of no sequence are left as they were."""
+    run = kernel(text)
+    d = run.kernel.head_dim_qk
+    q, k = torch.randn(40, 2, d).half(), torch.randn(50, 1, d).half()
+    packing = Packing(torch.tensor([0, 20, 33]).int(), torch.tensor([0, 30, 41]).int(), 20, 30)
+    call = Inputs(q, k, k, packing).bind(run.kernel.variant)
+    out, lse = torch.full((40, 2, d), 5.0).half(), torch.full((2, 40), 5.0)
+    run(call, Buffers(q, k, k, out, lse))
+    return bool((out[33:] == 5).all() and (lse[:, 33:] == 5).all() and not (out[:33] == 5).all())

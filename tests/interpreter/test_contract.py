@@ -1,0 +1,131 @@
+"""What no tolerance covers: strides, canaries, NaN that is hidden or seen, batches, maps, large logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attngen.tools.cases import Case
+from tests.interpreter.process import Interpreter
+from tests.interpreter.test_numerics import spec
+
+RAGGED = Case("ragged", (21, 21), (37, 37), heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("kind", ["slices of packed qkv", "padded", "transposed", "transposed view"])
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+def test_strides(interpreter: Interpreter, kind: str, loads: str) -> None:
+    difference, largest = interpreter.call("with_strides", spec(loads=loads), kind)
+    assert difference == 0
+    assert largest > 0.5
+
+
+@pytest.mark.parametrize("kind", ["expanded", "odd offset"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_strides_that_only_pointers_express(interpreter: Interpreter, kind: str, dtype: str) -> None:
+    text = spec(loads="pointer", alignment="element", dtype=dtype)
+    assert interpreter.call("with_strides", text, kind)[0] == 0
+
+
+@pytest.mark.parametrize("variant", ["causal", "allowed"])
+@pytest.mark.parametrize("head_dim", ["32", "48", "112"])
+def test_nothing_around_the_output_is_written(interpreter: Interpreter, variant: str, head_dim: str) -> None:
+    same, untouched = interpreter.call("padded_output", spec(variant, head_dim=head_dim), RAGGED)
+    assert same
+    assert untouched
+
+
+def test_rows_of_no_sequence_are_left_alone(interpreter: Interpreter) -> None:
+    assert interpreter.call("varlen_rows_untouched", spec(layout="varlen"))
+
+
+def test_the_log_sum_exp_is_optional(interpreter: Interpreter) -> None:
+    assert interpreter.call("without_lse", spec(), RAGGED)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 6e4])
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+def test_keys_hidden_inside_a_partial_tile_do_not_matter(interpreter: Interpreter, loads: str, value: float) -> None:
+    # Keys 30 to 36 lie in a tile that queries of the last tile see in part, but no query sees these keys.
+    declared = 'variants:\n  short: {mask: "kv < 30 and q_pos >= kv"}\n'
+    text = spec("short", declared=declared, loads=loads)
+    zeros = interpreter.call("outputs_with", text, RAGGED, [("k", 30, 37, 0.0)], {})
+    found = interpreter.call("outputs_with", text, RAGGED, [("k", 30, 37, value)], {})
+    for one, other in zip(zeros, found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 6e4])
+@pytest.mark.parametrize("tile_map", ["auto", "always"])
+@pytest.mark.parametrize(
+    ("variant", "arguments", "empty"),
+    [
+        ("sliding_window", {"window": 5}, (0, 16)),
+        ("sink_window", {"sinks": 2, "window": 4}, (16, 32)),
+        ("chunked", {"chunk": 48}, (0, 48)),
+        ("dilated", {"window": 3, "dilation": 3}, (0, 32)),
+    ],
+)
+def test_tiles_that_the_mask_proves_empty_are_never_loaded(
+    interpreter: Interpreter,
+    variant: str,
+    arguments: dict[str, int],
+    empty: tuple[int, int],
+    tile_map: str,
+    value: float,
+) -> None:
+    text = spec(variant, tile_map=tile_map)
+    case = Case("few queries", (12,), (64,), heads=2)
+    runs = [
+        interpreter.call("outputs_with", text, case, [("k", *empty, x), ("v", *empty, x)], arguments)
+        for x in (0.0, value)
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert np.isfinite(other).all()
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_visible_nan_in_k_reaches_exactly_the_rows_that_see_it(interpreter: Interpreter) -> None:
+    case = Case("square", (40,), (40,), heads=2)
+    nan, changed = interpreter.call("rows_with_nan", spec(), case, "k", 21)
+    seen = np.broadcast_to((np.arange(40) >= 21)[None, :, None], nan.shape)
+    np.testing.assert_array_equal(nan, seen)
+    np.testing.assert_array_equal(changed, seen)
+
+
+def test_a_visible_nan_in_v_reaches_every_row_that_sees_it(interpreter: Interpreter) -> None:
+    case = Case("square", (40,), (40,), heads=2)
+    nan, changed = interpreter.call("rows_with_nan", spec(), case, "v", 21)
+    rows = np.arange(40)
+    assert nan[:, rows >= 21].all()
+    assert not changed[:, rows < 16].any()  # query tiles that never load that KV tile
+
+
+@pytest.mark.parametrize("variant", ["causal", "sliding_window", "packed_documents", "allowed", "alibi"])
+def test_a_sequence_alone_gives_the_same_bits(interpreter: Interpreter, variant: str) -> None:
+    case = Case("batch", (21,) * 3, (53,) * 3, heads=4, kv_heads=2, used=(53, 0, 39))
+    assert interpreter.call("alone_and_in_batch", spec(variant), case)
+
+
+def test_decoding_gives_what_the_prefill_gave(interpreter: Interpreter) -> None:
+    assert interpreter.call("decode_and_prefill", spec()) <= 1e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("variant", ["allowed", "dilated", "neighbourhood_2d", "packed_documents", "full"])
+def test_the_classifier_finds_the_map_of_the_reference(
+    interpreter: Interpreter, variant: str, layout: str, seed: int
+) -> None:
+    if layout == "dense":
+        case = Case("map", (40,) * 2, (600,) * 2, heads=2, used=(333, 600))
+    else:
+        case = Case("map", (40, 3), (600, 47), heads=2, used=(333, 20))
+    text = spec(variant, tile_map="always", layout=layout)
+    assert interpreter.call("map_is_right", text, case, seed)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e10, 2e18])
+def test_large_logits_stay_finite(interpreter: Interpreter, size: float) -> None:
+    text = spec("full", dtype="fp32")
+    assert interpreter.call("large_logits", text, size) == (True, True)

@@ -1,0 +1,132 @@
+"""Rendered kernels in Triton's interpreter against the float64 reference: every preset, head dim, tile and driver.
+
+Each kernel runs on ragged lengths, GQA, more queries than keys, an empty sequence, seqused_k, decoding, and the
+least and greatest declared values, with NaN behind every sequence and in the results (``attngen.tools.cases``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from attngen.errors import SpecError
+from attngen.spec import preset_names
+from tests.interpreter.process import Interpreter
+
+
+def spec(variant: str = "causal", *, more: str = "", declared: str = "", **fields: object) -> str:
+    """Return the text of a spec with one kernel; small tiles keep the interpreter quick."""
+    given = {"head_dim": 32, "dtype": "fp16", "tile": "{m: 16, n: 16}", "fast_math": "false", **fields}
+    lines = "".join(f"    {name}: {value}\n" for name, value in given.items())
+    return f"{declared}kernels:\n  - variant: {variant}\n{lines}{more}"
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset(interpreter: Interpreter, name: str, layout: str) -> None:
+    assert interpreter.call("problems", spec(name, layout=layout), 11) == ()
+
+
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@pytest.mark.parametrize("head_dim", ["16", "48", "80", "96", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", "256"])
+def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str) -> None:
+    text = spec(head_dim=head_dim, loads=loads)
+    assert interpreter.call("problems", text, 12) == ()
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@pytest.mark.parametrize("variant", ["full", "alibi"])
+def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str) -> None:
+    text = spec(variant, dtype="fp32", loads=loads, layout=layout, head_dim=48)
+    assert interpreter.call("problems", text, 13) == ()
+
+
+@pytest.mark.parametrize("tile", ["{m: 16, n: 64}", "{m: 64, n: 16}", "{m: 128, n: 32}", "{m: 32, n: 128}"])
+@pytest.mark.parametrize("variant", ["sliding_window", "sink_window", "neighbourhood_2d"])
+def test_tiles(interpreter: Interpreter, variant: str, tile: str) -> None:
+    assert interpreter.call("problems", spec(variant, tile=tile), 14) == ()
+
+
+@pytest.mark.parametrize("tile_map", ["always", "never"])
+@pytest.mark.parametrize("variant", ["full", "prefix_lm", "packed_documents", "dilated", "allowed"])
+def test_drivers(interpreter: Interpreter, variant: str, tile_map: str) -> None:
+    for layout in ("dense", "varlen"):
+        assert interpreter.call("problems", spec(variant, tile_map=tile_map, layout=layout), 15) == ()
+
+
+MASKS = {
+    "nothing": "kv < 0",
+    "a diagonal": "q == kv",
+    "not causal": "not q >= kv",
+    "two bands": "abs(q - kv) > 7 and abs(q - kv) < 30",
+    "three": "kv < 3 or kv >= seqlen_k - 2 or q == kv or abs(q - kv) == 20",
+    "bits": "(q ^ kv) & 3 != 1",
+    "a grid": "q % 5 == kv % 5 or kv // 9 == q // 9",
+    "far": "q_pos - kv > 20 and h == 1",
+    "by head": "kv < 10 * h + 5 if hk == 0 else q >= kv",
+    "lengths": "2 * kv < seqlen_k + b and q < seqlen_q - 1",
+    "xor": "(q > 20) ^ (kv > 20)",
+    "globals": "(q_global + kv_global) % 3 != 0",
+    "negative": "-kv >= -q_pos - 3",
+}
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str) -> None:
+    declared = f'variants:\n  odd: {{mask: "{mask}"}}\n'
+    assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 16) == ()
+
+
+SCORES = {
+    "everything": (
+        'mask: "kv <= q_pos or loud"\n'
+        '    score: "g(s) + gain * bias[b, h] + table[clamp(q - kv, 0, reach - 1)] / (1 + far)"\n'
+        '    let: {g(x): "x * sigmoid(x)"}\n'
+        "    scalars: {loud: {type: bool}, gain: {type: float32}, far: {type: int64, min: 0},"
+        " reach: {type: int32, min: 1}}\n"
+        "    tensors: {bias: {dtype: fp16, shape: [b, h]}, table: {dtype: bf16, shape: [reach]}}\n"
+    ),
+    "constant": 'score: "s * 2 + c * c"\n    scalars: {c: {type: float32, const: 0.5}}\n',
+    "hidden by data": 'score: "s if keep[kv] != 0 else -inf"\n    tensors: {keep: {dtype: int8, shape: [seqlen_k]}}\n',
+    "hidden by a sum": ('score: "s + (0.0 if (q + kv) % 4 != 1 else -inf)"\n    mask: "q_pos >= kv"\n'),
+    "guarded": (
+        'mask: "q_pos >= 0 and part[b, q_pos] >= part[b, kv]"\n    score: "s - weight"\n'
+        "    tensors: {part: {dtype: uint8, shape: [b, seqlen_k]}, weight: {dtype: float32, shape: []}}\n"
+    ),
+    "a page table": (
+        'mask: "kind[page[b, kv // 8]] != 0"\n'
+        "    tensors: {kind: {dtype: int16, shape: [kinds]},"
+        " page: {dtype: int64, shape: [b, pages], range: {min: 0, max: 9}}}\n"
+    ),
+    "functions": 'score: "max(s, 0.1 * s) + log2(1 + exp(-abs(s))) + tanh(s) * cos(s) + sqrt(abs(s)) ** 3"\n',
+    "silu of a bias": 'score: "s + silu(bias[hk]) * min(q, kv)"\n    tensors: {bias: {dtype: float32, shape: [hk]}}\n',
+    "no softmax input": 'score: "1.0 * (q - kv)"\n',
+}
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("fields", SCORES.values(), ids=SCORES.keys())
+def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, layout: str) -> None:
+    declared = f"variants:\n  odd:\n    {fields}"
+    assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 17) == ()
+
+
+#: Names that the templates use for their own values.
+COLLISIONS = (
+    "tile", "acc", "p", "row_max", "words", "block", "q_index", "full_lo", "partial_until_0", "x", "i", "visible",
+    "logit", "lambda_", "section", "rows", "kv_index", "BLOCK_M", "stored", "batch", "dead", "value", "q_tile",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLLISIONS)
+def test_names_of_the_user_cannot_collide(interpreter: Interpreter, name: str) -> None:
+    declared = (
+        f'variants:\n  odd:\n    mask: "0 <= q_pos - kv and q_pos - kv < {name} and flags_{name}[kv]"\n'
+        f"    scalars: {{{name}: {{type: int32, min: 1}}}}\n"
+        f"    tensors: {{flags_{name}: {{dtype: bool, shape: [seqlen_k]}}}}\n"
+    )
+    with contextlib.suppress(SpecError):  # a reserved name is refused, which is as good
+        assert interpreter.call("problems", spec("odd", declared=declared), 18) == ()

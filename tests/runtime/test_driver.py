@@ -1,0 +1,254 @@
+"""The calls into ``cuda.bindings``: that they exist, what they are given, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.errors import LoadError
+from attngen.runtime import driver as drivers
+from attngen.runtime.driver import CudaDriver, Frame, frame
+
+
+class Status(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NO_BINARY_FOR_GPU = 209
+    CUDA_ERROR_LAUNCH_FAILED = 719
+
+
+class Pointer(int):
+    """A handle of the stub."""
+
+
+class Stub:
+    """The part of ``cuda.bindings.driver`` that is used, writing down each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails: dict[str, Status] = {}
+        self.context = 7
+        self.sizes = [8, 4]
+        self.maps: list[Any] = []
+        for name in (
+            "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion",
+            "CUtensorMapFloatOOBfill", "CUdevice_attribute", "CUfunction_attribute", "CUstreamCaptureMode",
+        ):  # fmt: skip
+            setattr(self, name, _Names(name))
+        self.cuuint64_t = self.cuuint32_t = int
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            status = self.fails.get(name, Status.CUDA_SUCCESS)
+            return (status, *self._results(name, arguments))
+
+        return call
+
+    def _results(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        match name:
+            case "cuDriverGetVersion":
+                return (13000,)
+            case "cuGetErrorString":
+                return (f"words of {arguments[0].name}".encode(),)
+            case "cuCtxGetCurrent":
+                return (Pointer(self.context),)
+            case "cuCtxSetCurrent":
+                self.context = int(arguments[0])
+                return ()
+            case "cuDevicePrimaryCtxRetain":
+                return (Pointer(9),)
+            case "cuKernelGetParamInfo":
+                return (0, self.sizes[arguments[1]]) if arguments[1] < len(self.sizes) else (None, None)
+            case "cuTensorMapEncodeTiled":
+                buffer = ctypes.create_string_buffer(b"\xff" * 128, 128)
+                self.maps.append(buffer)
+                return (SimpleNamespace(getPtr=lambda: ctypes.addressof(buffer)),)
+            case "cuLaunchKernel" | "cuFuncSetAttribute":
+                return ()
+        return (Pointer(1),)
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+class _Names:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+class ParamStub(Stub):
+    """As the driver: asking for one parameter too many is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        call = super().__getattr__(name)
+        if name != "cuKernelGetParamInfo":
+            return call
+
+        def query(kernel: Any, index: int) -> tuple[Any, ...]:
+            _, *results = call(kernel, index)
+            return (Status.CUDA_SUCCESS if index < len(self.sizes) else Status.CUDA_ERROR_LAUNCH_FAILED, *results)
+
+        return query
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """``cuda.bindings.driver`` and the parts of torch.cuda that are used, on a machine without either."""
+    made = ParamStub()
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = made  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", made)  # type: ignore[arg-type]
+    current = [0]
+
+    class Guard:
+        def __init__(self, device: int) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.device
+
+        def __exit__(self, *args: Any) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", lambda device: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device == 0 else (10, 0))
+    return made
+
+
+def test_the_block_is_aligned_and_pointers_are_kept() -> None:
+    block = Frame()
+    assert block.address % 64 == 0
+    block.words[1] = 2**63
+    block.float32[5] = 0.5
+    address = block.pointers(1, (8, 20))
+    pointers = (ctypes.c_uint64 * 2).from_address(address)
+    assert ctypes.c_uint64.from_address(pointers[0]).value == 2**63
+    assert ctypes.c_float.from_address(pointers[1]).value == 0.5
+    assert block.pointers(1, (8, 20)) == address
+    assert block.pointers(2, (8, 20)) != address
+
+
+def test_each_thread_has_a_block_of_its_own() -> None:
+    found: list[Frame] = []
+    thread = threading.Thread(target=lambda: found.append(frame()))
+    thread.start()
+    thread.join()
+    assert found[0] is not frame()
+    assert frame() is frame()
+
+
+def test_load(stub: Stub) -> None:
+    driver = CudaDriver()
+    image = b"cubin"
+    driver.load(image, "kernel", 0, 1000, [8, 4])
+    driver.load(image, "other", 0, 200_000, [8, 4])
+    (loaded,) = stub.named("cuLibraryLoadData")
+    assert loaded == (image, None, None, 0, None, None, 0)
+    assert [call[1] for call in stub.named("cuLibraryGetKernel")] == [b"kernel", b"other"]
+    ((_, attribute, size),) = stub.named("cuFuncSetAttribute")
+    assert (attribute, size) == ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 200_000)
+    modes = stub.named("cuThreadExchangeStreamCaptureMode")
+    assert modes[0] == ("CU_STREAM_CAPTURE_MODE_RELAXED",)
+    assert len(modes) == 4
+
+
+def test_a_parameter_list_that_differs_is_refused(stub: Stub) -> None:
+    driver = CudaDriver()
+    for sizes in ([8], [8, 8], [8, 4, 4]):
+        with pytest.raises(
+            LoadError, match=r"'kernel': the manifest lists \d parameters .* but the cubin has \[8, 4\] B"
+        ):
+            driver.load(b"cubin", "kernel", 0, 0, sizes)
+
+
+def test_launch(stub: Stub) -> None:
+    driver = CudaDriver()
+    for _ in range(2):
+        driver.launch("function", 12, 128, 4096, 0, 5555)
+    assert stub.named("cuLaunchKernel") == [("function", 12, 1, 1, 128, 1, 1, 4096, 1000, 5555, 0)] * 2
+    assert len(stub.named("cuCtxGetCurrent")) == 2  # the thread's context is looked at once
+
+
+def test_launch_on_another_device(stub: Stub) -> None:
+    driver = CudaDriver()
+    driver.launch("function", 1, 128, 0, 1, 5555)
+    assert stub.named("cuLaunchKernel")[0][8] == 1001
+    assert torch._C._cuda_getDevice() == 0
+
+
+def test_a_thread_without_a_context_gets_the_primary_one(stub: Stub) -> None:
+    stub.context = 0
+    CudaDriver().launch("function", 1, 128, 0, 0, 5555)
+    assert stub.context == 9
+
+
+def test_errors_have_the_drivers_words(stub: Stub) -> None:
+    driver = CudaDriver()
+    stub.fails["cuLaunchKernel"] = Status.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(LoadError, match=r"CUDA_ERROR_LAUNCH_FAILED \(words of CUDA_ERROR_LAUNCH_FAILED\)"):
+        driver.launch("function", 1, 128, 0, 0, 5555)
+    stub.fails["cuLibraryLoadData"] = Status.CUDA_ERROR_NO_BINARY_FOR_GPU
+    with pytest.raises(LoadError, match="cubin of 'kernel': CUDA_ERROR_NO_BINARY_FOR_GPU"):
+        driver.load(b"cubin", "kernel", 0, 0, [8, 4])
+    stub.fails["cuTensorMapEncodeTiled"] = Status.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(LoadError, match=r"TMA descriptor refused by the driver: .* extents \[64, 4, 8\], strides"):
+        driver.encode_tensor_map("bf16", 4096, (64, 4, 8), (128, 512), (64, 1, 8), 128, 0)
+
+
+def test_descriptors(stub: Stub) -> None:
+    driver = CudaDriver()
+    hopper = driver.encode_tensor_map("bf16", 4096, (64, 4, 8, 2), (128, 512, 4096), (64, 1, 32, 1), 128, 0)
+    assert hopper == b"\xff" * 128
+    (call,) = stub.named("cuTensorMapEncodeTiled")
+    assert call[0] == "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16"
+    assert call[1:7] == (4, 4096, [64, 4, 8, 2], [128, 512, 4096], [64, 1, 32, 1], [1, 1, 1, 1])
+    assert call[8] == "CU_TENSOR_MAP_SWIZZLE_128B"
+    # Blackwell, small and not dense: NVIDIA's workaround clears bit 85.
+    blackwell = driver.encode_tensor_map("bf16", 4096, (64, 4, 8, 2), (128, 512, 4096), (64, 1, 32, 1), 128, 1)
+    assert int.from_bytes(blackwell, "little") == (2**1024 - 1) & ~(1 << 85)
+
+
+def test_a_machine_without_driver_or_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)  # type: ignore[arg-type]
+    with pytest.raises(LoadError, match="needs the package 'cuda-bindings'"):
+        CudaDriver()
+
+
+def test_the_real_bindings_have_what_is_used() -> None:
+    cu = pytest.importorskip("cuda.bindings.driver")
+    for name in (
+        "cuDriverGetVersion", "cuGetErrorString", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuCtxGetDevice", "cuDeviceGet",
+        "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuLibraryLoadData", "cuLibraryGetKernel",
+        "cuKernelGetFunction", "cuFuncSetAttribute", "cuLaunchKernel", "cuTensorMapEncodeTiled",
+        "cuThreadExchangeStreamCaptureMode", "cuuint64_t", "cuuint32_t",
+    ):  # fmt: skip
+        assert hasattr(cu, name)
+    for table in (drivers._TENSOR_MAP_DTYPES, drivers._SWIZZLES):
+        for pick in table.values():
+            assert pick(cu) is not None
+    assert cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    assert cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    assert cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE == 0
+    assert cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+    assert cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE == 0
+    assert issubclass(cu.CUresult, int)  # success is false, as a condition
