@@ -7,12 +7,12 @@ that all rows see. ``classify`` answers for one tile instead, with the same inte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from attngen.lang.facts import Facts, aligned, index, local
 from attngen.lang.intervals import bounds, evaluate
-from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, names, rewrite
+from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, names, rewrite
 from attngen.lang.overflow import widen
 from attngen.lang.simplify import COMPLEMENT, FALSE, TRUE, Linear, integer, linear, make, neg, not_
 from attngen.lang.spans import LIMIT, Interval, Span, Spans
@@ -22,6 +22,9 @@ __all__ = ["Bands", "Facts", "Interval", "bands", "classify"]
 
 Axis = Literal["kv", "q"]
 Heads = Literal["single", "packed"]
+
+#: Stands for a condition of which nothing is known; no name of a spec has a question mark.
+_OPAQUE = Var("?", Type.BOOL)
 
 #: Most comparisons that are solved for one mask; nested ``min``, ``select`` and ``!=`` double their number.
 _STEPS = 200
@@ -51,7 +54,7 @@ def bands(mask: Expr, facts: Facts | None = None, over: Axis = "kv", heads: Head
         mask = rewrite(mask, lambda node: aligned() if node == index("q_pos") else None)
     spans = Spans(facts, over)
     symbols = Symbols(facts, _corners("q" if over == "kv" else "kv", heads))
-    region = _Solver(facts, over, spans, symbols).region(_plain(mask), False)
+    region = _Solver(facts, over, spans, symbols).region(_plain(mask, facts), False)
     visible, full = spans.finish(region.visible, outer=True), spans.finish(region.full, outer=False)
     return Bands(visible, full, region.exact and len(region.visible) <= LIMIT)
 
@@ -60,17 +63,24 @@ def classify(mask: Expr, facts: Facts | None = None, heads: Heads = "single") ->
     """Return (may, must) over the corners of a tile: not ``may``: no row sees any key; ``must``: all see all."""
     facts = (facts or Facts()).of_tiles()
     symbols = Symbols(facts, _corners("q", heads) | _corners("kv", heads))
-    must, may = evaluate(_plain(local(mask)), symbols)
+    must, may = evaluate(_plain(local(mask), facts), symbols)
     return widen(may, facts) or TRUE, widen(must, facts) or FALSE
 
 
 def _corners(box: str, heads: Heads) -> dict[str, tuple[Expr, Expr]]:
     varying = (*(("q", "q_pos") if box == "q" else ("kv",)), *(("h",) if heads == "packed" else ()))
-    return {name: (index(f"{name}_lo"), index(f"{name}_hi")) for name in varying}
+    return {name: (index(f"{name}_lo"), index(f"{name}_hi")) for name in varying} | {_OPAQUE.name: (FALSE, TRUE)}
 
 
-def _plain(mask: Expr) -> Expr:
-    """Simplify, and spell shifts and bit masks by constants as the arithmetic that they are."""
+def _plain(mask: Expr, facts: Facts) -> Expr:
+    """Simplify, and spell shifts and bit masks by constants as the arithmetic that they are.
+
+    A comparison whose int64 arithmetic may wrap around is beyond reasoning: it becomes ``_OPAQUE``.
+    """
+
+    def wraps(node: Expr) -> Expr | None:
+        decides = isinstance(node, Op | Load) and node.type is Type.BOOL
+        return _OPAQUE if decides and widen(node, facts) is None else None
 
     def rule(node: Expr) -> Expr | None:
         match node:
@@ -86,7 +96,7 @@ def _plain(mask: Expr) -> Expr:
                 return make(op, *args)
         return None
 
-    return rewrite(mask, rule)
+    return rewrite(rewrite(mask, wraps), rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +170,25 @@ class _Solver:
             case "lt":
                 return self._nonnegative(total.scaled(-1).plus(one, -1))
             case "eq":
-                return self._both(self._comparison("ge", total), self._comparison("le", total))
+                met = self._both(self._comparison("ge", total), self._comparison("le", total))
+                return self._found_once(total, met)
         return self._either(self._comparison("gt", total), self._comparison("lt", total))
+
+    def _found_once(self, total: Linear, met: _Region) -> _Region:
+        """Spare the searches for the full interval of ``T[i] == x``: where x is the same for all rows of the box it is
+        the visible interval, and elsewhere no key equals them all."""
+        terms = {t: c for t, c in total.terms.items() if self._on_axis(t)}
+        match list(terms), met.visible:
+            case [Load() as load], [span] if abs(terms[load]) == 1:
+                axis = self._facts.monotone_axis(load.tensor)
+                if axis is None or linear(load.indices[axis]).terms != {self._axis: 1}:
+                    return met
+                rest = Linear({t: c for t, c in total.terms.items() if t != load}, total.constant)
+                lo, hi = evaluate(rest.expr(), self._symbols)
+                same = make("eq", lo, hi)
+                full = self._spans.union([replace(span, when=make("and", span.when, same))], [])
+                return _Region(met.visible, full, met.exact)
+        return met
 
     def _nonnegative(self, total: Linear) -> _Region:
         """Return where ``total >= 0``: move all but the one term on the axis to the other side, and divide."""

@@ -16,7 +16,7 @@ from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, walk
 from attngen.lang.simplify import Linear, integer, linear, make
 
 #: Limits of the search for a proof: replacements in a row, sums looked at, size of an expression.
-_DEPTH, _STEPS, _NODES = 5, 60, 60
+_DEPTH, _STEPS, _NODES = 5, 100, 60
 
 
 def _plus(name: str, constant: int = 0) -> Expr:
@@ -30,9 +30,6 @@ _LOWER: dict[str, Expr] = {
     "kv_hi": _plus("kv_lo"),
     "h_hi": _plus("h_lo"),
     "q_pos_lo": make("sub", index("seqlen_k"), index("seqlen_q")),
-    "seqlen_q": _plus("q_hi", 1),
-    "seqlen_k": _plus("kv_hi", 1),
-    "heads": _plus("h_hi", 1),
 }
 _UPPER: dict[str, Expr] = {
     "q_lo": _plus("q_hi"),
@@ -171,9 +168,14 @@ class Proof:
         value = term.value
         if not isinstance(value, Load) or value.tensor != term.tensor or term.strict == up:
             return
-        others = [(i, j) for n, (i, j) in enumerate(zip(value.indices, term.indices, strict=True)) if n != term.axis]
+        pairs = zip(value.indices, term.indices, strict=True)
+        if any(i != j for n, (i, j) in enumerate(pairs) if n != term.axis):
+            return
         position = value.indices[term.axis]
-        last = make("sub", term.length, integer(1))
-        inside = self._less(integer(0), position, depth) and self._less(position, last, depth)
-        if inside and all(i == j for i, j in others):
-            yield position if up else make("add", position, integer(1))
+        match position:
+            case Op(op="max", args=(p, Const(value=0))):  # if there is no element at 0, then p < 0
+                inside = True
+            case p:
+                inside = self._less(integer(0), p, depth)
+        if inside and self._less(p, make("sub", term.length, integer(1)), depth):
+            yield position if up else make("add", p, integer(1))

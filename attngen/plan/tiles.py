@@ -32,8 +32,8 @@ _TABLE: tuple[tuple[int, int, int, Tile], ...] = (
 )
 
 
-#: Where every element of a tile loads a value of its own, addresses take two registers each: fewer keys, more warps.
-_GATHER_TILE = Tile(64, 32, 3, 8)
+#: Where every element of a tile loads a value of its own, addresses take two registers each: fewer keys per step.
+_GATHER_TILE = Tile(64, 32, 3, 4)
 
 
 def default_tile(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from attngen.lang.bands import Bands, bands, classify
+from attngen.lang.bands import Bands, Interval, bands, classify
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.facts import Facts
 from attngen.lang.folding import PRODUCT, fold_logit
@@ -15,22 +15,7 @@ from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, names
 from attngen.lang.ranges import Range
 from attngen.lang.segments import segments
-from attngen.lang.simplify import (
-    FALSE,
-    TRUE,
-    add,
-    and_,
-    ceildiv,
-    floordiv,
-    gt,
-    integer,
-    lt,
-    make,
-    maximum,
-    minimum,
-    or_,
-    sub,
-)
+from attngen.lang.simplify import FALSE, TRUE, add, ceildiv, floordiv, integer, make, maximum, minimum, sub
 from attngen.lang.targets import Target
 from attngen.plan.arguments import KERNEL_NAMES, argument_name, extent_name, pointer_name, strides
 from attngen.plan.model import Plan
@@ -39,27 +24,20 @@ _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ELEMENT = _Q | _KV
 _TILE_N = Var("BLOCK_N", Type.INT)
 _WHOLE_TILES = Var("whole_tiles", Type.INT)
-_WHOLE_KEYS = Var("whole_keys", Type.INT)
+_KV_TILES = Var("kv_tiles", Type.INT)
 _SEQLEN_K = Var("seqlen_k", Type.INT)
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
-    """Lines of one step, and the texts of the logit and of its multiplier."""
-
-    lines: tuple[str, ...]
-    logit: str
-    multiplier: str
-
-
-@dataclass(frozen=True, slots=True)
 class Math:
-    """Score and mask of the three kinds of tile, and the lines that come before the loops."""
+    """Lines of the score and of the mask in one step, the texts of the logit and of its multiplier, and the lines
+    that come before the loop, because they do not depend on the key."""
 
     hoisted: tuple[str, ...]
-    full: Body
-    partial: Body
-    tail: Body
+    score_lines: tuple[str, ...]
+    mask_lines: tuple[str, ...]
+    logit: str
+    multiplier: str
     uses_q_row: bool
     uses_q_pos: bool
 
@@ -77,19 +55,22 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """The lines that find the tiles of a block, and the loops over full and partial tiles (None: there are none)."""
+    """The lines that find the tiles of a block, the loop over them, and the test whether a tile needs the mask.
+
+    ``condition`` is None where every tile needs it; ``loop`` is None where tiles are listed as bits of words.
+    """
 
     lines: tuple[str, ...]
-    full: Ranges | None
-    partial: Ranges | None
+    loop: Ranges | None
+    condition: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The lines that list 32 tiles as bits, and whether any tile can be full."""
+    """The lines that list 32 tiles as bits, and the test whether a tile needs the mask (None: each does)."""
 
     lines: tuple[str, ...]
-    full: bool
+    condition: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +95,17 @@ def _scalars(plan: Plan) -> dict[str, Binding]:
     return bound
 
 
-def _elements(plan: Plan, *, tail: bool = False) -> dict[str, Binding]:
+def _elements(plan: Plan) -> dict[str, Binding]:
     """Return the bindings inside a step: rows along the first axis, keys along the second.
 
-    Rows stay inside their sequence, as those beyond the end repeat the last one; keys do save in the ``tail``.
+    Both stay inside their sequence: rows beyond the end repeat the last one, a ragged last tile is moved back.
     """
-    keys = frozenset() if tail else frozenset({"seqlen_k", "total_k"})
     return _scalars(plan) | {
         "q": Binding("q_row[:, None]", _Q, below=frozenset({"seqlen_q"})),
         "q_pos": Binding("q_pos[:, None]", _Q, below=frozenset({"seqlen_k"})),
         "q_global": Binding("q_packed[:, None]", _Q, below=frozenset({"total_q"})),
-        "kv": Binding("kv_index[None, :]", _KV, below=keys),
-        "kv_global": Binding("kv_packed[None, :]", _KV, below=keys),
+        "kv": Binding("kv_index[None, :]", _KV, below=frozenset({"seqlen_k"})),
+        "kv_global": Binding("kv_packed[None, :]", _KV, below=frozenset({"total_k"})),
         PRODUCT.name: Binding("s", _ELEMENT),
     }
 
@@ -143,7 +123,7 @@ def _corners(plan: Plan) -> dict[str, Binding]:
         "kv_start": Binding("k_begin"),
         _TILE_N.name: Binding(_TILE_N.name),
         _WHOLE_TILES.name: Binding(_WHOLE_TILES.name),
-        _WHOLE_KEYS.name: Binding(_WHOLE_KEYS.name),
+        _KV_TILES.name: Binding(_KV_TILES.name),
     }
 
 
@@ -187,7 +167,7 @@ def _known_ranges(plan: Plan) -> dict[str, Range]:
         **plan.variant.ranges,
         _TILE_N.name: (plan.tile_n, plan.tile_n),
         _WHOLE_TILES.name: (0, MAX_SEQLEN // plan.tile_n),
-        _WHOLE_KEYS.name: (0, MAX_SEQLEN),
+        _KV_TILES.name: (0, MAX_SEQLEN // plan.tile_n + 1),
     }
 
 
@@ -200,52 +180,36 @@ def _facts(plan: Plan) -> Facts:
 
 
 def math(plan: Plan, before: Iterable[str] = ()) -> Math:
-    """Return the lines of the three kinds of tile; what does not depend on the key is computed once, before.
+    """Return the lines of one step; what does not depend on the key is computed once, before the loop.
 
     ``before`` are lines of the kernel that stand earlier: their names are not used again.
     """
-    taken = _defined(before)
     variant, bound = plan.variant, _elements(plan)
+    taken = _defined(before)
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
     scored = _emit(plan, [logit.value, logit.multiplier], bound, taken=taken)
-    masked = _emit(plan, [logit.value, logit.multiplier, variant.mask], bound, taken=taken)
-    ragged = _emit(plan, [logit.value, logit.multiplier, variant.mask], _elements(plan, tail=True), taken=taken)
-    hoisted = _united(scored.hoisted, masked.hoisted, ragged.hoisted)
-    if hoisted is None:
-        scored = _emit(plan, [logit.value, logit.multiplier], bound, prefix="score_", taken=taken)
-        hoisted = (*scored.hoisted, *masked.hoisted)
+    taken += _defined([*scored.hoisted, *scored.body])
+    masked = _emit(plan, [variant.mask], bound, taken=taken)
     plain = variant.score is None
-    multiplier = "scale_log2e" if plain else scored.results[1]
-    mask = masked.results[2] if variant.masked else None
-    beyond = "kv_index[None, :] < seqlen_k"
-    bodies = {
-        "full": _body(scored, None, plain, multiplier),
-        "partial": _body(masked, mask, plain, multiplier),
-        "tail": _body(ragged, f"({beyond}) & ({mask})" if mask else beyond, plain, multiplier),
-    }
-    texts = "\n".join([*hoisted, *(line for body in bodies.values() for line in body.lines)])
-    hoisted = (*_packed_rows(texts), *hoisted)
-    uses_row = any(name in texts for name in ("q_row", "q_pos", "q_packed"))
-    return Math(hoisted, **bodies, uses_q_row=uses_row, uses_q_pos="q_pos" in texts)
-
-
-def _body(code: EmittedMany, visible: str | None, plain: bool, multiplier: str) -> Body:
     name = "s" if plain else "logit"
-    lines = list(code.body)
-    if any("kv_packed" in line for line in (*lines, *code.results)):
-        lines.insert(0, "kv_packed = k_begin + kv_index")
-    if not plain:
-        lines.append(f"logit = {code.results[0]}")
-    if visible is not None:
-        lines += [f"visible = {visible}", f'{name} = tl.where(visible, {name}, float("-inf"))']
-    return Body(tuple(lines), name, multiplier)
-
-
-def _united(*parts: Sequence[str]) -> tuple[str, ...] | None:
-    """Return all statements without repetition, or None if they give one name two meanings."""
-    lines = list(dict.fromkeys(line for part in parts for line in part))
-    defined = _defined(lines)
-    return tuple(lines) if len(set(defined)) == len(defined) else None
+    score_lines = [*scored.body] if plain else [*scored.body, f"logit = {scored.results[0]}"]
+    repeated = "(lane >= tile * BLOCK_N - kv_start)[None, :]"
+    visible = f"{repeated} & ({masked.results[0]})" if variant.masked else repeated
+    mask_lines = [*masked.body, f"visible = {visible}", f'{name} = tl.where(visible, {name}, float("-inf"))']
+    for lines in (score_lines, mask_lines):
+        if any("kv_packed" in line for line in lines):
+            lines.insert(0, "kv_packed = k_begin + kv_index")
+    hoisted = [*scored.hoisted, *masked.hoisted]
+    texts = "\n".join([*hoisted, *score_lines, *mask_lines])
+    return Math(
+        hoisted=(*_packed_rows(texts), *hoisted),
+        score_lines=tuple(score_lines),
+        mask_lines=tuple(mask_lines),
+        logit=name,
+        multiplier="scale_log2e" if plain else scored.results[1],
+        uses_q_row=any(word in texts for word in ("q_row", "q_pos", "q_packed")),
+        uses_q_pos="q_pos[" in texts,
+    )
 
 
 def _defined(lines: Iterable[str]) -> list[str]:
@@ -261,25 +225,40 @@ def _packed_rows(texts: str) -> list[str]:
 
 
 def ranges(plan: Plan) -> Visits:
-    """Return the tiles of a block: by ranges of full and partial tiles, or the hull that a listing goes through."""
+    """Return the tiles of a block: by ranges of visible and of full tiles, or the hull that a listing goes through."""
     found = bands(plan.variant.mask, _facts(plan), over="kv")
-    tail = _tail(found)
     if plan.driver != "ranges":
-        lines = _hull_lines(plan, found, tail)
+        lines = _hull_lines(plan, found)
         if plan.driver == "tile_map":
             rows = "b * stride_tile_map_b + h * stride_tile_map_h + q_tile * stride_tile_map_q"
             lines.append(f"tile_map = tile_map_ptr + {rows}")
-        return Visits(_with_corners(lines), None, None)
-    pieces = segments(found, _TILE_N, _WHOLE_KEYS, _facts(plan))
-    ends: dict[str, Expr] = {}
-    for kind, spans in (("full", pieces.full), ("partial", pieces.partial)):
-        for number, (lo, hi) in enumerate(spans):
-            suffix = f"_{number}" if len(spans) > 1 else ""
-            ends |= {f"{kind}_lo{suffix}": _settled(plan, lo), f"{kind}_hi{suffix}": _settled(plan, hi)}
-    texts, lines = _emit_named(plan, ends, tail)
-    full = _loop("full", len(pieces.full), texts, lines)
-    partial = _loop("partial", len(pieces.partial), texts, lines)
-    return Visits(_with_corners(lines), full, partial)
+        listed = words(plan).lines
+        return Visits(tuple(line for line in _with_corners([*lines, *listed]) if line not in listed), None, None)
+    visible = segments(Bands(found.visible, (), exact=True), _TILE_N, _SEQLEN_K, _facts(plan)).partial
+    ends = _numbered("visible", visible) | _numbered("full", [_inward(interval) for interval in found.full])
+    texts, lines = _emit_named(plan, {name: _settled(plan, end) for name, end in ends.items()})
+    loop = _loop(len(visible), texts, lines)
+    outside = [_outside(texts, f"_{n}" if len(found.full) > 1 else "") for n in range(len(found.full))]
+    condition = " & ".join(f"({test})" for test in outside) if len(outside) > 1 else "".join(outside)
+    corners = [line for line in _with_corners([*lines, loop.hi, condition]) if line not in (loop.hi, condition)]
+    return Visits(tuple(corners), loop, condition or None)
+
+
+def _numbered(kind: str, spans: Sequence[tuple[Expr, Expr]]) -> dict[str, Expr]:
+    """Return the ends of ranges by name: ``full_lo``, or ``full_lo_0`` where there are several."""
+    named = {}
+    for number, (lo, hi) in enumerate(spans):
+        suffix = f"_{number}" if len(spans) > 1 else ""
+        named |= {f"{kind}_lo{suffix}": lo, f"{kind}_hi{suffix}": hi}
+    return named
+
+
+def _inward(interval: Interval) -> tuple[Expr, Expr]:
+    """Return the whole tiles inside an interval of keys."""
+    lo = integer(0) if interval.lo is None else ceildiv(maximum(interval.lo, integer(0)), _TILE_N)
+    if interval.hi is None:
+        return lo, _WHOLE_TILES
+    return lo, minimum(floordiv(maximum(interval.hi, integer(0)), _TILE_N), _WHOLE_TILES)
 
 
 def _settled(plan: Plan, end: Expr) -> Expr:
@@ -294,11 +273,11 @@ def _settled(plan: Plan, end: Expr) -> Expr:
 
     match end:
         case Op(op="floordiv", args=(x, divisor)) if divisor == _TILE_N:
-            return _WHOLE_TILES if x == _WHOLE_KEYS else Op("floordiv", (clamped(x), divisor), Type.INT)
+            return _WHOLE_TILES if x == _SEQLEN_K else Op("floordiv", (clamped(x), divisor), Type.INT)
         case Op(op="add", args=(Op(op="floordiv", args=(x, divisor)), Const(value=1))) if divisor == _TILE_N:
             rounded_up = add(x, integer(1))
-            if rounded_up == _WHOLE_KEYS:
-                return _WHOLE_TILES
+            if rounded_up == _SEQLEN_K:
+                return _KV_TILES
             return Op("floordiv", (add(clamped(rounded_up), sub(divisor, integer(1))), divisor), Type.INT)
         case Op(op="min" | "max", args=(x, y)):
             x, y = _settled(plan, x), _settled(plan, y)
@@ -307,22 +286,22 @@ def _settled(plan: Plan, end: Expr) -> Expr:
     return end
 
 
-def _emit_named(plan: Plan, values: Mapping[str, Expr], tail: Expr) -> tuple[dict[str, str], list[str]]:
-    """Return the text of each value, and the lines that give them their names and say if there is a tail."""
+def _emit_named(plan: Plan, values: Mapping[str, Expr]) -> tuple[dict[str, str], list[str]]:
+    """Return the text of each value, and the lines that give them their names."""
     labels: dict[Expr, str] = {}
     for name, value in values.items():
         labels.setdefault(value, name)
-    code = _emit(plan, [*values.values(), tail], _corners(plan), labels=labels)
+    code = _emit(plan, list(values.values()), _corners(plan), labels=labels)
     lines = list(code.hoisted)
     texts = {}
-    for (name, value), text in zip(values.items(), code.results, strict=False):
+    for (name, value), text in zip(values.items(), code.results, strict=True):
         if _is_wide(value):
-            text = f"({text}).to(tl.int32)"
+            text = f"{text}.to(tl.int32)" if text.isidentifier() else f"({text}).to(tl.int32)"
         if not re.fullmatch(r"\w+", text):
             lines.append(f"{name} = {text}")
             text = name
         texts[name] = text
-    return texts, [*lines, *_tail_line(code.results[-1], tail)]
+    return texts, lines
 
 
 def _is_wide(value: Expr) -> bool:
@@ -332,49 +311,40 @@ def _is_wide(value: Expr) -> bool:
     return value.wide or any(_is_wide(argument) for argument in value.args)
 
 
-def _loop(kind: str, count: int, texts: Mapping[str, str], lines: list[str]) -> Ranges | None:
+def _loop(count: int, texts: Mapping[str, str], lines: list[str]) -> Ranges:
     """Return the loop over ``count`` ranges one after the other; add the lines that count their tiles."""
     if count == 0:
-        return None
+        return Ranges("0", "0")
     if count == 1:
-        return Ranges(texts[f"{kind}_lo"], texts[f"{kind}_hi"])
+        return Ranges(texts["visible_lo"], texts["visible_hi"])
     jumps: list[str] = []
     before = ""
     for number in range(count):
-        lo, hi = texts[f"{kind}_lo_{number}"], texts[f"{kind}_hi_{number}"]
-        length = f"tl.maximum({hi} - {lo}, 0)"
-        lines.append(f"{kind}_until_{number} = {before + ' + ' if before else ''}{length}")
+        lo, hi = texts[f"visible_lo_{number}"], texts[f"visible_hi_{number}"]
+        length = hi if lo == "0" else f"tl.maximum({hi} - {lo}, 0)"
+        lines.append(f"visible_until_{number} = {before + ' + ' if before else ''}{length}")
         if before:
             jumps.append(f"tile = tl.where(i < {before}, tile, {lo} + i - {before})")
-        before = f"{kind}_until_{number}"
-    first = texts[f"{kind}_lo_0"]
+        before = f"visible_until_{number}"
+    first = texts["visible_lo_0"]
     return Ranges("0", before, first="i" if first == "0" else f"{first} + i", jumps=tuple(jumps))
 
 
-def _tail(found: Bands) -> Expr:
-    """Return whether any row sees a key of the ragged last tile."""
-    seen: Expr = FALSE
-    for interval in found.visible:
-        reached = TRUE if interval.hi is None else gt(interval.hi, _WHOLE_KEYS)
-        begun = TRUE if interval.lo is None else lt(interval.lo, _SEQLEN_K)
-        seen = or_(seen, and_(begun, reached))
-    return and_(lt(_WHOLE_KEYS, _SEQLEN_K), seen)
+def _outside(texts: Mapping[str, str], suffix: str) -> str:
+    """Return the test that a tile lies outside a range of full tiles."""
+    lo, hi = texts[f"full_lo{suffix}"], texts[f"full_hi{suffix}"]
+    after = f"tile >= {hi}"
+    return after if lo == "0" else f"(tile < {lo}) | ({after})"
 
 
-def _tail_line(text: str, tail: Expr) -> list[str]:
-    if tail == FALSE:
-        return []
-    return [f"tail_tiles = ({text}).to(tl.int32)"]
-
-
-def _hull_lines(plan: Plan, found: Bands, tail: Expr) -> list[str]:
+def _hull_lines(plan: Plan, found: Bands) -> list[str]:
     """Return the lines that name the tiles between the first and the last visible key."""
     lows = [integer(0) if interval.lo is None else interval.lo for interval in found.visible] or [integer(0)]
     highs = [_SEQLEN_K if interval.hi is None else interval.hi for interval in found.visible] or [integer(0)]
     first = floordiv(maximum(reduce(minimum, lows), integer(0)), _TILE_N)
-    last = ceildiv(maximum(minimum(reduce(maximum, highs), _WHOLE_KEYS), integer(0)), _TILE_N)
-    texts, lines = _emit_named(plan, {"visible_lo": _settled(plan, first), "visible_hi": _settled(plan, last)}, tail)
-    return [*(f"{name} = {text}" for name, text in texts.items() if text != name), *lines]
+    last = ceildiv(maximum(minimum(reduce(maximum, highs), _SEQLEN_K), integer(0)), _TILE_N)
+    texts, lines = _emit_named(plan, {"visible_lo": _settled(plan, first), "visible_hi": _settled(plan, last)})
+    return [*lines, *(f"{name} = {text}" for name, text in texts.items() if text != name)]
 
 
 def _with_corners(lines: Sequence[str]) -> tuple[str, ...]:
@@ -387,49 +357,53 @@ def _with_corners(lines: Sequence[str]) -> tuple[str, ...]:
         corners.append("q_pos_lo = q_start + (seqlen_k - seqlen_q)")
     if "q_pos_hi" in texts:
         corners.append("q_pos_hi = q_hi + (seqlen_k - seqlen_q)")
+    if "kv_tiles" in texts:
+        corners.append("kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)")
+    if "whole_tiles" in texts:
+        corners.append("whole_tiles = seqlen_k // BLOCK_N")
     return (*corners, *lines)
 
 
 def words(plan: Plan) -> Words:
     """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
+    needs_mask = "((partial_word >> index) & 1) != 0"
     if plan.driver == "ranges":
-        return Words((), False)
+        return Words((), None)
     if plan.driver == "tile_map":
         return Words(
             (
-                "full_word = tl.load(tile_map + word)",
                 "partial_word = tl.load(tile_map + words + word)",
-                "full_count = count_bits(full_word)",
-                "partial_count = count_bits(partial_word)",
+                "visible_word = tl.load(tile_map + word) | partial_word",
+                "visible_count = count_bits(visible_word)",
             ),
-            True,
+            needs_mask,
         )
     may, must = classify(plan.variant.mask, _facts(plan))
     code = _emit(plan, [may, must], _corners(plan), prefix="tiles_")
     lines = ["tiles = word * 32 + tl.arange(0, 32)"]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
-        lines += ["kv_lo = tiles * BLOCK_N", "kv_hi = kv_lo + (BLOCK_N - 1)"]
-    lines += [*code.hoisted, "listed = (tiles >= visible_lo) & (tiles < visible_hi)", "bit = 1 << tl.arange(0, 32)"]
-    partial = "listed" if may == TRUE else f"listed & ({code.results[0]})"
-    if must != FALSE:
-        lines += [
-            f"seen_whole = listed & ({code.results[1]})",
-            "full_word = tl.sum(tl.where(seen_whole, bit, 0))",
-            "full_count = tl.sum(seen_whole.to(tl.int32))",
-        ]
-        partial += " & ~seen_whole"
+        lines += ["kv_lo = tiles * BLOCK_N", "kv_hi = tl.minimum(kv_lo + BLOCK_N, seqlen_k) - 1"]
+    listed = "(tiles >= visible_lo) & (tiles < visible_hi)"
     lines += [
-        f"seen_partly = {partial}",
-        "partial_word = tl.sum(tl.where(seen_partly, bit, 0))",
-        "partial_count = tl.sum(seen_partly.to(tl.int32))",
+        *code.hoisted,
+        f"seen = {listed}" if may == TRUE else f"seen = {listed} & ({code.results[0]})",
+        "bit = 1 << tl.arange(0, 32)",
+        "visible_word = tl.sum(tl.where(seen, bit, 0))",
+        "visible_count = tl.sum(seen.to(tl.int32))",
     ]
-    return Words(tuple(lines), must != FALSE)
+    if must == FALSE:
+        return Words(tuple(lines), None)
+    lines += [
+        f"seen_whole = (tiles < whole_tiles) & ({code.results[1]})",
+        "partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))",
+    ]
+    return Words(tuple(lines), needs_mask)
 
 
 def classifier(plan: Plan) -> Classifier:
     """Return the lines of the kernel that computes the tile map: the mask of every element, tile by tile."""
     found = bands(plan.variant.mask, _facts(plan), over="kv")
-    lines = _hull_lines(plan, found, FALSE)
+    lines = _hull_lines(plan, found)
     mask = _emit(plan, [plan.variant.mask], _elements(plan), taken=_defined(lines))
     body = list(mask.body)
     texts = "\n".join([*mask.hoisted, *body, *mask.results])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attngen.lang.printing import canonical
 from attngen.plan.arguments import block_suffix
@@ -24,12 +24,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one KV tile takes: loads, products, the lines of score and mask, and the logit that results."""
+    """What one KV tile takes: loads, products, the lines of score and mask, and the logit that results.
+
+    ``condition`` tells whether a tile needs the mask; None where each does.
+    """
 
     kv_index: bool
     load_k: tuple[str, ...]
     dot_qk: tuple[str, ...]
-    lines: tuple[str, ...]
+    score_lines: tuple[str, ...]
+    condition: str | None
+    mask_lines: tuple[str, ...]
     logit: str
     multiplier: str
     load_v: tuple[str, ...]
@@ -63,18 +68,19 @@ class TritonView:
     q_load_lines: tuple[str, ...]
     hoisted_lines: tuple[str, ...]
     v_blocks: tuple[Block, ...]
-    full: Ranges | None
-    partial: Ranges | None
-    full_words: bool
+    visible: Ranges | None
     word_lines: tuple[str, ...]
-    full_step: Step
-    partial_step: Step
-    tail_step: Step
+    step: Step
+    short_step: Step | None
     element: str
     precision: str
     max_seqlen_q: str
     max_seqlen_k: str
     classifier: ClassifierView | None
+
+    def stop(self, end: str) -> str:
+        """Return the end of the loop over tiles: a sequence shorter than a tile has a loop of its own."""
+        return f"{end} * (1 - short_tiles)" if self.short_step else end
 
 
 def triton_view(plan: Plan, template: str) -> TritonView:
@@ -82,10 +88,9 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     spans = ranges(plan)
     listed = words(plan)
     code = math(plan, before=[*spans.lines, *listed.lines])
-    steps = {
-        name: _step(plan, code, tail=name == "tail", masked=name != "full") for name in ("full", "partial", "tail")
-    }
-    texts = [*spans.lines, *listed.lines, *code.hoisted, *(line for step in steps.values() for line in step.lines)]
+    condition = spans.condition if plan.driver == "ranges" else listed.condition
+    step = _step(plan, code, condition)
+    texts = [*spans.lines, *listed.lines, *code.hoisted, *step.score_lines, *step.mask_lines]
     prefix = "max_" if plan.varlen else ""
     return TritonView(
         template=template,
@@ -102,13 +107,10 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         q_load_lines=_load_q(plan),
         hoisted_lines=code.hoisted,
         v_blocks=tuple(_block(plan, i) for i in range(len(plan.columns_v))),
-        full=spans.full,
-        partial=spans.partial,
-        full_words=listed.full,
+        visible=spans.loop,
         word_lines=listed.lines,
-        full_step=steps["full"],
-        partial_step=steps["partial"],
-        tail_step=steps["tail"],
+        step=step,
+        short_step=_short_step(plan, step),
         element=f"tl.{plan.dtype.triton_language}",
         precision=_precision(plan),
         max_seqlen_q=f"{prefix}seqlen_q",
@@ -180,23 +182,19 @@ def _load_q(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...], *, tail: bool) -> tuple[str, ...]:
-    """Return the lines that load one K or V tile; in the tail, rows beyond the end become 0."""
+def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...]) -> tuple[str, ...]:
+    """Return the lines that load one K or V tile; no row of it lies behind the end of its sequence."""
     lines: list[str] = []
     head_dim = plan.head_dim_qk if name == "k" else plan.head_dim_v
     for index, block in enumerate(blocks):
         suffix = block_suffix(blocks, index)
         if plan.loads == "descriptor":
-            lines.append(
-                f"{name}{suffix} = {_descriptor_load(plan, name, suffix, 'hk', block, 'kv_start', 'BLOCK_N')}"
-            )
-            if tail and name == "v":  # a probability of 0 times NaN would be NaN
-                lines.append(f"v{suffix} = tl.where(kv_index[:, None] < seqlen_k, v{suffix}, 0.0)")
-            continue
-        column, inside = _columns(block, head_dim)
-        tests = ["(kv_index[:, None] < seqlen_k)"] * tail + inside
-        mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
-        lines.append(f"{name}{suffix} = tl.load({name}_head + kv_index[:, None] * stride_{name}_s + {column}{mask})")
+            load = _descriptor_load(plan, name, suffix, "hk", block, "kv_start", "BLOCK_N")
+        else:
+            column, inside = _columns(block, head_dim)
+            mask = f", mask={inside[0]}, other=0.0" if inside else ""
+            load = f"tl.load({name}_head + kv_index[:, None] * stride_{name}_s + {column}{mask})"
+        lines.append(f"{name}{suffix} = {load}")
     return tuple(lines)
 
 
@@ -225,24 +223,36 @@ def _columns(block: Columns, head_dim: int) -> tuple[str, list[str]]:
 # --- one step over a KV tile --------------------------------------------------------------------------------
 
 
-def _step(plan: Plan, code: Math, *, masked: bool, tail: bool) -> Step:
+def _step(plan: Plan, code: Math, condition: str | None) -> Step:
     dots = []
     for index in range(len(plan.columns_qk)):
         suffix = block_suffix(plan.columns_qk, index)
         accumulate = ", s" if index else ""
         dots.append(f"s = tl.dot(q{suffix}, tl.trans(k{suffix}){accumulate}{_precision(plan)})")
-    body = code.tail if tail else code.partial if masked else code.full
-    load_k = _load_kv(plan, "k", plan.columns_qk, tail=tail)
-    load_v = _load_kv(plan, "v", plan.columns_v, tail=tail)
+    load_k, load_v = _load_kv(plan, "k", plan.columns_qk), _load_kv(plan, "v", plan.columns_v)
+    lines = (*load_k, *load_v, *code.score_lines, *code.mask_lines)
     return Step(
-        kv_index=any("kv_index" in line for line in (*load_k, *load_v, *body.lines)),
+        kv_index=any(name in line for line in lines for name in ("kv_index", "kv_packed")),
         load_k=load_k,
         dot_qk=tuple(dots),
-        lines=body.lines,
-        logit=body.logit,
-        multiplier=body.multiplier,
+        score_lines=code.score_lines,
+        condition=condition,
+        mask_lines=code.mask_lines,
+        logit=code.logit,
+        multiplier=code.multiplier,
         load_v=load_v,
     )
+
+
+def _short_step(plan: Plan, step: Step) -> Step | None:
+    """Return the step for a packed sequence shorter than a tile, where descriptors also load what stands before it."""
+    if not (plan.varlen and plan.loads == "descriptor"):
+        return None
+    zeroed = []
+    for index in range(len(plan.columns_v)):
+        v = f"v{block_suffix(plan.columns_v, index)}"
+        zeroed.append(f"{v} = tl.where((lane >= tile * BLOCK_N - kv_start)[:, None], {v}, 0.0)")
+    return replace(step, condition=None, load_v=(*step.load_v, *zeroed))
 
 
 def _classifier(plan: Plan) -> ClassifierView:

@@ -1,0 +1,19 @@
+"""Kernel specs from a few words."""
+
+from __future__ import annotations
+
+from attngen.plan import Plan, plan
+from attngen.spec import KernelSpec, expand, load_spec_text
+
+
+def kernel_spec(variant: str = "causal", *, arch: str = "sm90a", declared: str = "", **fields: object) -> KernelSpec:
+    """Return the one kernel spec of a spec; fields as in its YAML. The kernel's entry starts at line 5."""
+    lines = "".join(f"    {name}: {value}\n" for name, value in {"head_dim": 64, **fields}.items())
+    text = f"schema: 1\npackage: test\narch: [{arch}]\nkernels:\n  - variant: {variant}\n{lines}{declared}"
+    (spec,) = expand(load_spec_text(text, "test.yaml"))
+    return spec
+
+
+def planned(variant: str = "causal", **fields: object) -> Plan:
+    """Return the plan of the one kernel of a spec."""
+    return plan(kernel_spec(variant, **fields))  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""Schedules, alignment and loop drivers: what is chosen, and what is refused and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.errors import PlanError
+from attngen.plan.catalogue import SCHEDULES
+from attngen.resources import templates_dir
+from attngen.spec import preset_names
+from tests.plan.specs import planned
+
+DRIVERS = {"dilated": "classified", "neighbourhood_2d": "classified", "allowed": "tile_map"}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_driver_of_each_preset(name: str) -> None:
+    plan = planned(name)
+    assert plan.driver == DRIVERS.get(name, "ranges")
+    assert (plan.classifier is not None) == (plan.driver == "tile_map")
+
+
+def test_a_tile_map_is_used_or_avoided_as_the_spec_says() -> None:
+    always = planned("causal", tile_map="always")
+    assert always.driver == "tile_map"
+    assert always.classifier is not None
+    assert always.classifier.name == f"classify_{always.name}"
+    never = planned("allowed", tile_map="never")
+    assert never.driver == "classified"
+    assert never.classifier is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "batch", "heads"),
+    [
+        ("allowed[b, q, kv]", True, False),
+        ("allowed[0, q, kv]", False, False),
+        ("allowed[h, q, kv]", False, True),
+        ("allowed[hk, q, kv] and b < 2", True, True),
+    ],
+)
+def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bool) -> None:
+    declared = (
+        f'variants:\n  own:\n    mask: "{mask}"\n'
+        "    tensors: {allowed: {dtype: bool, shape: [n, seqlen_q, seqlen_k]}}\n"
+    )
+    plan = planned("own", declared=declared)
+    assert plan.classifier is not None
+    assert (plan.classifier.batch, plan.classifier.heads) == (batch, heads)
+    packed = planned("own", declared=declared, layout="varlen")
+    assert packed.classifier is not None
+    assert packed.classifier.batch  # lengths differ from sequence to sequence
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"backend": "cuda"}, r"test\.yaml:7: backend: cuda kernels do not exist yet; allowed: triton"),
+        ({"passes": "backward"}, r"test\.yaml:7: passes: backward kernels do not exist yet; allowed: forward"),
+        ({"softmax": "lazy"}, r"test\.yaml:7: softmax: 'lazy' does not exist .* allowed: exact_max"),
+        ({"dropout": "true"}, r"dropout"),
+        ({"sinks": "true"}, r"sinks"),
+        ({"warps": "{producer: 1, consumer: 2}"}, r"warps"),
+        ({"persistent": "true"}, r"persistent"),
+        ({"dtype": "fp8"}, r"test\.yaml:7: dtype: .*bf16, fp16, fp32"),
+        ({"arch": "sm80", "loads": "descriptor"}, r"sm80 has no tensor descriptors; use loads: pointer"),
+        ({"alignment": 2, "loads": "descriptor"}, r"descriptors need alignment 16, not 2"),
+        ({"alignment": 4}, r"alignment: 4 is not allowed; allowed: 16, 2 \(one element\)"),
+    ],
+)
+def test_what_does_not_exist_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(**fields)  # type: ignore[arg-type]
+
+
+def test_alignment_decides_the_loads() -> None:
+    assert planned().loads == "descriptor"
+    assert planned(alignment="element").loads == "pointer"
+    assert planned(alignment="element").alignment == 2
+    assert planned(loads="pointer").alignment == 16
+
+
+def test_every_schedule_has_its_template() -> None:
+    for schedule in SCHEDULES:
+        assert (templates_dir() / schedule.template).is_file()
+    assert len({schedule.name for schedule in SCHEDULES}) == len(SCHEDULES)
+    assert len({schedule.label for schedule in SCHEDULES}) == len(SCHEDULES)

@@ -1,0 +1,107 @@
+"""Tiles: within the shared memory of every arch, kept where the spec fixes them, cut into power-of-two columns."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.arch import ARCHES
+from attngen.errors import PlanError
+from attngen.plan.budget import shared_memory
+from attngen.plan.tiles import columns, padded_width
+from tests.plan.specs import planned
+
+HEAD_DIMS = range(16, 257, 16)
+
+
+def memory_of(plan):  # type: ignore[no-untyped-def]
+    return shared_memory(
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        stages=plan.stages,
+        width_qk=padded_width(plan.columns_qk),
+        width_v=padded_width(plan.columns_v),
+        element_bytes=plan.dtype.bytes,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_head_dim_has_a_tile_that_fits(arch: str, dtype: str) -> None:
+    for head_dim in HEAD_DIMS:
+        plan = planned(arch=arch, dtype=dtype, head_dim=head_dim)
+        assert memory_of(plan).total <= plan.arch.shared_memory, plan.name
+        assert plan.tile_m >= 16
+        assert plan.tile_n >= 16
+        assert plan.stages >= 1
+        assert plan.loads == ("descriptor" if plan.arch.descriptors else "pointer")
+
+
+def test_a_tile_that_the_spec_fixes_is_kept() -> None:
+    plan = planned(tile="{m: 128, n: 32}", pipeline="{stages: 4}", warps=8)
+    assert (plan.tile_m, plan.tile_n, plan.stages, plan.num_warps, plan.threads) == (128, 32, 4, 8, 256)
+
+
+def test_stages_are_given_up_before_keys() -> None:
+    plan = planned(arch="sm86", head_dim=256, tile="{m: 128}")
+    assert plan.tile_m == 128
+    free = planned(arch="sm80", head_dim=256, tile="{m: 128}")
+    assert (plan.stages, plan.tile_n) < (free.stages, free.tile_n)
+    assert memory_of(plan).total <= 99 * 1024
+
+
+def test_keys_are_given_up_where_the_stages_are_fixed() -> None:
+    plan = planned(head_dim=256, pipeline="{stages: 8}")
+    assert plan.stages == 8
+    assert memory_of(plan).total <= 227 * 1024
+
+
+def test_a_fixed_tile_that_does_not_fit_is_refused_with_its_sum() -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(head_dim=256, tile="{m: 256, n: 128}")
+    message = str(caught.value)
+    assert message.startswith("test.yaml:7: tile: ")
+    total, limit = map(int, re.findall(r"(\d+) B exceeds (\d+) B on sm90a", message)[0])
+    q, stages, k, v = map(int, re.findall(r"Q (\d+) \+ (\d+) stages x \(K (\d+) \+ V (\d+)\)", message)[0])
+    assert limit == 227 * 1024
+    assert total == q + stages * (k + v) > limit
+    assert (q, k, v) == (256 * 256 * 2, 128 * 256 * 2, 128 * 256 * 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tile": "{m: 48}"}, r"tile\.m: 48 is not one of 16, 32, 64, 128, 256; nearest: (32|64)"),
+        ({"tile": "{n: 512}"}, r"tile\.n: 512 is not one of .*; nearest: 256"),
+        ({"warps": 3}, r"3 is not one of 1, 2, 4, 8, 16; nearest: (2|4)"),
+        ({"pipeline": "{stages: 9}"}, r"pipeline\.stages: 9 is not one of .*; nearest: 8"),
+        ({"head_dim": 20}, r"head_dim 20 is no multiple of 16 from 16 to 256; nearest: 16"),
+        ({"head_dim": 72}, r"head_dim 72 .* nearest: 80"),
+        ({"head_dim": 272}, r"head_dim 272 .* nearest: 256"),
+        ({"head_dim": "{qk: 64, v: 8}"}, r"head_dim 8 .* nearest: 16"),
+    ],
+)
+def test_sizes_that_do_not_exist_are_refused_with_the_nearest(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(**fields)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_columns_are_powers_of_two_that_cover_the_head_dim(head_dim: int) -> None:
+    blocks = columns(head_dim)
+    assert len(blocks) <= 2
+    assert sum(block.used for block in blocks) == head_dim
+    start = 0
+    for block in blocks:
+        assert block.start == start
+        assert block.width & (block.width - 1) == 0
+        assert block.width >= 16
+        assert block.used <= block.width
+        start += block.width
+    assert padded_width(blocks) < head_dim * 1.4
+
+
+def test_columns_by_example() -> None:
+    widths = {d: tuple(block.width for block in columns(d)) for d in (64, 80, 96, 112, 128, 192, 208)}
+    assert widths == {64: (64,), 80: (64, 16), 96: (64, 32), 112: (128,), 128: (128,), 192: (128, 64), 208: (256,)}

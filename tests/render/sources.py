@@ -1,0 +1,38 @@
+"""Rendered sources, and what their syntax trees say about names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+
+from attngen.plan import Plan, plan
+from attngen.render import Source, render
+from attngen.resources import specs_dir
+from attngen.spec import expand, load_spec
+
+#: Shipped specs; the golden set holds all but those that only repeat others at more head dims.
+SHIPPED = tuple(sorted(path.stem for path in specs_dir().glob("*.yaml")))
+GOLDEN = tuple(name for name in SHIPPED if not name.endswith("_all"))
+
+
+@cache
+def rendered(name: str) -> tuple[tuple[Plan, Source], ...]:
+    """Return every kernel of a shipped spec with its source."""
+    plans = [plan(spec) for spec in expand(load_spec(specs_dir() / f"{name}.yaml"))]
+    return tuple((found, render(found)) for found in plans)
+
+
+def assigned(function: ast.FunctionDef) -> set[str]:
+    """Return every name that a function binds beside its parameters."""
+    return {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def functions(text: str) -> Iterator[ast.FunctionDef]:
+    """Yield the functions of a source."""
+    yield from (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Return the names of a function's parameters."""
+    return [argument.arg for argument in function.args.args]
