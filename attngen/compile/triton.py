@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from attngen.arch import Arch
 from attngen.compile.artifact import Artifact
 from attngen.compile.environment import scrubbed
-from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, resources_of_log
+from attngen.compile.hazards import overwritten_operands
+from attngen.compile.inspect import Resources, disassemble, nvidia_tool, parameter_places, resources_of_log
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major
@@ -66,7 +67,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     _import_triton()
     start = time.perf_counter()
     kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages)
-    _check_hopper(plan, kernel.registers_and_spills)
+    _check_hopper(plan, kernel)
     manifest = dict(plan.to_dict())
     manifest["parameters"] = kernel.parameters
     manifest["num_warps"], manifest["threads"] = kernel.num_warps, 32 * kernel.num_warps
@@ -250,10 +251,13 @@ def _check_memory(name: str, metadata: Mapping[str, Any], arch: Arch) -> None:
             raise CompileError(f"{name}: needs {metadata[scratch]} B of {scratch}, which no launch provides")
 
 
-def _check_hopper(plan: Plan, resources: Resources) -> None:
-    """Refuse what silently costs a Hopper kernel its speed, unless the spec allows it."""
+def _check_hopper(plan: Plan, kernel: CompiledFunction) -> None:
+    """Refuse wrong machine code, and what silently costs a Hopper kernel its speed, unless the spec allows that."""
     if not plan.arch.wgmma:
         return
+    resources = kernel.registers_and_spills
+    if overwritten := overwritten_operands(disassemble(kernel.cubin)):
+        raise CompileError(f"{plan.name}: ptxas compiled the loop wrongly; another tile may help: {overwritten[0]}")
     if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
         raise CompileError(
             f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile, more "

@@ -14,6 +14,7 @@ from attngen.lang.facts import Facts, aligned, index, local
 from attngen.lang.intervals import bounds, evaluate
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, names, rewrite
 from attngen.lang.overflow import widen
+from attngen.lang.proof import larger
 from attngen.lang.simplify import COMPLEMENT, FALSE, TRUE, Linear, integer, linear, make, neg, not_
 from attngen.lang.spans import LIMIT, Interval, Span, Spans
 from attngen.lang.symbols import Symbols
@@ -23,11 +24,14 @@ __all__ = ["Bands", "Facts", "Interval", "bands", "classify"]
 Axis = Literal["kv", "q"]
 Heads = Literal["single", "packed"]
 
-#: Stands for a condition of which nothing is known; no name of a spec has a question mark.
-_OPAQUE = Var("?", Type.BOOL)
+#: Begins the names that stand for conditions of which nothing is known; no name of a spec has a question mark.
+_OPAQUE = "?"
 
 #: Most comparisons that are solved for one mask; nested ``min``, ``select`` and ``!=`` double their number.
 _STEPS = 200
+
+#: Most nodes of an end of an interval.
+_NODES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,9 @@ def bands(mask: Expr, facts: Facts | None = None, over: Axis = "kv", heads: Head
     if over == "q":
         mask = rewrite(mask, lambda node: aligned() if node == index("q_pos") else None)
     spans = Spans(facts, over)
-    symbols = Symbols(facts, _corners("q" if over == "kv" else "kv", heads))
-    region = _Solver(facts, over, spans, symbols).region(_plain(mask, facts), False)
+    mask = _plain(mask, facts)
+    symbols = Symbols(facts, _corners(mask, "q" if over == "kv" else "k", heads))
+    region = _Solver(facts, over, spans, symbols).region(mask, False)
     visible, full = spans.finish(region.visible, outer=True), spans.finish(region.full, outer=False)
     return Bands(visible, full, region.exact and len(region.visible) <= LIMIT)
 
@@ -62,25 +67,30 @@ def bands(mask: Expr, facts: Facts | None = None, over: Axis = "kv", heads: Head
 def classify(mask: Expr, facts: Facts | None = None, heads: Heads = "single") -> tuple[Expr, Expr]:
     """Return (may, must) over the corners of a tile: not ``may``: no row sees any key; ``must``: all see all."""
     facts = (facts or Facts()).of_tiles()
-    symbols = Symbols(facts, _corners("q", heads) | _corners("kv", heads))
-    must, may = evaluate(_plain(local(mask), facts), symbols)
+    mask = _plain(local(mask), facts)
+    must, may = evaluate(mask, Symbols(facts, _corners(mask, "qk", heads)))
     return widen(may, facts) or TRUE, widen(must, facts) or FALSE
 
 
-def _corners(box: str, heads: Heads) -> dict[str, tuple[Expr, Expr]]:
-    varying = (*(("q", "q_pos") if box == "q" else ("kv",)), *(("h",) if heads == "packed" else ()))
-    return {name: (index(f"{name}_lo"), index(f"{name}_hi")) for name in varying} | {_OPAQUE.name: (FALSE, TRUE)}
+def _corners(mask: Expr, boxes: str, heads: Heads) -> dict[str, tuple[Expr, Expr]]:
+    """Return what varies over a box of queries (``q``), of keys (``k``) or both (``qk``)."""
+    varying = [("q", "q_pos")] * ("q" in boxes) + [("kv",)] * ("k" in boxes) + [("h",)] * (heads == "packed")
+    corners = {name: (index(f"{name}_lo"), index(f"{name}_hi")) for group in varying for name in group}
+    return corners | {name: (FALSE, TRUE) for name in names(mask) if name.startswith(_OPAQUE)}
 
 
 def _plain(mask: Expr, facts: Facts) -> Expr:
     """Simplify, and spell shifts and bit masks by constants as the arithmetic that they are.
 
-    A comparison whose int64 arithmetic may wrap around is beyond reasoning: it becomes ``_OPAQUE``.
+    A comparison whose int64 arithmetic may wrap around is beyond reasoning: an opaque name takes its place.
     """
+    opaque: dict[Expr, Expr] = {}
 
     def wraps(node: Expr) -> Expr | None:
         decides = isinstance(node, Op | Load) and node.type is Type.BOOL
-        return _OPAQUE if decides and widen(node, facts) is None else None
+        if not decides or widen(node, facts) is not None:
+            return None
+        return opaque.setdefault(node, Var(f"{_OPAQUE}{len(opaque)}", Type.BOOL))
 
     def rule(node: Expr) -> Expr | None:
         match node:
@@ -114,7 +124,6 @@ class _Solver:
     def __init__(self, facts: Facts, axis: Axis, spans: Spans, symbols: Symbols) -> None:
         self._facts = facts
         self._axis = index(axis)
-        self._last = make("sub", index("seqlen_k" if axis == "kv" else "seqlen_q"), integer(1))
         self._spans = spans
         self._symbols = symbols
         self._steps = 0
@@ -148,11 +157,24 @@ class _Solver:
 
     def _both(self, a: _Region, b: _Region) -> _Region:
         meet = self._spans.intersection
-        return _Region(meet(a.visible, b.visible), meet(a.full, b.full), a.exact and b.exact)
+        return self._limited(_Region(meet(a.visible, b.visible), meet(a.full, b.full), a.exact and b.exact))
 
     def _either(self, a: _Region, b: _Region) -> _Region:
         join = self._spans.union
-        return _Region(join(a.visible, b.visible), join(a.full, b.full), a.exact and b.exact)
+        return self._limited(_Region(join(a.visible, b.visible), join(a.full, b.full), a.exact and b.exact))
+
+    @staticmethod
+    def _limited(region: _Region) -> _Region:
+        """Forget what would take too much code to compute."""
+
+        def fits(spans: list[Span]) -> bool:
+            parts = (end for span in spans for end in (span.lo, span.hi, span.when))
+            return len(spans) <= 2 * LIMIT and not any(larger(end, _NODES) for end in parts)
+
+        visible, full = fits(region.visible), fits(region.full)
+        return _Region(
+            region.visible if visible else [Span()], region.full if full else [], region.exact and visible and full
+        )
 
     def _choice(self, condition: Expr, a: _Region, b: _Region) -> _Region:
         return self._either(self._both(self.region(condition, False), a), self._both(self.region(condition, True), b))
@@ -175,13 +197,14 @@ class _Solver:
         return self._either(self._comparison("gt", total), self._comparison("lt", total))
 
     def _found_once(self, total: Linear, met: _Region) -> _Region:
-        """Spare the searches for the full interval of ``T[i] == x``: where x is the same for all rows of the box it is
-        the visible interval, and elsewhere no key equals them all."""
+        """Spare the searches for the full interval of ``T[i] == x``.
+
+        Where x is the same for all rows of the box, it is the visible interval; elsewhere no key equals them all.
+        """
         terms = {t: c for t, c in total.terms.items() if self._on_axis(t)}
         match list(terms), met.visible:
             case [Load() as load], [span] if abs(terms[load]) == 1:
-                axis = self._facts.monotone_axis(load.tensor)
-                if axis is None or linear(load.indices[axis]).terms != {self._axis: 1}:
+                if self._facts.monotone_axis(load.tensor) is None or self._symbols.varies(load):
                     return met
                 rest = Linear({t: c for t, c in total.terms.items() if t != load}, total.constant)
                 lo, hi = evaluate(rest.expr(), self._symbols)

@@ -12,7 +12,7 @@ from typing import Any
 
 from attngen.lang.facts import Facts, aligned
 from attngen.lang.interval_rules import RULES, Interval
-from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Load, Op, Search, Type, Var, names
+from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Load, Op, Search, Type, Var
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import COMPLEMENT, FOLD, Linear, linear, make
 
@@ -43,7 +43,7 @@ def evaluate(expr: Expr, algebra: Any) -> Interval:
     """Return the interval of an expression in an algebra of endpoints, which keeps what it has computed."""
     known = algebra.memo.get(expr)
     if known is None:
-        known = algebra.memo[expr] = _evaluate(expr, algebra)
+        known = algebra.memo[expr] = algebra.refined(expr, _evaluate(expr, algebra))
     return known
 
 
@@ -67,9 +67,7 @@ def _evaluate(expr: Expr, algebra: Any) -> Interval:
     if expr.op == "mul" and expr.args[0] == expr.args[1]:
         args = [RULES["abs"](algebra, args[0])] * 2
     interval = RULES[expr.op](algebra, *args)
-    if expr.type is Type.FLOAT:
-        return algebra.rounded(expr.op, interval)
-    return algebra.refined(expr, interval)
+    return algebra.rounded(expr.op, interval) if expr.type is Type.FLOAT else interval
 
 
 def _sum(total: Linear, algebra: Any) -> Interval:
@@ -96,7 +94,7 @@ def _comparison(op: str, a: Expr, b: Expr, algebra: Any) -> Interval:
     if Type.FLOAT in (a.type, b.type):
         if not (_never_nan(a) and _never_nan(b)):
             return (algebra.false, algebra.true)
-    elif algebra.varies(a) & algebra.varies(b):
+    elif algebra.related(a, b):
         apart = evaluate(make("sub", a, b), algebra)
         return RULES[op](algebra, apart, (algebra.literal(0),) * 2)
     return RULES[op](algebra, evaluate(a, algebra), evaluate(b, algebra))
@@ -129,8 +127,8 @@ class Numbers:
     def literal(value: float) -> float:
         return value
 
-    def varies(self, node: Expr) -> frozenset[str]:
-        return names(node)
+    def related(self, a: Expr, b: Expr) -> bool:
+        return True  # nothing is lost by subtracting numbers
 
     def leaf(self, node: Expr) -> Interval | None:
         match node:
@@ -166,7 +164,7 @@ class Numbers:
             total = total.plus(Linear({term: 1, Var(str(length), Type.INT): -1}), -count)
         return total, (lo, hi)
 
-    def refined(self, node: Op, interval: Interval) -> Interval:
+    def refined(self, node: Expr, interval: Interval) -> Interval:
         """``x // n * n`` for positive n is near x, or -n if x is negative and n larger."""
         match node:
             case Op(op="mul", args=(a, b)):

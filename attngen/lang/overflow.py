@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attngen.lang.facts import Facts, reserved
 from attngen.lang.intervals import Numbers, bounds, evaluate
-from attngen.lang.ir import Expr, Load, Op, Type, Var, rewrite
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, rewrite
 from attngen.lang.ranges import INT32, INT64
 from attngen.lang.simplify import Linear, integer, linear, make
 
@@ -21,10 +21,12 @@ def widen(expr: Expr, facts: Facts) -> Expr | None:
 
     def rule(node: Expr) -> Expr | None:
         nonlocal fits
-        if not isinstance(node, Op) or node.type is not Type.INT:
+        if not isinstance(node, Const | Op) or node.type is not Type.INT:
             return None
         lo, hi = evaluate(node, numbers)
         fits = fits and INT64[0] <= lo and hi <= INT64[1]
+        if isinstance(node, Const):
+            return None
         return Op(node.op, node.args, node.type, not (INT32[0] <= lo and hi <= INT32[1]))
 
     widened = rewrite(expr, rule)

@@ -46,6 +46,11 @@ _UPPER: dict[str, Expr] = {
 }
 
 
+def larger(expr: Expr, nodes: int) -> bool:
+    """Return whether an expression has more than so many nodes."""
+    return next(islice(walk(expr), nodes, None), None) is not None
+
+
 class Proof:
     """Proofs under the facts of one variant."""
 
@@ -60,8 +65,8 @@ class Proof:
         known = self._known.get((x, y))
         if known is None:
             self._steps = _STEPS
-            small = all(next(islice(walk(e), _NODES, None), None) is None for e in (x, y))
-            known = self._known[x, y] = small and self._less(x, y, _DEPTH)
+            large = larger(x, _NODES) or larger(y, _NODES)
+            known = self._known[x, y] = not large and self._less(x, y, _DEPTH)
         return known
 
     def _nonnegative(self, total: Linear, depth: int) -> bool:

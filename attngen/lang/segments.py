@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from attngen.lang.bands import Bands
 from attngen.lang.facts import Facts
-from attngen.lang.ir import Expr, names
+from attngen.lang.ir import Const, Expr, Op, names
 from attngen.lang.overflow import widen
-from attngen.lang.simplify import ceildiv, floordiv, integer
+from attngen.lang.simplify import ceildiv, floordiv, integer, select
 from attngen.lang.spans import Interval
 from attngen.lang.symbols import Symbols
 
@@ -72,10 +72,12 @@ class _Cutter:
         return tuple(finished)
 
     def matched(self) -> tuple[list[Range], list[Range]] | None:
-        """Cut interval by interval, where each full one lies in its visible one and their order is known."""
+        """Cut interval by interval, where it is known which full one lies in which, and in what order they are."""
         visible = self._bands.visible
         full = self._bands.full or (_EMPTY,) * len(visible)
-        if len(visible) != len(full) or not all(self._inside(f, v) for f, v in zip(full, visible, strict=True)):
+        if len(visible) != len(full):
+            return None
+        if len(visible) > 1 and not all(self._inside(f, v) for f, v in zip(full, visible, strict=True)):
             return None
         if not all(self._starts_before(a, b) for a, b in pairwise(visible)):
             return None
@@ -86,7 +88,9 @@ class _Cutter:
             lo = self._max(lo, done)
             done = self._max(hi, lo)
             first, last = self._inward(f)
-            first, last = self._max(first, lo), self._min(last, hi)
+            first = self._max(first, lo)
+            if not self._at_most(last, done):
+                last = self._min(last, hi)
             inner.append((first, last))
             outer += [(lo, first if self._at_most(first, done) else self._min(first, hi)), (self._max(last, first), hi)]
         return inner, outer
@@ -130,7 +134,12 @@ class _Cutter:
         return self._max(lo, _ZERO), self._last(interval.hi, floordiv)
 
     def _last(self, end: Expr | None, divide: Callable[[Expr, Expr], Expr]) -> Expr:
-        return self._tiles if end is None else self._min(divide(self._reachable(end), self._tile), self._tiles)
+        match end:
+            case None:
+                return self._tiles
+            case Op(op="select", args=(c, x, Const(value=0))):  # an interval that is there only sometimes
+                return select(c, self._last(x, divide), _ZERO)
+        return self._min(divide(self._reachable(end), self._tile), self._tiles)
 
     def _reachable(self, position: Expr) -> Expr:
         """Clip a position to the extent if rounding it up to a tile could overflow."""

@@ -223,6 +223,9 @@ def split(total: Linear, divisor: Expr) -> tuple[Linear, Linear]:
                 multiple = multiple.plus(linear(x if y == divisor else y), coefficient)
             case _:
                 rest.terms[term] = coefficient
+    if rest.constant < 0 < multiple.constant:  # (x + n - 1) // n rather than (x - 1) // n + 1: x may be 0
+        multiple.constant -= 1
+        rest.terms[divisor] = 1
     return multiple, rest
 
 
@@ -233,28 +236,32 @@ def _is(node: Expr, value: Number) -> bool:
     return isinstance(node, Const) and node.value == value
 
 
+def _total(node: Op) -> Expr | None:
+    total = linear(node)
+    fits = all(-_INT64 <= value < _INT64 for value in (total.constant, *total.terms.values()))
+    return total.expr() if fits else None
+
+
 def _sum(op: str) -> Callable[..., Expr | None]:
-    def rule(node: Op, *args: Expr) -> Expr | None:
+    def rule(node: Op, a: Expr, b: Expr) -> Expr | None:
         if node.type is Type.INT:
-            return linear(node).expr()
-        if op == "mul":
-            return args[0] if _is(args[1], 1) else args[1] if _is(args[0], 1) else None
-        if op == "add" and _is(args[0], 0):
-            return args[1]
-        return args[0] if op != "neg" and _is(args[1], 0) else None
+            return _total(node)
+        if op == "add" and _is(a, 0):
+            return b
+        return a if _is(b, 0) else None
 
     return rule
 
 
 def _mul(node: Op, a: Expr, b: Expr) -> Expr | None:
-    if node.type is Type.INT and (isinstance(a, Const) or isinstance(b, Const)):
-        return linear(node).expr()
-    return _sum("mul")(node, a, b) if node.type is Type.FLOAT else None
+    if node.type is Type.INT:
+        return _total(node) if isinstance(a, Const) or isinstance(b, Const) else None
+    return a if _is(b, 1) else b if _is(a, 1) else None
 
 
 def _neg(node: Op, a: Expr) -> Expr | None:
     if node.type is Type.INT:
-        return linear(node).expr()
+        return _total(node)
     return a.args[0] if isinstance(a, Op) and a.op == "neg" else None
 
 

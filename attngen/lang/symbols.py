@@ -10,11 +10,14 @@ from attngen.lang.facts import Facts
 from attngen.lang.interval_rules import Interval
 from attngen.lang.intervals import EXACT
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, names, walk
-from attngen.lang.proof import Proof
+from attngen.lang.proof import Proof, larger
 from attngen.lang.simplify import COMPLEMENT, FALSE, FOLD, TRUE, Linear, boolean, integer, make
 
 #: Endpoints of an unbounded interval of expressions.
 _LOWEST, _HIGHEST = Const(-math.inf, Type.FLOAT), Const(math.inf, Type.FLOAT)
+
+#: Most nodes of an end of an interval; remainders and cases double it at each level.
+_NODES = 200
 
 _ORDERS = ("lt", "le", "gt", "ge")
 
@@ -38,12 +41,18 @@ class Symbols:
     def literal(value: int) -> Expr:
         return integer(value)
 
+    def related(self, a: Expr, b: Expr) -> bool:
+        """Return whether two expressions vary together."""
+        return bool(self.varies(a) & self.varies(b))
+
     def varies(self, node: Expr) -> frozenset[str]:
         return names(node) & self._corners.keys()
 
     def leaf(self, node: Expr) -> Interval | None:
         if isinstance(node, Var) and node.name in self._corners:
             return self._corners[node.name]
+        if node in self.unbounded:  # the number inf, which must not be taken for "no bound"
+            return self.unbounded
         if self.varies(node) or any(_rounds(n) for n in walk(node)):
             return None
         return (node, node)
@@ -90,8 +99,11 @@ class Symbols:
     def paired(self, total: Linear) -> tuple[Linear, Interval]:
         return total, (integer(0), integer(0))
 
-    def refined(self, node: Op, interval: Interval) -> Interval:
-        return interval
+    def refined(self, node: Expr, interval: Interval) -> Interval:
+        """Forget what would take too much code to compute."""
+        if not any(larger(end, _NODES) for end in interval):
+            return interval
+        return (FALSE, TRUE) if node.type is Type.BOOL else self.unbounded
 
     def value(self, end: Expr) -> float | None:
         return end.value if isinstance(end, Const) else None

@@ -41,15 +41,18 @@ def classifier_arguments(plan: Plan) -> tuple[Argument, ...]:
 
 
 def _forward(plan: Plan) -> Iterator[Argument]:
-    blocks = {"q": plan.columns_qk, "k": plan.columns_qk, "v": plan.columns_v}
-    rows = {"q": plan.tile_m, "k": plan.tile_n, "v": plan.tile_n}
-    if plan.loads == "descriptor":
-        for name, columns in blocks.items():
-            for index, block in enumerate(columns):
-                yield _descriptor(plan, name, f"{name}_desc{block_suffix(columns, index)}", rows[name], block)
-    else:
-        for name in blocks:
+    tiles = {
+        "q": (plan.columns_qk, plan.tile_m),
+        "k": (plan.columns_qk, plan.tile_n),
+        "v": (plan.columns_v, plan.tile_n),
+    }
+    pointers = [name for name in tiles if not has_descriptor(plan, name)]
+    for name, (columns, rows) in tiles.items():
+        if name in pointers:
             yield _pointer(plan, name)
+            continue
+        for index, block in enumerate(columns):
+            yield _descriptor(plan, name, f"{name}_desc{block_suffix(columns, index)}", rows, block)
     yield _pointer(plan, "out")
     yield Argument("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
     if plan.varlen:
@@ -60,7 +63,7 @@ def _forward(plan: Plan) -> Iterator[Argument]:
         yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
     yield from _tensor_pointers(plan.variant)
     element_alignment = max(plan.alignment // plan.dtype.bytes, 1)
-    for name in (*(blocks if plan.loads == "pointer" else ()), "out"):
+    for name in (*pointers, "out"):
         for axis in _STRIDED[plan.layout]:
             divisibility = element_alignment if element_alignment > 1 else 0
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis, divisibility=divisibility)
@@ -89,6 +92,11 @@ def _classifier(plan: Plan) -> Iterator[Argument]:
     yield Argument("map_heads", "size", "i32", of="map_heads")
     yield from _scalars(plan.variant)
     yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
+
+
+def has_descriptor(plan: Plan, name: str) -> bool:
+    """Whether q, k or v comes through a tensor descriptor."""
+    return plan.loads == "descriptor" and (name != "q" or plan.q_operand == "registers")
 
 
 def block_suffix(blocks: tuple[Columns, ...], index: int) -> str:

@@ -73,6 +73,7 @@ class Plan:
     backend: str  # triton
     schedule: str  # row of the catalogue; names the template
     loads: str  # descriptor | pointer
+    q_operand: str  # registers | shared: where the products with K find the query tile
     alignment: int  # bytes that pointers and strides are multiples of
     tile_m: int
     tile_n: int
@@ -150,6 +151,7 @@ class Plan:
             "backend": self.backend,
             "schedule": self.schedule,
             "loads": self.loads,
+            "q_operand": self.q_operand,
             "alignment": self.alignment,
             "tile_m": self.tile_m,
             "tile_n": self.tile_n,

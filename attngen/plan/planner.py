@@ -66,6 +66,7 @@ def plan(spec: KernelSpec) -> Plan:
         backend="triton",
         schedule=schedule.name,
         loads=schedule.loads,
+        q_operand="registers" if schedule.loads == "descriptor" and not _gathers(spec.variant) else "shared",
         alignment=alignment,
         tile_m=tile.m,
         tile_n=tile.n,

@@ -341,8 +341,8 @@ def _hull_lines(plan: Plan, found: Bands) -> list[str]:
     """Return the lines that name the tiles between the first and the last visible key."""
     lows = [integer(0) if interval.lo is None else interval.lo for interval in found.visible] or [integer(0)]
     highs = [_SEQLEN_K if interval.hi is None else interval.hi for interval in found.visible] or [integer(0)]
-    first = floordiv(maximum(reduce(minimum, lows), integer(0)), _TILE_N)
-    last = ceildiv(maximum(minimum(reduce(maximum, highs), _SEQLEN_K), integer(0)), _TILE_N)
+    first = floordiv(reduce(minimum, lows), _TILE_N)
+    last = ceildiv(minimum(reduce(maximum, highs), _SEQLEN_K), _TILE_N)
     texts, lines = _emit_named(plan, {"visible_lo": _settled(plan, first), "visible_hi": _settled(plan, last)})
     return [*lines, *(f"{name} = {text}" for name, text in texts.items() if text != name)]
 

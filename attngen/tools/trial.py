@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from attngen.errors import AttngenError
+from attngen.lang.variant import Bound, Variant
 from attngen.runtime import debug
 from attngen.runtime.arguments import Call
 from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers, map_shape
+from attngen.runtime.pinned import Buffers
 from attngen.tools.cases import Case, cases_of
 from attngen.tools.contract import Deviation, Expected, Tally, deviation, expected
 from attngen.tools.inputs import Element, Inputs, make_inputs
+from attngen.tools.poison import poisoned
 
 #: Runs one kernel on one call; returns when the results are there or on their way.
 Launch = Callable[[Call, Buffers], None]
 
 #: How far integer tensors without a declared range are narrowed, one after the other, until no index leaves its extent.
 _CALM = (1.0, 0.5, 0.0)
-
-#: Every byte is 0xAA: bits that look like tiles to visit.
-_POISON_WORD = -0x55555556
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +89,13 @@ def _try_case(kernel: Kernel, launch: Launch, case: Case, device: torch.device |
         inputs, call, wanted = prepare_case(kernel, case, device, seed)
     except IndexError as error:
         return CaseResult(case.name, seed, skipped=str(error))
-    buffers = poisoned_buffers(kernel, call, inputs)
+    memory = poisoned(kernel, call, inputs.q, inputs.k, inputs.v)
+    buffers = memory.buffers
+    assert buffers.lse is not None
     try:
         launch(call, buffers)
-        assert buffers.lse is not None
-        return CaseResult(case.name, seed, deviation(call, buffers.out, buffers.lse, wanted))
+        found = deviation(call, buffers.out, buffers.lse, wanted)
+        return CaseResult(case.name, seed, replace(found, wrong=found.wrong + memory.overrun()))
     except AttngenError as error:
         return CaseResult(case.name, seed, error=str(error))
     except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
@@ -122,30 +121,13 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
     raise raised
 
 
-def poisoned_buffers(kernel: Kernel, call: Call, inputs: Inputs) -> Buffers:
-    """Return the buffers of a call with NaN where the results go, and garbage in the tile map."""
-
-    def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full(shape, value, dtype=dtype, device=call.device)
-
-    shape = map_shape(kernel, call)
-    return Buffers(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        out=full(call.out_shape(), torch.nan, inputs.q.dtype),
-        lse=full(call.lse_shape(), torch.nan, torch.float32),
-        words=None if shape is None else full(shape, _POISON_WORD, torch.int32),
-    )
-
-
-def facts_of(kernel_variant: Any) -> list[str]:
+def facts_of(variant: Variant) -> list[str]:
     """Return the declared facts of a variant in words: what a kernel trusts, and every input of a trial keeps."""
     facts = []
-    for scalar in kernel_variant.scalars:
+    for scalar in variant.scalars:
         if scalar.min is not None or scalar.max is not None:
-            facts.append(f"{_span(scalar.name, scalar.min, scalar.max)}")
-    for tensor in kernel_variant.tensors:
+            facts.append(_span(scalar.name, scalar.min, scalar.max))
+    for tensor in variant.tensors:
         if tensor.monotone is not None:
             facts.append(f"{tensor.name} {tensor.monotone.order} along axis {tensor.monotone.axis}")
         if tensor.range is not None:
@@ -153,7 +135,7 @@ def facts_of(kernel_variant: Any) -> list[str]:
     return facts
 
 
-def _span(name: str, low: Any, high: Any) -> str:
+def _span(name: str, low: Bound, high: Bound) -> str:
     if high is None:
         return f"{name} >= {low}"
     return f"{name} <= {high}" if low is None else f"{low} <= {name} <= {high}"

@@ -270,7 +270,8 @@ def _interpret(prepared: Sequence[Prepared], seed: int, jobs: int | None, observ
     for result in run_jobs(calls, job_limit(jobs)):
         plan, remark = todo[result.index]
         if result.error is not None:
-            yield Verdict(plan, reason=str(result.error), failed_before=True, remark=remark)
+            reason = str(result.error).replace("its compiler process", "its process")
+            yield Verdict(plan, reason=reason, failed_before=True, remark=remark)
         else:
             yield Verdict(plan, result.value, remark=remark)
         observer(plan.name, len(todo))

@@ -100,9 +100,10 @@ def test_excerpt_is_true(tmp_path: Path) -> None:
         if line.strip() == "...":
             skipping = True
             continue
-        place = rest.index(line) if line in rest else None
-        assert place is not None, f"README.md: the kernel has no line {line!r} here"
-        assert skipping or place == 0, f"README.md: the kernel has lines before {line!r}"
+        hint = "take the lines anew from what 'attngen build SPEC --render-only' writes for the spec above"
+        assert line in rest, f"README.md: the kernel has no line {line!r} here; {hint}"
+        place = rest.index(line)
+        assert skipping or place == 0, f"README.md: the kernel has lines before {line!r}; {hint}"
         rest, skipping = rest[place + 1 :], False
 
 

@@ -21,7 +21,8 @@ from attngen.spec import expand, load_spec_text
 from attngen.tools.cases import Case
 from attngen.tools.inputs import Element, Inputs, make_inputs
 from attngen.tools.interpreter import Interpreted, prepare_process
-from attngen.tools.trial import poisoned_buffers, try_kernel
+from attngen.tools.poison import poisoned
+from attngen.tools.trial import try_kernel
 
 prepare_process()
 
@@ -67,9 +68,11 @@ class Ready:
 
     def launch(self) -> None:
         """Run the kernel into fresh poisoned results."""
-        buffers = poisoned_buffers(self.run.kernel, self.call, self.inputs)
+        memory = poisoned(self.run.kernel, self.call, self.inputs.q, self.inputs.k, self.inputs.v)
+        buffers = memory.buffers
         self.run(self.call, buffers)
         assert buffers.lse is not None
+        assert memory.overrun() == ()
         self.out, self.lse = buffers.out, buffers.lse
 
 
@@ -185,7 +188,7 @@ def map_is_right(text: str, case: Case, seed: int) -> bool:
     """Return whether the classifier's map equals the one made from the mask by the reference."""
     one = ready(text, case, seed)
     kernel_ = one.run.kernel
-    buffers = poisoned_buffers(kernel_, one.call, one.inputs)
+    buffers = poisoned(kernel_, one.call, one.inputs.q, one.inputs.k, one.inputs.v).buffers
     one.run(one.call, buffers)
     assert buffers.words is not None
     batch, heads = (extent > 1 for extent in buffers.words.shape[:2])

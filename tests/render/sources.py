@@ -33,6 +33,11 @@ def functions(text: str) -> Iterator[ast.FunctionDef]:
     yield from (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
 
 
+def kernels(text: str) -> Iterator[ast.FunctionDef]:
+    """Yield the kernels of a source; helper functions have names of their own scope."""
+    yield from (function for function in functions(text) if function.name.startswith(("fwd_", "bwd_", "classify_")))
+
+
 def parameters(function: ast.FunctionDef) -> list[str]:
     """Return the names of a function's parameters."""
     return [argument.arg for argument in function.args.args]

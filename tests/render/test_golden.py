@@ -14,6 +14,8 @@ MAX_BYTES = 5 * 2**20
 
 
 def files(folder: Path) -> dict[str, bytes]:
+    if not folder.is_dir():
+        return {}
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".py", ".cu")}
 
 

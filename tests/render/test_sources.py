@@ -15,7 +15,7 @@ from attngen.plan.arguments import KERNEL_NAMES, argument_name
 from attngen.render import render
 from attngen.resources import root
 from attngen.spec import KernelSpec, expand, load_spec_text, preset_names
-from tests.render.sources import SHIPPED, assigned, functions, parameters, rendered
+from tests.render.sources import SHIPPED, assigned, functions, kernels, parameters, rendered
 
 pytestmark = pytest.mark.filterwarnings("error")  # a backslash that Python warns of
 
@@ -38,8 +38,8 @@ def test_sources_parse_and_take_the_planned_arguments(spec: str) -> None:
 def test_no_kernel_binds_what_the_user_named(spec: str) -> None:
     for found, source in rendered(spec):
         own = {a.name for a in found.arguments if a.kind == "scalar" or (a.of or "").startswith("tensor:")}
-        for function in functions(source.text):
-            assert not assigned(function) & own, found.name
+        for kernel in kernels(source.text):
+            assert not assigned(kernel) & own, found.name
 
 
 def test_the_template_binds_only_names_that_it_reserves() -> None:
@@ -48,7 +48,7 @@ def test_the_template_binds_only_names_that_it_reserves() -> None:
         text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: full\n{head_dim}    {fields}\n"
         (spec,) = expand(load_spec_text(text))
         found = plan(spec)
-        for function in functions(render(found).text):
+        for function in kernels(render(found).text):
             reserved = KERNEL_NAMES | {argument.name for argument in found.arguments} | set(parameters(function))
             loose = {name for name in assigned(function) if argument_name(name) == name} - reserved - {"_"}
             assert not loose, f"add to KERNEL_NAMES: {sorted(loose)}"
@@ -66,12 +66,12 @@ def with_scalar(spec: KernelSpec, name: str) -> KernelSpec:
 def test_a_scalar_with_the_name_of_any_temporary_does_not_collide(preset: str) -> None:
     text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: {preset}\n    head_dim: 64\n"
     (spec,) = expand(load_spec_text(text))
-    kernel = next(f for f in functions(render(plan(spec)).text) if f.name.startswith("fwd_"))
-    temporaries = {name for name in assigned(kernel) - KERNEL_NAMES if argument_name(name) == name} - {"_"}
+    bound = set[str]().union(*(assigned(kernel) for kernel in kernels(render(plan(spec)).text)))
+    temporaries = {name for name in bound - KERNEL_NAMES if argument_name(name) == name} - {"_"}
     for name in sorted(temporaries):
         renamed = plan(with_scalar(spec, name))
-        for function in functions(render(renamed).text):
-            assert not assigned(function) & set(parameters(function)) & {argument_name(name)}, name
+        for kernel in kernels(render(renamed).text):
+            assert not assigned(kernel) & set(parameters(kernel)) & {argument_name(name)}, name
 
 
 @pytest.mark.parametrize("spec", SHIPPED)
@@ -113,7 +113,7 @@ def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
 @pytest.mark.parametrize("spec", SHIPPED)
 def test_no_template_syntax_is_left(spec: str) -> None:
     for found, source in rendered(spec):
-        assert not re.search(r"\$\{|<%|%>|<#|#>|#%|\bUndefined\b|\bNone\b", source.text), found.name
+        assert not re.search(r"\$\{|<%|%>|<#|#>|#%|\bUndefined\b|= None\b", source.text), found.name
 
 
 def test_helpers_are_carried_only_where_they_are_called() -> None:

@@ -1,0 +1,157 @@
+"""``attngen explain``: numbers that agree with brute force, formulas, values of scalars, and errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from attngen import cli
+from attngen.errors import CallError
+from attngen.lang.eager import evaluate
+from attngen.plan import Plan, plan
+from attngen.spec import expand, load_spec_text, preset_names
+from attngen.tools.cases import Case
+from attngen.tools.efficiency import efficiency, scalars_of
+from attngen.tools.explain import explain_spec
+from attngen.tools.values import arguments_of
+from attngen.tools.visits import visits
+
+HOPPER = "specs/hopper.yaml"
+
+
+def planned(variant: str, more: str = "") -> Plan:
+    text = (
+        f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: {variant}\n    head_dim: 64\n"
+        f"    tile: {{m: 32, n: 16}}\n{more}"
+    )
+    (kernel,) = expand(load_spec_text(text))
+    return plan(kernel)
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.group, ["explain", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("seqlen", [192, 201, 7])
+@pytest.mark.parametrize("name", preset_names())
+def test_every_visible_tile_is_visited(name: str, seqlen: int) -> None:
+    found = planned(name)
+    case = Case("square", (seqlen,), (seqlen,), heads=1, kv_heads=1)
+    scalars = scalars_of(
+        found.variant, {"window": 40, "chunk": 50, "sinks": 3, "width": 16, "radius": 2, "dilation": 3}
+    )
+    arguments = arguments_of(found.variant, case, "dense", torch.Generator().manual_seed(1), given=scalars)
+    counted = visits(found, seqlen, arguments)
+    q = torch.arange(seqlen)[:, None]
+    kv = torch.arange(seqlen)[None, :]
+    names = {**arguments, "b": 0, "h": 0, "hk": 0, "q": q, "q_pos": q, "kv": kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    visible = evaluate(found.variant.mask, names, tensors).broadcast_to(seqlen, seqlen)
+    assert counted.visible_pairs == int(visible.sum())
+    seen = sum(bool(visible[i : i + 32, j : j + 16].any()) for i in range(0, seqlen, 32) for j in range(0, seqlen, 16))
+    whole = sum(
+        bool(visible[i : i + 32, j : j + 16].all()) for i in range(0, seqlen, 32) for j in range(0, seqlen - 15, 16)
+    )
+    assert counted.full + counted.partial >= seen
+    assert counted.full <= whole
+    if name not in ("dilated", "neighbourhood_2d", "allowed"):
+        # Bands are exact for these: only a ragged last tile may be visited in vain.
+        assert counted.full + counted.partial <= seen + -(-seqlen // 32)
+    assert 0 < counted.efficiency <= 1
+
+
+def test_efficiency_by_hand() -> None:
+    (found,) = efficiency(planned("causal"), [64], {})
+    # Query tile 0 sees keys 0 to 31: two tiles, none of them whole; tile 1 sees four, of which two whole.
+    assert (found.visible_pairs, found.full, found.partial) == (64 * 65 // 2, 2, 4)
+    assert found.efficiency == pytest.approx(2080 / (6 * 32 * 16))
+
+
+def test_scalars_are_given_or_have_a_default_or_are_assumed() -> None:
+    variant = planned("sink_window").variant
+    assert scalars_of(variant, {"window": 9}) == {"sinks": 256, "window": 9}
+    limited = replace(variant, scalars=(replace(variant.scalars[0], max=7), replace(variant.scalars[1], default=5)))
+    assert scalars_of(limited, {}) == {"sinks": 7, "window": 5}
+
+
+def test_one_kernel_is_told_in_full() -> None:
+    code, output, _ = run(HOPPER, "bf16_d128_sliding_window_m", "--set", "window=100", "--seqlen", 1000)
+    assert code == 0
+    for text in (
+        "0 <= q_pos - kv and q_pos - kv < window",
+        "window int32, at least 1",
+        "q_pos_hi + 1",
+        "stages x (K ",
+        "B of 232448 B",
+        "descriptor: q_desc, k_desc, v_desc",
+        "tile efficiency with window=100",
+        "seqlen   1000",
+    ):
+        assert text in output, text
+
+
+def test_shared_memory_adds_up() -> None:
+    for found in explain_spec(HOPPER, "d192x128", seqlens=[64]):
+        numbers = found.to_dict()["shared_memory"]
+        assert numbers["total"] == numbers["q"] + numbers["stages"] * (numbers["k"] + numbers["v"])
+        assert numbers["total"] <= numbers["limit"]
+        assert found.facts()[5] == ("head_dim", "192 = 128 + 64 for q and k, 128 for v")
+
+
+def test_all_kernels_are_a_table() -> None:
+    code, output, _ = run(HOPPER, "--seqlen", 128)
+    assert code == 0
+    assert output.count("fwd_sm90a") == len(explain_spec(HOPPER, seqlens=[64]))
+    assert "attngen explain SPEC KERNEL" in output
+
+
+def test_json_holds_plan_bands_and_efficiency() -> None:
+    code, output, _ = run(HOPPER, "d64_sink_window", "--json", "--seqlen", 256)
+    assert code == 0
+    (kernel,) = json.loads(output)["kernels"]
+    assert kernel["plan"]["variant"]["name"] == "sink_window"
+    assert len(kernel["bands"]["visible"]) == 2
+    assert kernel["bands"]["exact"]
+    assert kernel["efficiency"][0]["seqlen"] == 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_kernel"], "has no kernel 'no_such_kernel'"),
+        (["d64_sliding", "--set", "windw=3"], "did you mean 'window'?"),
+        (["d64_sliding", "--set", "window=0"], "window int32, at least 1: 0 is outside"),
+        (["d64_sliding", "--set", "window=x"], "scalar 'window' is int32, which 'x' is not"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str) -> None:
+    code, _, errors = run(HOPPER, *arguments)
+    assert code == cli.EXIT_FAILURE
+    assert message in errors
+
+
+def test_a_value_without_a_name_is_a_usage_error() -> None:
+    assert run(HOPPER, "--set", "window")[0] == cli.EXIT_USAGE
+
+
+def test_values_are_read_by_type() -> None:
+    text = (
+        'schema: 1\npackage: t\narch: [sm90a]\nvariants:\n  own:\n    mask: "loud or kv < n"\n    score: "s * gain"\n'
+        "    scalars: {loud: {type: bool}, n: {type: int64}, gain: {type: float32}}\n"
+        "kernels:\n  - variant: own\n    head_dim: 64\n"
+    )
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "own.yaml")
+        path.write_text(text)
+        (found,) = explain_spec(path, seqlens=[64], given={"loud": "false", "n": "10", "gain": "0.5"})
+        assert dict(found.scalars) == {"loud": False, "n": 10, "gain": 0.5}
+        with pytest.raises(CallError):
+            explain_spec(path, seqlens=[64], given={"loud": "maybe"})
