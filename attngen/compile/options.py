@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def triton_options(num_warps: int, stages: int) -> dict[str, Any]:
+def triton_options(num_warps: int, stages: int, max_registers: int | None = None) -> dict[str, Any]:
     """Return the options of a compile; hashed into the cache key.
 
     Names that the installed Triton does not know are left out by the compile.
@@ -14,6 +14,7 @@ def triton_options(num_warps: int, stages: int) -> dict[str, Any]:
         "num_warps": num_warps,
         "num_stages": stages,
         "num_ctas": 1,
+        "maxnreg": max_registers,
         # a * b + c in one rounding; the reference's error bounds hold with it
         "enable_fp_fusion": True,
         "enable_reflect_ftz": True,

@@ -66,7 +66,9 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     """Compile the kernel of a plan, and its classifier if it has one. Raises CompileError as ``compile_source``."""
     _import_triton()
     start = time.perf_counter()
-    kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages)
+    kernel = compile_function(
+        source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages, plan.max_registers
+    )
     _check_hopper(plan, kernel)
     manifest = dict(plan.to_dict())
     manifest["parameters"] = kernel.parameters
@@ -171,7 +173,13 @@ def _load(text: str, path: Path) -> ModuleType:
 
 
 def compile_function(
-    text: str, name: str, arguments: Sequence[Argument], arch: Arch, num_warps: int, stages: int
+    text: str,
+    name: str,
+    arguments: Sequence[Argument],
+    arch: Arch,
+    num_warps: int,
+    stages: int,
+    max_registers: int | None = None,
 ) -> CompiledFunction:
     """Compile one ``@triton.jit`` function of a source for ``arch``.
 
@@ -182,13 +190,13 @@ def compile_function(
     with tempfile.TemporaryDirectory(prefix="attngen-") as scratch, _environment(scratch, arch):
         path = Path(scratch, f"{name}.py")
         try:
-            return _compile(_load(text, path), name, arguments, arch, num_warps, stages)
+            return _compile(_load(text, path), name, arguments, arch, triton_options(num_warps, stages, max_registers))
         finally:
             linecache.cache.pop(str(path), None)
 
 
 def _compile(
-    module: ModuleType, name: str, arguments: Sequence[Argument], arch: Arch, num_warps: int, stages: int
+    module: ModuleType, name: str, arguments: Sequence[Argument], arch: Arch, options: Mapping[str, Any]
 ) -> CompiledFunction:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -213,7 +221,7 @@ def _compile(
             kernel = triton.compile(
                 ASTSource(function, {a.name: a.type for a in arguments}, constexprs={}, attrs=attributes),
                 target=GPUTarget("cuda", arch.capability, 32),
-                options=triton_options(num_warps, stages),
+                options=dict(options),
             )
     except Exception as error:
         raise CompileError(f"{name}: {_reason(error)}") from error

@@ -15,7 +15,7 @@ from attngen.lang.intervals import bounds, evaluate
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, names, rewrite
 from attngen.lang.overflow import widen
 from attngen.lang.proof import larger
-from attngen.lang.simplify import COMPLEMENT, FALSE, TRUE, Linear, integer, linear, make, neg, not_
+from attngen.lang.simplify import COMPLEMENT, FALSE, TRUE, Linear, ceildiv, integer, linear, make, neg, not_
 from attngen.lang.spans import LIMIT, Interval, Span, Spans
 from attngen.lang.symbols import Symbols
 
@@ -152,8 +152,7 @@ class _Solver:
         return self._axis.name in names(expr)
 
     def _condition(self, must: Expr, may: Expr) -> _Region:
-        known = (must, may) != (FALSE, TRUE)
-        return _Region([Span(when=may)], [] if must == FALSE else [Span(when=must)], known)
+        return self._solved(Span(when=may), Span(when=must), (must, may) != (FALSE, TRUE))
 
     def _both(self, a: _Region, b: _Region) -> _Region:
         meet = self._spans.intersection
@@ -207,7 +206,7 @@ class _Solver:
                 if self._facts.monotone_axis(load.tensor) is None or self._symbols.varies(load):
                     return met
                 rest = Linear({t: c for t, c in total.terms.items() if t != load}, total.constant)
-                lo, hi = evaluate(rest.expr(), self._symbols)
+                lo, hi = evaluate(rest.scaled(-terms[load]).expr(), self._symbols)
                 same = make("eq", lo, hi)
                 full = self._spans.union([replace(span, when=make("and", span.when, same))], [])
                 return _Region(met.visible, full, met.exact)
@@ -225,11 +224,13 @@ class _Solver:
         if len(terms) > 1 or self._steps > _STEPS:
             return _Region()
         ((term, coefficient),) = terms.items()
-        quotient = make("floordiv", rest.expr(), integer(abs(coefficient)))
-        return self._at_least(term, neg(quotient)) if coefficient > 0 else self._at_most(term, quotient)
+        divisor = integer(abs(coefficient))
+        if coefficient > 0:
+            return self._at_least(term, ceildiv(rest.scaled(-1).expr(), divisor))
+        return self._at_most(term, make("floordiv", rest.expr(), divisor))
 
-    def _solved(self, visible: Span, full: Span) -> _Region:
-        return _Region(self._spans.union([visible], []), self._spans.union([full], []), True)
+    def _solved(self, visible: Span, full: Span, known: bool = True) -> _Region:
+        return _Region(self._spans.union([visible], []), self._spans.union([full], []), known)
 
     def _at_least(self, term: Expr, bound: Expr) -> _Region:
         """Return where ``term >= bound``; only ``term`` depends on the axis."""
@@ -287,10 +288,8 @@ class _Solver:
             limit = make("mul", bound, d)  # u // d >= bound  <=>  u >= bound * d
             if op == "le":  # u // d <= bound  <=>  u <= bound * d + d - 1
                 limit = make("sub", make("add", limit, d), integer(1))
-        elif op == "ge":
-            limit = neg(make("floordiv", neg(bound), d))  # u * d >= bound  <=>  u >= ceil(bound / d)
-        else:
-            limit = make("floordiv", bound, d)
+        else:  # u * d >= bound  <=>  u >= ceil(bound / d)
+            limit = ceildiv(bound, d) if op == "ge" else make("floordiv", bound, d)
         return self._comparison(op, linear(u).plus(linear(limit), -1))
 
     def _searched(self, term: Load, bound: Expr, op: str) -> _Region:

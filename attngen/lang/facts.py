@@ -65,13 +65,13 @@ class Facts:
         tensors = tuple(tensors)
         return cls(declared_ranges(scalars, tensors), {tensor.name: tensor for tensor in tensors})
 
-    def of_tiles(self, lengths: Iterable[str] = ()) -> Facts:
+    def of_tiles(self, lengths: Iterable[str] = (), sizes: Iterable[str] = ()) -> Facts:
         """Return the facts for loop bounds, which are asked for also where a sequence has no key.
 
-        Names in ``lengths`` that nobody declared are lengths too.
+        Names in ``lengths`` that nobody declared are lengths too; those in ``sizes`` are sizes of tiles.
         """
-        known = {**dict.fromkeys(lengths, _LENGTH), **INDEX_RANGES, **self.ranges, **_WITHOUT_KEYS}
-        return Facts(known, self.tensors)
+        named = {**dict.fromkeys(lengths, _LENGTH), **dict.fromkeys(sizes, (1, MAX_SEQLEN))}
+        return Facts({**named, **INDEX_RANGES, **self.ranges, **_WITHOUT_KEYS}, self.tensors)
 
     def range(self, name: str, type: Type) -> Range:
         """Return the range of a name; a name that nobody declared is an extent bound at the call."""

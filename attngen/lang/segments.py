@@ -57,7 +57,7 @@ class _Cutter:
         self._bands = bands
         self._tile = tile
         self._extent = extent
-        self._facts = facts.of_tiles(names(extent) | names(tile))
+        self._facts = facts.of_tiles(names(extent), names(tile))
         self._order = Symbols(self._facts, {})
         self._tiles = ceildiv(extent, tile)
 

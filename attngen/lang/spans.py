@@ -55,7 +55,7 @@ class Spans:
         spans: list[Span] = []
         for span in (*a, *b):
             added = self._clipped(span)
-            if added.when == FALSE or self._at_most(added.hi, added.lo):
+            if added.when == FALSE or self._empty(added):
                 continue
             for other in tuple(spans):
                 merged = self._merged(other, added)
@@ -87,6 +87,10 @@ class Spans:
 
     def _at_most(self, x: Expr, y: Expr) -> bool:
         return x == y or self._order.holds("le", x, y)
+
+    def _empty(self, span: Span) -> bool:
+        outside = self._at_most(span.hi, integer(0)) or self._at_most(self._length, span.lo)
+        return outside or self._at_most(span.hi, span.lo)
 
     def _clipped(self, span: Span) -> Span:
         """Drop ends that lie outside the axis for certain."""

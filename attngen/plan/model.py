@@ -74,11 +74,13 @@ class Plan:
     schedule: str  # row of the catalogue; names the template
     loads: str  # descriptor | pointer
     q_operand: str  # registers | shared: where the products with K find the query tile
+    q_outlives_loop: bool  # Q is used once more after the loop, see compile/hazards.py
     alignment: int  # bytes that pointers and strides are multiples of
     tile_m: int
     tile_n: int
     stages: int
     num_warps: int
+    max_registers: int | None  # of a thread; None leaves it to ptxas
     driver: str  # ranges | classified | tile_map
     softmax: str
     softmax_scale: float | None  # None: 1 / sqrt(head_dim_qk), unless the call says otherwise
@@ -107,6 +109,12 @@ class Plan:
     def threads(self) -> int:
         """Threads per block."""
         return 32 * self.num_warps
+
+    @property
+    def section_keys(self) -> int:
+        """Keys, of all heads that run side by side, whose K and V take ``section_bytes``."""
+        width = sum(block.width for block in (*self.columns_qk, *self.columns_v))
+        return self.section_bytes // (width * self.dtype.bytes)
 
     @property
     def signature(self) -> dict[str, str]:
@@ -152,17 +160,20 @@ class Plan:
             "schedule": self.schedule,
             "loads": self.loads,
             "q_operand": self.q_operand,
+            "q_outlives_loop": self.q_outlives_loop,
             "alignment": self.alignment,
             "tile_m": self.tile_m,
             "tile_n": self.tile_n,
             "stages": self.stages,
             "num_warps": self.num_warps,
+            "max_registers": self.max_registers,
             "threads": self.threads,
             "driver": self.driver,
             "softmax": self.softmax,
             "softmax_scale": self.softmax_scale,
             "fast_math": self.fast_math,
             "section_bytes": self.section_bytes,
+            "section_keys": self.section_keys,
             "allow": list(self.allow),
             "grid": {"tile_m": self.tile_m},
             "tile_map": {"batch": self.classifier.batch, "heads": self.classifier.heads} if self.classifier else None,

@@ -33,6 +33,7 @@ def plan(spec: KernelSpec) -> Plan:
     alignment = _alignment(spec, schedule, element.bytes)
     tile = _tile(spec, arch, widths, element.bytes)
     driver = _driver(spec)
+    in_registers = schedule.loads == "descriptor" and not _gathers(spec.variant)
     name = naming.kernel_name(
         direction=spec.direction,
         arch=spec.arch,
@@ -66,12 +67,15 @@ def plan(spec: KernelSpec) -> Plan:
         backend="triton",
         schedule=schedule.name,
         loads=schedule.loads,
-        q_operand="registers" if schedule.loads == "descriptor" and not _gathers(spec.variant) else "shared",
+        q_operand="registers" if in_registers else "shared",
+        # ptxas confuses the registers of Q and P where both take the same number of instructions.
+        q_outlives_loop=in_registers and widths[0] <= tile.n,
         alignment=alignment,
         tile_m=tile.m,
         tile_n=tile.n,
         stages=tile.stages,
         num_warps=tile.warps,
+        max_registers=tile.registers,
         driver=driver,
         softmax=spec.softmax,
         softmax_scale=spec.softmax_scale,
@@ -142,8 +146,13 @@ def _tile(spec: KernelSpec, arch: Arch, widths: tuple[int, int], element_bytes: 
         if value is not None and value not in allowed:
             nearest = min(allowed, key=lambda a: abs(a - value))
             raise _refuse(spec, field, f"{value} is not one of {', '.join(map(str, allowed))}; nearest: {nearest}")
+    fixed = (spec.tile_m, spec.tile_n, spec.stages, spec.num_warps)
     tile = Tile(
-        spec.tile_m or table.m, spec.tile_n or table.n, spec.stages or table.stages, spec.num_warps or table.warps
+        spec.tile_m or table.m,
+        spec.tile_n or table.n,
+        spec.stages or table.stages,
+        spec.num_warps or table.warps,
+        table.registers if fixed == (None, None, None, None) else None,
     )
     while True:
         needed = budget.shared_memory(

@@ -10,19 +10,23 @@ from attngen.plan.model import Columns
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows by key rows of one step, loads in flight, and warps per block."""
+    """Query rows by key rows of one step, loads in flight, warps per block, and the most registers of a thread.
+
+    ``registers`` is set where it lets one more block run on a multiprocessor, at no cost in spills.
+    """
 
     m: int
     n: int
     stages: int
     warps: int
+    registers: int | None = None
 
 
 #: (least capability, largest head_dim, element bytes) → tile, first match wins. The sm90a rows were measured on an
 #: H200 (docs/performance.md); the rows of other targets follow from their shared memory and were not raced.
 _TABLE: tuple[tuple[int, int, int, Tile], ...] = (
+    (90, 64, 2, Tile(64, 64, 3, 4, 128)),
     (90, 128, 2, Tile(64, 64, 3, 4)),
-    (90, 192, 2, Tile(64, 64, 2, 4)),
     (90, 256, 2, Tile(64, 32, 3, 4)),
     (80, 64, 2, Tile(128, 64, 3, 4)),
     (80, 128, 2, Tile(64, 64, 3, 4)),
@@ -44,8 +48,8 @@ def default_tile(
     ``gathers``: mask or score read a tensor at indices that differ from element to element.
     """
     head_dim = max(head_dim_qk, head_dim_v)
-    if gathers and element_bytes == 2 and 64 < head_dim:
-        return _GATHER_TILE
+    if gathers and element_bytes == 2:
+        return _GATHER_TILE if head_dim > 64 else Tile(64, 64, 3, 4)
     for capability, largest, size, tile in _TABLE:
         if arch.capability >= capability and head_dim <= largest and element_bytes == size:
             return tile

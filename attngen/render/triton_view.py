@@ -58,7 +58,6 @@ class TritonView:
     template: str
     command: str
     summary: str
-    section_keys: int
     searches: bool
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
@@ -75,8 +74,6 @@ class TritonView:
     short_step: Step | None
     element: str
     precision: str
-    max_seqlen_q: str
-    max_seqlen_k: str
     classifier: ClassifierView | None
 
     def stop(self, end: str) -> str:
@@ -92,13 +89,10 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     condition = spans.condition if plan.driver == "ranges" else listed.condition
     step = _step(plan, code, condition)
     texts = [*spans.lines, *listed.lines, *code.hoisted, *step.score_lines, *step.mask_lines]
-    prefix = "max_" if plan.varlen else ""
     return TritonView(
         template=template,
         command=re.sub(r"[^\w./-]", "_", plan.spec_file),
         summary=_summary(plan),
-        section_keys=plan.section_bytes
-        // (sum(c.width for c in (*plan.columns_qk, *plan.columns_v)) * plan.dtype.bytes),
         searches=any("first_at_least(" in line for line in texts),
         argument_lines=_argument_lines(plan.arguments),
         begin_lines=_begins(plan, texts),
@@ -115,8 +109,6 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         short_step=_short_step(plan, step),
         element=f"tl.{plan.dtype.triton_language}",
         precision=_precision(plan),
-        max_seqlen_q=f"{prefix}seqlen_q",
-        max_seqlen_k=f"{prefix}seqlen_k",
         classifier=_classifier(plan) if plan.classifier else None,
     )
 

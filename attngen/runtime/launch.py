@@ -52,6 +52,13 @@ class MapShape:
         return q * self.q_tiles * self.heads if self.batch > 1 else 0
 
 
+def _section(kernel: Kernel, call: Call) -> int:
+    """Return how many heads, of all batches, run side by side: as many as keep their K and V in L2."""
+    group = call.heads // max(call.kv_heads, 1)
+    kv_heads = -(-kernel.section_keys // (call.seqlen_k + 1))
+    return max(min(kv_heads * group, call.batch * call.heads), 1)
+
+
 class Geometry:
     """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
 
@@ -63,6 +70,7 @@ class Geometry:
         q_tiles = -(-call.seqlen_q // kernel.tile_m)
         self.sizes: dict[str, int] = {
             "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads,
+            "group": call.heads // max(call.kv_heads, 1), "section": _section(kernel, call),
             "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
             "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
             "total_q": call.total_q, "total_k": call.total_k,

@@ -91,6 +91,7 @@ class Kernel:
             self.head_dim_v: int = manifest["head_dim_v"]
             self.layout: str = manifest["layout"]
             self.direction: str = manifest["direction"]
+            self.section_keys: int = manifest["section_keys"]
             self.backend: str = manifest["backend"]
             self.loads: str = manifest["loads"]
             self.tile_m: int = manifest["tile_m"]

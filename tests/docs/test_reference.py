@@ -178,3 +178,9 @@ def test_drivers(mask: str, row: list[str]) -> None:
     }
     (kernel,) = expand(load_spec_text(yaml.safe_dump(spec)))
     assert plan(kernel).driver == code(row[1])
+
+
+def test_spills_that_are_allowed() -> None:
+    from attngen.compile.triton import MAX_SPILLS
+
+    assert f"more than {MAX_SPILLS} bytes of spilled registers" in SPEC.read_text()

@@ -85,6 +85,25 @@ def test_tiles_that_the_mask_proves_empty_are_never_loaded(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("keys", [64, 69])
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize(
+    ("variant", "arguments"),
+    [("sliding_window", {"window": 3}), ("sink_window", {"sinks": 0, "window": 3}), ("chunked", {"chunk": 16})],
+)
+def test_the_tile_before_the_last_one_is_empty_too(
+    interpreter: Interpreter, variant: str, arguments: dict[str, int], name: str, keys: int
+) -> None:
+    """No query sees any of its keys, also where a ragged last tile is moved back over it."""
+    case = Case("last tile only", (2,), (keys,), heads=2)
+    last = (keys - 1) // 16 * 16
+    runs = [
+        interpreter.call("outputs_with", spec(variant), case, [(name, 0, last, x)], arguments) for x in (0.0, np.nan)
+    ]
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_visible_nan_in_k_reaches_exactly_the_rows_that_see_it(interpreter: Interpreter) -> None:
     case = Case("square", (40,), (40,), heads=2)
     nan, changed = interpreter.call("rows_with_nan", spec(), case, "k", 21)

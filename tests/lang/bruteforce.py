@@ -24,7 +24,7 @@ INT32 = range(-(2**31), 2**31)
 INT64 = range(-(2**63), 2**63)
 
 
-class Unguarded(Exception):
+class UnguardedError(Exception):
     """The mask reads outside a tensor where nothing guards it: it has no meaning, so nothing is checked."""
 
 
@@ -72,16 +72,14 @@ def _search(expr: Search, env: Env, arrays: Arrays) -> int:
 
 
 def mask_of(mask: Expr, env: Env, arrays: Arrays, heads: int) -> np.ndarray:
-    """Return the mask as a bool array (heads, seqlen_q, seqlen_k); raises Unguarded."""
-    h, q, kv = np.meshgrid(
-        np.arange(heads), np.arange(env["seqlen_q"]), np.arange(env["seqlen_k"]), indexing="ij"
-    )
+    """Return the mask as a bool array (heads, seqlen_q, seqlen_k); raises UnguardedError."""
+    h, q, kv = np.meshgrid(np.arange(heads), np.arange(env["seqlen_q"]), np.arange(env["seqlen_k"]), indexing="ij")
     grid = {**env, "h": h, "q": q, "kv": kv, "q_pos": q + env["seqlen_k"] - env["seqlen_q"]}
     grid |= {"q_global": q + env["q_start"], "kv_global": kv + env["kv_start"]}
     with np.errstate(all="ignore"):
         value, valid = _meaning(mask, grid, arrays)
     if not np.all(valid):
-        raise Unguarded
+        raise UnguardedError
     return np.broadcast_to(value, h.shape).astype(bool)
 
 
@@ -219,8 +217,7 @@ class Masks:
                 return op(self._order(), self.real(1), self.real(1))
             case 3:
                 a, b = (load("doc", var("b"), var(r.choice(["kv", "q_pos", "kv"]))) for _ in range(2))
-                guarded = op("and", op("ge", var("q_pos"), r.choice([var("kv"), const(0)])), op(self._order(), a, b))
-                return guarded
+                return op("and", op("ge", var("q_pos"), r.choice([var("kv"), const(0)])), op(self._order(), a, b))
         return op(self._order(), self.number(2), self.number(2))
 
     def real(self, depth: int) -> Expr:

@@ -12,15 +12,27 @@ from hypothesis import strategies as st
 
 from attngen.lang.bands import Facts, classify
 from attngen.lang.check import compile_variant
+from attngen.lang.interval_rules import RULES
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, OPERATORS, Const, Expr, Op, Type, walk
-from attngen.lang.interval_rules import RULES
 from attngen.lang.overflow import saturate, widen
 from attngen.lang.printing import canonical
 from attngen.lang.simplify import FOLD, make
 from attngen.lang.variant import Scalar, Tensor
 from tests.lang import bruteforce
-from tests.lang.bruteforce import FACTS, INT32, Masks, Unguarded, World, check_classify, const, load, mask_of, op, var
+from tests.lang.bruteforce import (
+    FACTS,
+    INT32,
+    Masks,
+    UnguardedError,
+    World,
+    check_classify,
+    const,
+    load,
+    mask_of,
+    op,
+    var,
+)
 
 RANGES = {"x": (-3, 5), "y": (2, 7), "p": (0, 1), "t": (0, 9), "f": (-1.5, 2.0)}
 
@@ -139,7 +151,7 @@ def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
     for _ in range(2):
         try:
             check_classify(mask, World.random(source), source)
-        except Unguarded:
+        except UnguardedError:
             continue
 
 
@@ -150,7 +162,7 @@ def test_no_wrong_empty_and_no_wrong_full_found_by_search(seed: int, depth: int)
     mask, world = Masks(source).boolean(depth), World.random(source)
     try:
         check_classify(mask, world, source)
-    except Unguarded:
+    except UnguardedError:
         return
 
 

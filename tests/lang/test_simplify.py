@@ -12,7 +12,7 @@ from attngen.lang import simplify as s
 from attngen.lang.ir import Const, Expr, Op, Type, Var
 from attngen.lang.printing import canonical
 from tests.lang import bruteforce
-from tests.lang.bruteforce import Masks, Unguarded, World, mask_of
+from tests.lang.bruteforce import Masks, UnguardedError, World, mask_of
 
 x, y, n, c = (Var(name, Type.INT) for name in ("x", "y", "n", "chunk"))
 p, r = Var("p", Type.BOOL), Var("r", Type.BOOL)
@@ -93,9 +93,7 @@ def test_results_beyond_int64_are_not_folded() -> None:
 
 def test_wide_marks_survive() -> None:
     wide = Op("add", (x, y), Type.INT, wide=True)
-    assert s.simplify(Op("sub", (wide, one), Type.INT)) == Op(
-        "sub", (wide, one), Type.INT, wide=True
-    )
+    assert s.simplify(Op("sub", (wide, one), Type.INT)) == Op("sub", (wide, one), Type.INT, wide=True)
 
 
 @pytest.mark.parametrize("a", range(-9, 10))
@@ -119,7 +117,7 @@ def test_simplifying_never_changes_a_mask(seed: int) -> None:
     world.env["big"] = source.randrange(-(2**40), 2**40)  # int64 arithmetic may wrap around where it is not simplified
     try:
         before = mask_of(mask, world.env, world.arrays, world.heads)
-    except Unguarded:
+    except UnguardedError:
         return
     after = mask_of(s.simplify(mask), world.env, world.arrays, world.heads)
     assert np.array_equal(before, after)

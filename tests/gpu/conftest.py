@@ -1,0 +1,34 @@
+"""GPU tests: all of them are skipped, with the reason, where there is no GPU that kernels can be built for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def _reason() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU"
+    from attngen.tools.retarget import arch_of
+
+    major, minor = torch.cuda.get_device_capability()
+    return None if arch_of(10 * major + minor) else f"no kernels can be built for sm{major}{minor}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if "tests/gpu" in item.path.as_posix()]
+    reason = _reason() if here else None
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    """Finish what a test started, so that an error of its kernels is reported as its own."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

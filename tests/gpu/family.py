@@ -1,0 +1,152 @@
+"""The kernels under test, built once for the GPU that is here, and runs of one of them on given inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.lang.eager import evaluate
+from attngen.plan import Plan
+from attngen.runtime.arguments import Call, Packing
+from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.pinned import Buffers, Pinned
+from attngen.runtime.reference import lengths, names_of
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.spec import load_spec
+from attngen.store.store import Store
+from attngen.tools.build import Prepared, compile_kernels, prepare
+from attngen.tools.cases import Case
+from attngen.tools.inputs import Element, Inputs, make_inputs
+from attngen.tools.poison import Poisoned, poisoned
+from attngen.tools.retarget import arch_of, retarget
+
+SPEC = Path(__file__).with_name("kernels.yaml")
+PACKAGE = "attngen_gpu_tests"
+DEVICE = "cuda"
+
+
+@cache
+def _prepared() -> dict[str, Prepared]:
+    return {label(kernel.plan): kernel for kernel in prepare(load_spec(SPEC))}
+
+
+def label(plan: Plan) -> str:
+    """Name a kernel by what it computes, not by how."""
+    dims = {plan.head_dim_qk, plan.head_dim_v}
+    head_dim = "x".join(map(str, sorted(dims, reverse=True)))
+    parts = [plan.variant.name, plan.dtype_name, f"d{head_dim}", plan.layout, plan.loads]
+    return "-".join(parts)
+
+
+def labels() -> list[str]:
+    """Return the labels of all kernels."""
+    return list(_prepared())
+
+
+def of_variants(*variants: str) -> list[str]:
+    """Return the labels of the kernels of some variants."""
+    return [name for name in _prepared() if name.split("-")[0] in variants]
+
+
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Compile what the cache lacks, and return every kernel by its label.
+
+    The cache is that of ``ATTNGEN_CACHE``. No index is written: only this process sees the package.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    arch = arch_of(10 * major + minor)
+    assert arch is not None
+    here = {
+        name: kernel if kernel.plan.arch.runs_on(10 * major + minor) else retarget(kernel, arch)
+        for name, kernel in _prepared().items()
+    }
+    store = Store()
+    built, failures = compile_kernels(list(here.values()), store=store)
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    found = {name: read_kernel(store.path(built[kernel.plan.name].key)) for name, kernel in here.items()}
+    registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
+    return found
+
+
+@dataclass
+class Run:
+    """A kernel, inputs that a test may change in place, and the call that binds them."""
+
+    kernel: Kernel
+    inputs: Inputs
+    call: Call
+
+    @classmethod
+    def of(cls, name: str, case: Case, seed: int = 0, **arguments: Any) -> Run:
+        """Return a kernel on random inputs; ``arguments`` replaces scalars or tensors of the variant."""
+        kernel = kernels()[name]
+        element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
+        made = make_inputs(kernel.variant, case, kernel.layout, element, DEVICE, seed)
+        return cls.with_inputs(
+            kernel, made.q, made.k, made.v, made.packing, made.seqused_k, {**made.arguments, **arguments}
+        )
+
+    @classmethod
+    def with_inputs(
+        cls,
+        kernel: Kernel,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packing: Packing | None = None,
+        seqused_k: Tensor | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Return a kernel on these tensors."""
+        inputs = Inputs(q, k, v, packing, seqused_k, arguments or {})
+        return cls(kernel, inputs, inputs.bind(kernel.variant))
+
+    def memory(self) -> Poisoned:
+        """Return fresh poisoned buffers."""
+        return poisoned(self.kernel, self.call, self.inputs.q, self.inputs.k, self.inputs.v)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one launch into poisoned memory."""
+        memory = self.memory()
+        self.launch(memory.buffers)
+        assert memory.overrun() == ()
+        assert memory.buffers.lse is not None
+        return memory.buffers.out, memory.buffers.lse
+
+    def launch(self, buffers: Buffers) -> None:
+        """Enqueue the kernel."""
+        Pinned(self.kernel, self.call, buffers)()
+
+    def visible(self) -> list[Tensor]:
+        """Return for each sequence which pairs the mask shows: (heads, rows, keys)."""
+        found = []
+        for b, (rows, keys, q_offset, k_offset) in enumerate(lengths(self.call)):
+            names = names_of(self.call, b, slice(0, rows), rows, keys, q_offset, k_offset)
+            value = evaluate(self.call.variant.mask, names, self.call.tensors)
+            found.append(torch.as_tensor(value, device=DEVICE).broadcast_to(self.call.heads, rows, keys))
+        return found
+
+    def keys_of(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Return the views of k and v that hold a sequence's keys, to be changed in place."""
+        _, keys, _, start = lengths(self.call)[sequence]
+        if self.call.layout == "varlen":
+            return self.inputs.k[start : start + keys], self.inputs.v[start : start + keys]
+        return self.inputs.k[sequence, :keys], self.inputs.v[sequence, :keys]
+
+
+def same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    """Whether results are equal bit for bit; NaN equals NaN of the same bits."""
+    return all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers."""
+    kind = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.contiguous().view(kind)

@@ -1,0 +1,89 @@
+"""Checks 1 to 4 and 8: errors against the float64 reference, finite results, dead rows, uninitialized memory."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from attngen.runtime.arguments import Call
+from attngen.runtime.pinned import Buffers, Pinned
+from attngen.tools.cases import Case
+from attngen.tools.trial import Trial, try_kernel
+from tests.gpu.family import Run, kernels, labels, same
+
+ALL = labels()
+SEED = 20_000
+
+
+@cache
+def trial(name: str) -> Trial:
+    """Run a kernel on every case of its layout, into poisoned memory."""
+    kernel = kernels()[name]
+
+    def launch(call: Call, buffers: Buffers) -> None:
+        Pinned(kernel, call, buffers)()
+
+    return try_kernel(kernel, launch, "cuda", SEED, small=False)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_check_01_largest_error(name: str) -> None:
+    for result in trial(name).results:
+        assert result.error is None, result.error
+        assert result.skipped is None, result.skipped
+        found = result.deviation
+        assert found is not None
+        assert found.max_error <= found.max_allowed, (result.case, result.seed)
+        assert found.lse_error <= found.lse_allowed, (result.case, result.seed)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_check_02_mean_error(name: str) -> None:
+    tally = trial(name).tally
+    assert 0 < tally.rmse <= tally.rmse_allowed
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_check_03_finite(name: str) -> None:
+    """Large inputs: every product of a query and a key is finite in float32."""
+    # head_dim * size ** 2 stays below the largest float32; fp16 itself ends at 65504.
+    size = 6e4 if "fp16" in name else 1e18
+    for signs in ("same", "random"):
+        run = Run.of(name, Case("large", (65,), (150,), heads=2))
+        for tensor in (run.inputs.q, run.inputs.k[: run.call.total_k] if "varlen" in name else run.inputs.k):
+            sign = torch.ones_like(tensor) if signs == "same" else torch.where(tensor < 0, -1.0, 1.0).to(tensor.dtype)
+            tensor.copy_(sign * size)
+        out, lse = run.results()
+        live = torch.cat([visible.any(-1) for visible in run.visible()], dim=1)  # (heads, rows)
+        found_out = out if out.dim() == 3 else out[0]
+        found_lse = lse if lse.dim() == 2 else lse[0]
+        assert torch.isfinite(found_out).all(), signs
+        assert torch.isfinite(found_lse[live]).all(), signs
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_check_04_dead_rows(name: str) -> None:
+    """By mask, by more queries than keys, by a window, by an empty sequence: all cases together have some."""
+    result = trial(name)
+    assert result.tally.dead_rows > 0
+    assert not [r.describe() for r in result.results if r.deviation is None or r.deviation.wrong]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_check_08_uninitialized_memory(name: str) -> None:
+    """Outputs and tile maps full of NaN and of 0xAA give the same bits."""
+    run = Run.of(name, Case("ragged", (70,) * 2, (333,) * 2, heads=2, used=(333, 201)))
+    results = []
+    for fill in (0xFF, 0xAA, 0x00):
+        memory = run.memory()
+        buffers = memory.buffers
+        for tensor in (buffers.out, buffers.lse, buffers.words):
+            if tensor is not None:
+                tensor.view(torch.uint8).fill_(fill)
+        run.launch(buffers)
+        assert buffers.lse is not None
+        results.append((buffers.out, buffers.lse))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])

@@ -1,0 +1,115 @@
+"""Checks 9 to 13: writes and reads out of bounds, races in shared memory, barriers, races under load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attngen.runtime.pinned import Buffers, Pinned, map_shape
+from attngen.tools.cases import Case
+from tests.gpu.family import Run, bits, kernels, labels
+from tests.gpu.sanitized import SUBJECTS
+
+ALL = labels()
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_check_09_writes_out_of_bounds(name: str) -> None:
+    """Outputs are inner views of larger buffers: not a word around them changes."""
+    case = Case("odd", (67, 3), (131, 20)) if "varlen" in name else Case("odd", (67,) * 2, (131,) * 2)
+    run = Run.of(name, case)
+    wanted, wanted_lse = run.results()
+    canary = 77.0
+    surrounded = torch.full([extent + 16 for extent in wanted.shape], canary, dtype=wanted.dtype, device="cuda")
+    inner = tuple(slice(8, 8 + extent) for extent in wanted.shape)
+    flat = torch.full((wanted_lse.numel() + 512,), canary, device="cuda")
+    lse = flat[256:-256].view(wanted_lse.shape)
+    shape = map_shape(run.kernel, run.call)
+    words = None if shape is None else torch.zeros(shape, dtype=torch.int32, device="cuda")
+    inputs = run.inputs
+    run.launch(Buffers(inputs.q, inputs.k, inputs.v, surrounded[inner], lse, words))
+    assert torch.equal(bits(surrounded[inner]), bits(wanted))
+    assert torch.equal(bits(lse), bits(wanted_lse))
+    surrounded[inner] = canary
+    assert (surrounded == canary).all()
+    assert (flat[:256] == canary).all()
+    assert (flat[-256:] == canary).all()
+
+
+def sanitize(tool: str, *options: str) -> None:
+    """Run ``tests.gpu.sanitized`` under compute-sanitizer; any report fails."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        pytest.skip("compute-sanitizer is not on the PATH")
+    kernels()  # compiled before, so that the sanitizer sees no compiler
+    command = [
+        program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "10",
+        "--kernel-name", "kernel_substring=fwd_", "--kernel-name", "kernel_substring=classify_", *options,
+        sys.executable, "-m", "tests.gpu.sanitized", tool,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    text = done.stdout + done.stderr
+    if "Device not supported" in text or "not supported on this device" in text:
+        pytest.skip("compute-sanitizer does not support this machine")
+    assert done.returncode == 0, text[-6000:]
+    assert f"{len(SUBJECTS)} kernels ran" in text, text[-6000:]
+
+
+def test_check_10_reads_out_of_bounds() -> None:
+    """memcheck: inputs end with their allocation, in odd sizes."""
+    sanitize("memcheck")
+
+
+def test_check_11_shared_memory_races() -> None:
+    sanitize("racecheck")
+
+
+@pytest.mark.parametrize("tool", ["synccheck", "initcheck"])
+def test_check_12_barriers_and_uninitialized_reads(tool: str) -> None:
+    sanitize(tool)
+
+
+RACES = [
+    "causal-bf16-d64-dense-descriptor",
+    "sink_window-bf16-d64-dense-descriptor",
+    "packed_documents-bf16-d64-dense-descriptor",
+    "dilated-bf16-d64-dense-descriptor",
+    "allowed-bf16-d128-dense-descriptor",
+    "causal-bf16-d192x128-dense-descriptor",
+    "causal-bf16-d64-varlen-descriptor",
+    "causal-fp32-d64-dense-pointer",
+    "sink_window-bf16-d80-dense-pointer",
+]
+REPEATS = 1000
+
+
+@pytest.mark.parametrize("shape", [(1, 239), (239, 1), (113, 203), (500, 517), (2048, 2048)], ids=str)
+@pytest.mark.parametrize("name", RACES)
+def test_check_13_races_under_load(name: str, shape: tuple[int, int]) -> None:
+    """1,000 repeats beside a busy stream, on a GPU that is half full: every one gives the same bits."""
+    rows, keys = shape
+    run = Run.of(name, Case("race", (rows,), (keys,), heads=4, kv_heads=2))
+    wanted, wanted_lse = (bits(result) for result in run.results())
+    buffers = run.memory().buffers
+    launch = Pinned(run.kernel, run.call, buffers)
+    assert buffers.lse is not None
+    differences = torch.zeros((), dtype=torch.int64, device="cuda")
+    busy = torch.cuda.Stream()
+    load = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    for repeat in range(REPEATS):
+        if repeat % 8 == 0:
+            with torch.cuda.stream(busy):
+                torch.mm(load, load)
+        launch()
+        differences += (bits(buffers.out) != wanted).any() | (bits(buffers.lse) != wanted_lse).any()
+    torch.cuda.synchronize()
+    assert int(differences) == 0

@@ -1,0 +1,169 @@
+"""Segments: the natural loops for the usual masks, and each visible tile exactly once for any intervals."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from attngen.lang.bands import Bands, Facts, Interval, bands
+from attngen.lang.check import compile_variant
+from attngen.lang.ir import Expr, Op, walk
+from attngen.lang.printing import canonical
+from attngen.lang.segments import Segments, segments
+from attngen.lang.simplify import integer, maximum, minimum, mul
+from attngen.lang.spans import LIMIT
+from attngen.lang.variant import Monotone, Scalar, Tensor
+from tests.lang.bruteforce import FACTS, check_segments, var
+
+DECLARED = {
+    "window": Scalar("window", "int32", min=1, max=2**20),
+    "sinks": Scalar("sinks", "int32", min=0, max=2**20),
+    "prefix": Scalar("prefix", "int32", min=0),
+    "doc": Tensor("doc", "int32", ("b", "seqlen_k"), Monotone(1)),
+    "flag": Tensor("flag", "bool", ("b",)),
+}
+
+
+def cut(mask: str | bool, tile: int | Expr = 128, extent: Expr | None = None) -> Segments:
+    used = [d for name, d in DECLARED.items() if name in str(mask)]
+    scalars, tensors = ([d for d in used if isinstance(d, kind)] for kind in (Scalar, Tensor))
+    variant = compile_variant("test", mask, None, scalars, tensors)
+    facts = Facts.of(variant)
+    facts = Facts({**facts.ranges, "BLOCK_N": (16, 256)}, facts.tensors)
+    return segments(bands(variant.mask, facts), tile, extent or var("seqlen_k"), facts)
+
+
+def texts(found: Segments) -> tuple[list[str], list[str]]:
+    full, partial = ([f"{canonical(lo)} .. {canonical(hi)}" for lo, hi in part] for part in (found.full, found.partial))
+    return full, partial
+
+
+CASES: dict[str, tuple[str | bool, list[str], list[str]]] = {
+    "full": (True, ["0 .. (seqlen_k + 127) // 128"], []),
+    "causal": (
+        "q_pos >= kv",
+        ["0 .. (q_pos_lo + 1) // 128"],
+        ["max((q_pos_lo + 1) // 128, 0) .. q_pos_hi // 128 + 1"],
+    ),
+    "sliding_window": (
+        "0 <= q_pos - kv and q_pos - kv < window",
+        ["max((q_pos_hi - window) // 128 + 1, 0) .. (q_pos_lo + 1) // 128"],
+        [
+            "max((q_pos_lo - window + 1) // 128, 0) .. max((q_pos_hi - window) // 128 + 1, 0)",
+            "max((q_pos_lo + 1) // 128, max((q_pos_hi - window) // 128 + 1, 0)) .. q_pos_hi // 128 + 1",
+        ],
+    ),
+    "window that fits its tile": (
+        "0 <= q_pos - kv and q_pos - kv < 128",
+        ["max(q_pos_hi // 128, 0) .. (q_pos_lo + 1) // 128"],
+        [
+            "max((q_pos_lo + 1) // 128 - 1, 0) .. max(q_pos_hi // 128, 0)",
+            "max((q_pos_lo + 1) // 128, max(q_pos_hi // 128, 0)) .. q_pos_hi // 128 + 1",
+        ],
+    ),
+    "prefix_lm": (
+        "q_pos >= kv or kv < prefix",
+        ["0 .. min(max(q_pos_lo + 1, prefix), seqlen_k) // 128"],
+        ["min(max(q_pos_lo + 1, prefix), seqlen_k) // 128 .. (min(max(q_pos_hi + 1, prefix), seqlen_k) + 127) // 128"],
+    ),
+    "sinks alone": (
+        "q_pos >= kv and kv < sinks",
+        ["0 .. min(q_pos_lo + 1, sinks) // 128"],
+        ["max(min(q_pos_lo + 1, sinks) // 128, 0) .. (min(q_pos_hi + 1, sinks) + 127) // 128"],
+    ),
+    "causal_packed": (
+        "q_pos >= kv and doc[b, q_pos] == doc[b, kv]",
+        [
+            "(first(doc[b, :] >= doc[b, max(q_pos_lo, 0)], seqlen_k) + 127) // 128 .. "
+            "(q_pos_lo + 1) // 128 if doc[b, max(q_pos_lo, 0)] == doc[b, max(q_pos_hi, 0)] else 0"
+        ],
+        [
+            "first(doc[b, :] >= doc[b, max(q_pos_lo, 0)], seqlen_k) // 128 .. "
+            "min((first(doc[b, :] >= doc[b, max(q_pos_lo, 0)], seqlen_k) + 127) // 128, q_pos_hi // 128 + 1)",
+            "max((q_pos_lo + 1) // 128 if doc[b, max(q_pos_lo, 0)] == doc[b, max(q_pos_hi, 0)] else 0, "
+            "(first(doc[b, :] >= doc[b, max(q_pos_lo, 0)], seqlen_k) + 127) // 128) .. q_pos_hi // 128 + 1",
+        ],
+    ),
+    "not bounded": (
+        "q_pos >= kv and (q_pos - kv) % 3 == 0",
+        [],
+        ["0 .. q_pos_hi // 128 + 1"],
+    ),
+    "nothing": ("kv < 0", [], []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loops_read_as_written_by_hand(name: str) -> None:
+    mask, full, partial = CASES[name]
+    assert texts(cut(mask)) == (full, partial)
+
+
+def test_whole_tiles_of_a_named_size() -> None:
+    """As a kernel asks: tiles of BLOCK_N keys, the ragged last one left to a loop of its own."""
+    found = cut("q_pos >= kv", var("BLOCK_N"), mul(var("whole_tiles"), var("BLOCK_N")))
+    assert texts(found) == (
+        ["0 .. min((q_pos_lo + 1) // BLOCK_N, whole_tiles)"],
+        ["max(min((q_pos_lo + 1) // BLOCK_N, whole_tiles), 0) .. min(q_pos_hi // BLOCK_N + 1, whole_tiles)"],
+    )
+    assert texts(cut(True, var("BLOCK_N"), mul(var("whole_tiles"), var("BLOCK_N")))) == (["0 .. whole_tiles"], [])
+
+
+def test_a_sink_tile_that_overlaps_the_window_runs_once() -> None:
+    found = cut("q_pos >= kv and (q_pos - kv < window or kv < sinks)")
+    assert len(found.full) == 2
+    assert len(found.partial) == 3
+    for partial_or_full in (found.full, found.partial):
+        lo, _ = partial_or_full[-1]
+        assert "sinks" in canonical(lo)
+
+
+def test_usual_loops_need_no_int64() -> None:
+    for mask, _, _ in CASES.values():
+        found = cut(mask)
+        ends = [end for part in (found.full, found.partial) for span in part for end in span]
+        assert not any(isinstance(n, Op) and n.wide for end in ends for n in walk(end))
+
+
+# --- any intervals ----------------------------------------------------------------------------------------
+
+_NAMES = ("a", "b0", "c", "d", "e")
+
+
+def _end(source: random.Random) -> Expr | None:
+    kind = source.randrange(6)
+    if kind == 0:
+        return None
+    end: Expr = var(source.choice(_NAMES)) if kind < 4 else integer(source.randrange(-5, 40))
+    return source.choice([minimum, maximum])(end, var(source.choice(_NAMES))) if kind == 3 else end
+
+
+def _pairs(source: random.Random) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    """Return visible intervals and full ones, each inside a visible one."""
+    visible = [Interval(_end(source), _end(source)) for _ in range(source.randrange(LIMIT + 1))]
+    full = []
+    for v in visible[: source.randrange(LIMIT + 1)]:
+        lo, hi = _end(source), _end(source)
+        inner_lo = v.lo if lo is None else lo if v.lo is None else maximum(lo, v.lo)
+        inner_hi = v.hi if hi is None else hi if v.hi is None else minimum(hi, v.hi)
+        full.append(Interval(inner_lo, inner_hi))
+    source.shuffle(full)
+    return tuple(visible), tuple(full)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_each_tile_runs_exactly_once(seed: int) -> None:
+    source = random.Random(seed)
+    visible, full = _pairs(source)
+    found = Bands(visible, full, True)
+    facts = Facts({**FACTS.ranges, **dict.fromkeys(_NAMES, (-(2**31), 2**31 - 1))}, FACTS.tensors)
+    tile = source.choice([1, 2, 3, 8, 16])
+    ragged = segments(found, tile, var("seqlen_k"), facts)
+    whole = segments(found, var("BLOCK_N"), mul(var("whole_tiles"), var("BLOCK_N")), facts)
+    for _ in range(15):
+        extent = source.randrange(60)
+        env = {name: source.choice([source.randrange(-9, 70), 2**31 - 1, -(2**31)]) for name in _NAMES}
+        env |= {"seqlen_k": extent, "BLOCK_N": tile, "whole_tiles": extent // tile}
+        check_segments(found, ragged, tile, env, {}, extent)
+        check_segments(found, whole, tile, env, {}, extent // tile * tile)
