@@ -17,7 +17,7 @@ from attngen.errors import LoadError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from attngen.tools.verify import Verdict, VerifyReport
+    from attngen.tools.verdict import Verdict, VerifyReport
 
 
 @click.command()

@@ -203,7 +203,7 @@ class _Solver:
         terms = {t: c for t, c in total.terms.items() if self._on_axis(t)}
         match list(terms), met.visible:
             case [Load() as load], [span] if abs(terms[load]) == 1:
-                if self._facts.monotone_axis(load.tensor) is None or self._symbols.varies(load):
+                if not met.exact or self._facts.monotone_axis(load.tensor) is None or self._symbols.varies(load):
                     return met
                 rest = Linear({t: c for t, c in total.terms.items() if t != load}, total.constant)
                 lo, hi = evaluate(rest.scaled(-terms[load]).expr(), self._symbols)

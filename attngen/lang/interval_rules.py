@@ -1,4 +1,4 @@
-"""Interval rules, one per operator, written once over an algebra of endpoints (endpoints.py).
+"""Interval rules, one per operator, over an algebra of endpoints: numbers (intervals.py), expressions (symbols.py).
 
 An interval is a pair (lo, hi), inclusive. A BOOL interval is (must, may): whether the value is true everywhere
 and whether it is true anywhere, so that False <= True orders it like a number.

@@ -40,7 +40,7 @@ def bounds(expr: Expr, ranges: Mapping[str, Range] | Facts) -> Range:
 
 
 def evaluate(expr: Expr, algebra: Any) -> Interval:
-    """Return the interval of an expression in an algebra of endpoints, which keeps what it has computed."""
+    """Return the interval of an expression in an algebra of endpoints (``Numbers``, ``Symbols``), which keeps it."""
     known = algebra.memo.get(expr)
     if known is None:
         known = algebra.memo[expr] = algebra.refined(expr, _evaluate(expr, algebra))
@@ -114,7 +114,7 @@ def _never_nan(expr: Expr) -> bool:
 
 
 class Numbers:
-    """Anys are Python numbers; ±inf means unbounded."""
+    """Endpoints are Python numbers; ±inf means unbounded."""
 
     unbounded: Interval = (-math.inf, math.inf)
     false, true = False, True
@@ -125,12 +125,15 @@ class Numbers:
 
     @staticmethod
     def literal(value: float) -> float:
+        """Return the endpoint that stands for a number."""
         return value
 
     def related(self, a: Expr, b: Expr) -> bool:
-        return True  # nothing is lost by subtracting numbers
+        """Nothing is lost by subtracting numbers."""
+        return True
 
     def leaf(self, node: Expr) -> Interval | None:
+        """Return the declared range of a name or of the elements of a tensor."""
         match node:
             case Const(value=value):
                 return (value, value)
@@ -140,14 +143,10 @@ class Numbers:
                 low, high = self._facts.ranges.get(tensor, INT32 if type is Type.INT else self.unbounded)
             case _:
                 return None
-        if type is Type.BOOL:
-            return (low == 1, high != 0)
-        return (low, high)
-
-    def load(self, node: Load, indices: tuple[Interval, ...]) -> Interval:
-        raise AssertionError("a leaf")
+        return (low == 1, high != 0) if type is Type.BOOL else (low, high)
 
     def search(self, node: Search, value: Interval, length: Interval) -> Interval:
+        """A search may end anywhere in the tensor."""
         return (0, length[1])
 
     def paired(self, total: Linear) -> tuple[Linear, Interval]:
@@ -177,9 +176,11 @@ class Numbers:
         return interval
 
     def value(self, end: Any) -> float | None:
+        """Return an endpoint as a number."""
         return end
 
     def call(self, op: str, *args: Any) -> Any:
+        """Apply an operator to endpoints."""
         match op, args:
             case "mul", (x, y) if x == 0 or y == 0:  # 0 * inf: an unbounded factor is still finite
                 return 0
@@ -192,9 +193,11 @@ class Numbers:
         return FOLD[op](*args)
 
     def holds(self, op: str, x: Any, y: Any) -> bool:
+        """Return whether a comparison of two endpoints is true."""
         return bool(FOLD[op](x, y))
 
     def is_point(self, interval: Interval) -> bool:
+        """Return whether an interval holds a single value."""
         return bool(interval[0] == interval[1])
 
     def rounded(self, op: str, interval: Interval) -> Interval:

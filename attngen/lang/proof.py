@@ -73,7 +73,7 @@ class Proof:
         self._steps -= 1
         if self._least(total) >= 0:
             return True
-        if depth == 0 or self._steps < 0:
+        if depth <= 0 or self._steps < 0:
             return False
         if any(self._nonnegative(reduced, depth - 1) for reduced in self._cancelled(total, depth)):
             return True
@@ -99,17 +99,16 @@ class Proof:
                 if positive > 0 > negative and type(a) is type(b):
                     count = min(positive, -negative)
                     rest = total.plus(Linear({b: 1, a: -1}), -count)
-                    if self._quotients_ordered(a, b, rest, depth):
+                    if self._quotients_ordered(a, b, rest.constant // count, depth):
                         yield Linear(rest.terms, 0)
                     elif self._ordered(a, b, depth):
                         yield rest
 
-    def _quotients_ordered(self, a: Expr, b: Expr, rest: Linear, depth: int) -> bool:
-        """``b // n - a // n + k >= 0`` where ``b + k * n >= a``."""
+    def _quotients_ordered(self, a: Expr, b: Expr, slack: int, depth: int) -> bool:
+        """Return whether ``b // n - a // n + slack >= 0``, which is so where ``b + slack * n >= a``."""
         match a, b:
             case Op(op="floordiv", args=(x, n)), Op(op="floordiv", args=(y, m)) if n == m and self._positive(n):
-                shifted = make("add", y, make("mul", n, integer(rest.constant)))
-                return self._less(x, shifted, depth)
+                return self._less(x, make("add", y, make("mul", n, integer(slack))), depth)
         return False
 
     def _ordered(self, a: Expr, b: Expr, depth: int) -> bool:
@@ -123,8 +122,20 @@ class Proof:
             case Load(tensor=t, indices=i), Load(tensor=u, indices=j) if t == u:
                 axis = self._facts.monotone_axis(t)
                 apart = [n for n, (k, m) in enumerate(zip(i, j, strict=True)) if k != m]
-                return axis is not None and apart == [axis] and self._less(i[axis], j[axis], depth)
+                if axis is None or apart != [axis]:
+                    return False
+                length, _ = self._facts.extent(t, axis)
+                above = self._less(integer(0), i[axis], depth) and self._less(i[axis], j[axis], depth)
+                return above and self._readable(j[axis], length, depth)
         return False
+
+    def _readable(self, position: Expr, length: Expr, depth: int) -> bool:
+        """Return whether a position lies in a tensor that is not empty; one outside would read 0."""
+        last = make("sub", length, integer(1))
+        match position:
+            case Op(op="max", args=(p, Const(value=0))):
+                return self._less(p, last, depth)
+        return self._less(integer(0), position, depth) and self._less(position, last, depth)
 
     def _less(self, x: Expr, y: Expr, depth: int) -> bool:
         return self._nonnegative(linear(y, expand=True).plus(linear(x, expand=True), -1), depth)
@@ -177,10 +188,10 @@ class Proof:
         if any(i != j for n, (i, j) in enumerate(pairs) if n != term.axis):
             return
         position = value.indices[term.axis]
+        if not self._readable(position, term.length, depth):
+            return
         match position:
-            case Op(op="max", args=(p, Const(value=0))):  # if there is no element at 0, then p < 0
-                inside = True
-            case p:
-                inside = self._less(integer(0), p, depth)
-        if inside and self._less(p, make("sub", term.length, integer(1)), depth):
-            yield position if up else make("add", p, integer(1))
+            case Op(op="max", args=(p, Const(value=0))) if not up:  # an empty tensor has no element at 0
+                yield make("add", p, integer(1))
+            case _:
+                yield position if up else make("add", position, integer(1))

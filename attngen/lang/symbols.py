@@ -11,6 +11,7 @@ from attngen.lang.interval_rules import Interval
 from attngen.lang.intervals import EXACT
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, names, walk
 from attngen.lang.proof import Proof, larger
+from attngen.lang.ranges import INT32
 from attngen.lang.simplify import COMPLEMENT, FALSE, FOLD, TRUE, Linear, boolean, integer, make
 
 #: Endpoints of an unbounded interval of expressions.
@@ -18,6 +19,9 @@ _LOWEST, _HIGHEST = Const(-math.inf, Type.FLOAT), Const(math.inf, Type.FLOAT)
 
 #: Most nodes of an end of an interval; remainders and cases double it at each level.
 _NODES = 200
+
+#: What the least and the greatest of two conditions are, as False <= True.
+_OF_BOOLS = {"min": "and", "max": "or"}
 
 _ORDERS = ("lt", "le", "gt", "ge")
 
@@ -39,6 +43,7 @@ class Symbols:
 
     @staticmethod
     def literal(value: int) -> Expr:
+        """Return the endpoint that stands for an integer."""
         return integer(value)
 
     def related(self, a: Expr, b: Expr) -> bool:
@@ -46,9 +51,11 @@ class Symbols:
         return bool(self.varies(a) & self.varies(b))
 
     def varies(self, node: Expr) -> frozenset[str]:
+        """Return the names in an expression that vary over the box."""
         return names(node) & self._corners.keys()
 
     def leaf(self, node: Expr) -> Interval | None:
+        """Return the interval of what does not vary, or is a corner; None for what is to be taken apart."""
         if isinstance(node, Var) and node.name in self._corners:
             return self._corners[node.name]
         if node in self.unbounded:  # the number inf, which must not be taken for "no bound"
@@ -61,7 +68,7 @@ class Symbols:
         """A monotone tensor is read at the ends of its box; of any other only the declared range is known."""
         if node.type is not Type.INT:
             return (FALSE, TRUE) if node.type is Type.BOOL else self.unbounded
-        lo, hi = self._facts.ranges.get(node.tensor, self.unbounded)
+        lo, hi = self._facts.ranges.get(node.tensor, INT32)
         declared = (integer(int(lo)), integer(int(hi)))
         axis = self._facts.monotone_axis(node.tensor)
         if axis is None or any(not self.is_point(i) for n, i in enumerate(indices) if n != axis):
@@ -97,6 +104,7 @@ class Symbols:
         return lo, hi
 
     def paired(self, total: Linear) -> tuple[Linear, Interval]:
+        """Symbols of one sequence cancel by themselves."""
         return total, (integer(0), integer(0))
 
     def refined(self, node: Expr, interval: Interval) -> Interval:
@@ -106,9 +114,11 @@ class Symbols:
         return (FALSE, TRUE) if node.type is Type.BOOL else self.unbounded
 
     def value(self, end: Expr) -> float | None:
+        """Return an endpoint as a number, if it is one."""
         return end.value if isinstance(end, Const) else None
 
     def holds(self, op: str, x: Expr, y: Expr) -> bool:
+        """Return whether a comparison (lt, le, gt, ge) of two endpoints is certain."""
         known = make(op, x, y) if x not in self.unbounded and y not in self.unbounded else self.call(op, x, y)
         if isinstance(known, Const):
             return bool(known.value)
@@ -116,6 +126,7 @@ class Symbols:
         return self._proof.at_most(make("add", less, integer(1)) if op in ("lt", "gt") else less, more)
 
     def is_point(self, interval: Interval) -> bool:
+        """Return whether an interval certainly holds a single value."""
         return bool(interval[0] == interval[1])
 
     def rounded(self, op: str, interval: Interval) -> Interval:
@@ -123,9 +134,13 @@ class Symbols:
         return interval if op in EXACT else self.unbounded
 
     def envelope(self, *ends: Expr) -> Interval:
+        """Bits of numbers of unknown size may be any."""
         return self.unbounded
 
     def call(self, op: str, *args: Expr) -> Expr:
+        """Apply an operator to endpoints, and simplify by what is known of their order."""
+        if op in _OF_BOOLS and args[0].type is Type.BOOL:
+            return make(_OF_BOOLS[op], *args)
         infinite = [a for a in args if a in self.unbounded]
         if infinite:
             return self._with_infinity(op, args, infinite[0])

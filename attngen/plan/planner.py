@@ -12,7 +12,7 @@ from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
 from attngen.plan.catalogue import SCHEDULES, Schedule
 from attngen.plan.model import Classifier, Plan
-from attngen.plan.tiles import Tile, columns, default_tile, padded_width
+from attngen.plan.tiles import Tile, columns, default_tile, family, padded_width
 from attngen.spec.expand import KernelSpec
 
 _TILE_SIZES = (16, 32, 64, 128, 256)
@@ -31,7 +31,14 @@ def plan(spec: KernelSpec) -> Plan:
     columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)
     widths = padded_width(columns_qk), padded_width(columns_v)
     alignment = _alignment(spec, schedule, element.bytes)
-    tile = _tile(spec, arch, widths, element.bytes)
+    rows = family(
+        arch,
+        loads=schedule.loads,
+        aligned=alignment == 16,
+        element_bytes=element.bytes,
+        gathers=_gathers(spec.variant),
+    )
+    tile = _tile(spec, arch, default_tile(rows, max(widths)), widths, element.bytes)
     driver = _driver(spec)
     in_registers = schedule.loads == "descriptor" and not _gathers(spec.variant)
     name = naming.kernel_name(
@@ -134,9 +141,8 @@ def _alignment(spec: KernelSpec, schedule: Schedule, element_bytes: int) -> int:
     return spec.alignment or 16
 
 
-def _tile(spec: KernelSpec, arch: Arch, widths: tuple[int, int], element_bytes: int) -> Tile:
+def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], element_bytes: int) -> Tile:
     """Return the spec's tile, completed from the table, and within the shared memory of the arch."""
-    table = default_tile(arch, *widths, element_bytes, gathers=_gathers(spec.variant))
     for field, value, allowed in (
         ("tile.m", spec.tile_m, _TILE_SIZES),
         ("tile.n", spec.tile_n, _TILE_SIZES),

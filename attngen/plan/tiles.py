@@ -22,38 +22,41 @@ class Tile:
     registers: int | None = None
 
 
-#: (least capability, largest head_dim, element bytes) → tile, first match wins. The sm90a rows were measured on an
-#: H200 (docs/performance.md); the rows of other targets follow from their shared memory and were not raced.
-_TABLE: tuple[tuple[int, int, int, Tile], ...] = (
-    (90, 64, 2, Tile(64, 64, 3, 4, 128)),
-    (90, 128, 2, Tile(64, 64, 3, 4)),
-    (90, 256, 2, Tile(64, 32, 3, 4)),
-    (80, 64, 2, Tile(128, 64, 3, 4)),
-    (80, 128, 2, Tile(64, 64, 3, 4)),
-    (80, 256, 2, Tile(64, 32, 2, 4)),
-    (80, 64, 4, Tile(32, 32, 2, 4)),
-    (80, 256, 4, Tile(32, 16, 2, 4)),
+#: (family, largest head_dim) → tile, first match wins. The rows of "wgmma" were measured on an H200
+#: (docs/performance.md); the others follow from registers and shared memory, and were not raced.
+_TABLE: tuple[tuple[str, int, Tile], ...] = (
+    ("wgmma", 64, Tile(64, 64, 3, 4, 128)),
+    ("wgmma", 128, Tile(64, 64, 3, 4)),
+    ("wgmma", 256, Tile(64, 32, 3, 4)),
+    # every element of a tile loads a value of its own, whose addresses take two registers each
+    ("gather", 64, Tile(64, 64, 3, 4)),
+    ("gather", 256, Tile(64, 32, 3, 4)),
+    ("descriptor", 128, Tile(64, 64, 3, 4)),
+    ("descriptor", 256, Tile(64, 32, 2, 4)),
+    ("pointer", 64, Tile(128, 64, 3, 4)),
+    ("pointer", 128, Tile(64, 64, 3, 4)),
+    ("pointer", 256, Tile(64, 32, 2, 4)),
+    # loads of single elements, as strides may be anything
+    ("unaligned", 64, Tile(64, 32, 2, 4)),
+    ("unaligned", 128, Tile(64, 16, 2, 4)),
+    ("unaligned", 256, Tile(64, 16, 2, 8)),
+    ("fp32", 64, Tile(32, 32, 2, 4)),
+    ("fp32", 256, Tile(32, 16, 2, 4)),
 )
 
 
-#: Where every element of a tile loads a value of its own, addresses take two registers each: fewer keys per step.
-_GATHER_TILE = Tile(64, 32, 3, 4)
+def family(arch: Arch, *, loads: str, aligned: bool, element_bytes: int, gathers: bool) -> str:
+    """Return which rows of the table a kernel takes; ``gathers``: mask or score load a value for every pair."""
+    if element_bytes == 4:
+        return "fp32"
+    if loads == "descriptor":
+        return "gather" if gathers else "wgmma" if arch.wgmma else "descriptor"
+    return "pointer" if aligned else "unaligned"
 
 
-def default_tile(
-    arch: Arch, head_dim_qk: int, head_dim_v: int, element_bytes: int, *, gathers: bool = False
-) -> Tile:
-    """Return the table's tile for a kernel, before its budget is checked.
-
-    ``gathers``: mask or score read a tensor at indices that differ from element to element.
-    """
-    head_dim = max(head_dim_qk, head_dim_v)
-    if gathers and element_bytes == 2:
-        return _GATHER_TILE if head_dim > 64 else Tile(64, 64, 3, 4)
-    for capability, largest, size, tile in _TABLE:
-        if arch.capability >= capability and head_dim <= largest and element_bytes == size:
-            return tile
-    raise KeyError(f"no tile for {arch.name}, head_dim {head_dim}, {element_bytes} bytes")
+def default_tile(family: str, head_dim: int) -> Tile:
+    """Return the table's tile for a kernel, before its budget is checked."""
+    return next(tile for name, largest, tile in _TABLE if name == family and head_dim <= largest)
 
 
 def columns(head_dim: int) -> tuple[Columns, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.facts import Facts
-from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var
+from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, walk
 from attngen.lang.segments import Segments, segments
 from attngen.lang.simplify import FOLD, result_type
 from attngen.lang.variant import Monotone, Scalar, Tensor
@@ -355,6 +355,7 @@ def check_classify(mask: Expr, world: World, r: random.Random, facts: Facts = FA
     found = [0, 0]
     for heads in ("single", "packed"):
         may, must = classify(mask, facts, heads)
+        check_types(may, must)
         kvs = list(world.boxes("kv", "seqlen_k", r))
         for q, kv in itertools.product(world.boxes("q", "seqlen_q", r), kvs):
             for h in range(world.heads) if heads == "single" else [None]:
@@ -367,6 +368,13 @@ def check_classify(mask: Expr, world: World, r: random.Random, facts: Facts = FA
                     found[1] += 1
                     assert tile.all(), "a wrong full"
     return found[0], found[1]
+
+
+def check_types(*results: Expr | None) -> None:
+    """Check that every operator has the type that its arguments give it."""
+    for result in results:
+        for node in walk(result) if result is not None else ():
+            assert not isinstance(node, Op) or node.type is result_type(node.op, node.args), node
 
 
 def positions(intervals: tuple, env: Env, arrays: Arrays, extent: int) -> np.ndarray:
@@ -389,6 +397,7 @@ def check_bands(mask: Expr, world: World, r: random.Random, facts: Facts = FACTS
         view = truth if over == "kv" else truth.transpose(0, 2, 1)
         tile = r.choice([1, 2, 3, 4, 8])
         cut = segments(found, tile, var(length), facts)
+        check_types(*(end for part in (cut.full, cut.partial) for ends in part for end in ends))
         for box in world.boxes(other, "seqlen_q" if over == "kv" else "seqlen_k", r):
             for h in range(world.heads) if heads == "single" else [None]:
                 env = world.corners(**{other: box}, h=h)

@@ -352,3 +352,9 @@ def test_a_tensor_longer_than_the_sequence_is_not_cut_short() -> None:
     ahead = op("add", var("q_pos"), const(2))
     mask = op("ge", load("doc", var("b"), ahead), load("doc", var("b"), var("kv")))
     assert texts(bands(mask, FACTS))[0] == [".. first(doc[b, :] > 2147483647, seqlen_k)"]
+
+
+def test_an_index_that_is_not_solved_makes_nothing_full() -> None:
+    """Seen: ``T[i] == x`` was full wherever x is the same for all rows, though nothing was known of i."""
+    position = op("floordiv", var("kv"), op("add", var("kv"), const(1)))
+    assert texts(bands(op("eq", load("token", position), var("b")), FACTS)) == ([".."], [], False)

@@ -322,7 +322,7 @@ def at(address: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -
 def _input(manifest: Mapping[str, Any], values: Mapping[str, Any], name: str) -> torch.Tensor:
     """Return q, k or v as a launch describes it, in the order (b,) s, h, d."""
     varlen = manifest["layout"] == "varlen"
-    if manifest["loads"] == "descriptor":
+    if f"{name}_desc" in values:
         packed = values[f"{name}_desc"]
         address, rank = struct.unpack_from("<Qq", packed)
         extents = struct.unpack_from(f"<{rank}q", packed, 16)

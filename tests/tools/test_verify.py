@@ -19,7 +19,9 @@ from attngen.tools import verify as tool
 from attngen.tools.build import Prepared
 from attngen.tools.retarget import arch_of, retarget
 from attngen.tools.trial import CaseResult, Trial
-from attngen.tools.verify import VerifyReport, interpretable, verify
+from attngen.tools.verdict import Verdict, VerifyReport
+from attngen.tools.verify import verify
+from attngen.tools.verify_interpreted import interpretable
 
 SPEC = """
 schema: 1
@@ -205,7 +207,7 @@ def test_only_sources_with_inline_assembly_are_rendered_anew(spec: Path) -> None
 def test_verdicts_of_a_report_count(spec: Path) -> None:
     (kernel, *_) = tool.prepare(load_spec(spec))
     crashed = Trial((CaseResult("ragged", 3, error="RuntimeError: an illegal memory access"),))
-    report = VerifyReport("mine.yaml", "mine", "a GPU", 1, (tool.Verdict(kernel.plan, crashed),))
+    report = VerifyReport("mine.yaml", "mine", "a GPU", 1, (Verdict(kernel.plan, crashed),))
     assert not report.ok
     assert report.verdicts[0].problems == ("ragged (seed 3): RuntimeError: an illegal memory access",)
     assert json.loads(json.dumps(report.to_dict()))["failed"] == 1

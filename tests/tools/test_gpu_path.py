@@ -1,0 +1,168 @@
+"""The GPU's way through verify, on a driver that decodes each launch and computes it with the reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.compile.parameters import triton_parameters
+from attngen.errors import CompileError, NoKernelError
+from attngen.plan import Plan
+from attngen.runtime import driver as drivers
+from attngen.runtime.module import Kernel
+from attngen.runtime.pinned import Buffers, Pinned
+from attngen.spec import load_spec
+from attngen.tools import verify_gpu
+from attngen.tools.build import BuiltKernel, Failure, Prepared, prepare
+from attngen.tools.cases import Case
+from attngen.tools.inputs import Element, make_inputs
+from attngen.tools.interpreter import kernel_of
+from attngen.tools.poison import poisoned
+from attngen.tools.trial import Launch, Trial
+from attngen.tools.verdict import Verdict
+from attngen.tools.verify_gpu import Gpu, try_on_gpu
+from tests.runtime.support import FakeDriver
+
+SPEC = """
+schema: 1
+package: mine
+kernels:
+  - variant: [causal, sliding_window, relative_bias, allowed]
+    arch: sm90a
+    head_dim: 32
+    dtype: fp16
+    tile: {m: 16, n: 16}
+    layout: [dense, varlen]
+  - variant: full
+    arch: [sm80, sm120a]
+    head_dim: 48
+    dtype: fp32
+    loads: pointer
+    alignment: element
+"""
+
+
+def loadable(plan: Plan) -> Kernel:
+    """Return a kernel whose image is its manifest, which the driver reads."""
+    manifest = dict(kernel_of(plan).manifest)
+    metadata = [{"block_size": argument.box, "swizzle": 0} for argument in plan.arguments if argument.box]
+    manifest["parameters"] = triton_parameters([argument.to_dict() for argument in plan.arguments], metadata)
+    image = json.dumps(manifest).encode()
+    return Kernel(manifest, lambda: image, lambda: image, origin=plan.name)
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    with drivers.use(fake):
+        yield fake
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> list[Prepared]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SPEC)
+    return prepare(load_spec(path))
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plans: dict[str, Plan] = {}
+
+    def compile_kernels(prepared: Sequence[Prepared], **_: Any) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
+        plans.update({kernel.plan.name: kernel.plan for kernel in prepared})
+        wrong = tuple(Failure(name, CompileError(f"{name}: no")) for name in plans if "relative_bias_varlen" in name)
+        failed = {failure.name for failure in wrong}
+        return {name: BuiltKernel(name, name, "built", {}) for name in plans if name not in failed}, wrong
+
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(verify_gpu, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(verify_gpu, "read_kernel", lambda folder: loadable(plans[folder.name]))
+    monkeypatch.setattr(Gpu, "answers", lambda self: True)
+
+    def quickly(kernel: Kernel, launch: Launch, device: torch.device, seed: int, *, small: bool) -> Trial:
+        assert not small
+        return try_kernel(kernel, launch, device, seed, small=True)
+
+    try_kernel = verify_gpu.try_kernel
+    monkeypatch.setattr(verify_gpu, "try_kernel", quickly)
+
+
+def verdicts(kernels: Sequence[Prepared], *, retargeted: bool) -> dict[str, Verdict]:
+    gpu = Gpu(torch.device("cpu"), 90, "a stand-in")
+    seen: list[str] = []
+    found = list(try_on_gpu(kernels, gpu, 3, None, lambda name, total: seen.append(name), retargeted=retargeted))
+    assert set(seen) >= {verdict.plan.name for verdict in found if verdict.status != "not run"}
+    assert len(found) == len(kernels)
+    return {verdict.plan.name: verdict for verdict in found}
+
+
+def test_kernels_of_this_gpu_are_run_and_others_are_not(driver: FakeDriver, kernels: list[Prepared]) -> None:
+    found = verdicts(kernels, retargeted=False)
+    for name, verdict in found.items():
+        if "sm90a" not in name:
+            assert verdict.status == "not run"
+            assert "built for sm" in str(verdict.reason)
+            assert "this GPU is sm90; --retarget" in str(verdict.reason)
+        elif "relative_bias_varlen" in name:
+            assert verdict.problems == (f"{name}: no",)
+        else:
+            assert verdict.problems == ()
+            assert verdict.trial is not None
+            assert len(verdict.trial.results) >= 5
+            assert verdict.trial.tally.dead_rows > 0
+    assert any("classify" in launch.symbol for launch in driver.launches)
+
+
+def test_kernels_of_other_gpus_are_retargeted(driver: FakeDriver, kernels: list[Prepared]) -> None:
+    others = [kernel for kernel in kernels if kernel.plan.arch_name != "sm90a"]
+    found = verdicts(others, retargeted=True)
+    assert len(found) == 2
+    for verdict in found.values():
+        assert verdict.status == "passed"
+        assert str(verdict.remark).startswith("retargeted: ran as fwd_sm90a_ptr_fp32_d48_full")
+
+
+def test_after_a_lost_gpu_nothing_else_is_run(
+    driver: FakeDriver, kernels: list[Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gpu, "answers", lambda self: False)
+    (first, *rest) = verdicts([k for k in kernels if "d32_causal" in k.plan.name], retargeted=False).values()
+    assert first.status == "passed"
+    assert [verdict.status for verdict in rest] == ["not run"]
+    assert f"since {first.plan.name} ran" in str(rest[0].reason)
+
+
+def test_a_pinned_kernel_refuses_what_it_does_not_take(driver: FakeDriver, kernels: list[Prepared]) -> None:
+    plan = kernels[0].plan
+    kernel = loadable(plan)
+    inputs = make_inputs(plan.variant, Case("wide", (20,), (20,)), plan.layout, Element("fp16", 64, 64), "cpu", 0)
+    call = inputs.bind(plan.variant)
+    buffers = poisoned(kernel, call, inputs.q, inputs.k, inputs.v).buffers
+    with pytest.raises(NoKernelError, match="head_dim of q and k is 32, the call has 64"):
+        Pinned(kernel, call, buffers)
+
+
+def test_a_pinned_kernel_writes_where_it_is_told(driver: FakeDriver, kernels: list[Prepared]) -> None:
+    plan = kernels[0].plan
+    kernel = loadable(plan)
+    inputs = make_inputs(
+        plan.variant, Case("strided", (20,) * 2, (30,) * 2), plan.layout, Element("fp16", 32, 32), "cpu", 0
+    )
+    call = inputs.bind(plan.variant)
+    memory = poisoned(kernel, call, inputs.q, inputs.k, inputs.v)
+    Pinned(kernel, call, memory.buffers)()
+    around = torch.full((2, 22, 4, 48), 9.0, dtype=torch.float16)
+    inner = around[:, 1:21, 1:3, 8:40]
+    lse = torch.empty(call.lse_shape())
+    launch = Pinned(kernel, call, Buffers(inputs.q, inputs.k, inputs.v, inner, lse))
+    launch()
+    launch()
+    assert torch.equal(inner, memory.buffers.out)
+    inner.fill_(9.0)
+    assert (around == 9).all()
