@@ -66,12 +66,17 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     """Compile the kernel of a plan, and its classifier if it has one. Raises CompileError as ``compile_source``."""
     _import_triton()
     start = time.perf_counter()
-    kernel = compile_function(
-        source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages, plan.max_registers
-    )
+    limits = (plan.max_registers, None) if plan.max_registers else (None,)
+    for limit in limits:  # a limit that costs spills is no gain
+        kernel = compile_function(
+            source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages, limit
+        )
+        if kernel.registers_and_spills.spills <= MAX_SPILLS:
+            break
     _check_hopper(plan, kernel)
     manifest = dict(plan.to_dict())
     manifest["parameters"] = kernel.parameters
+    manifest["max_registers"] = limit
     manifest["num_warps"], manifest["threads"] = kernel.num_warps, 32 * kernel.num_warps
     manifest["sha256"] = sha256(kernel.cubin).hexdigest()
     classifier = None

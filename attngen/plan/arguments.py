@@ -19,8 +19,8 @@ KERNEL_NAMES: frozenset[str] = frozenset(
     BLOCK_M BLOCK_N STAGES LOG2E LN2 tl triton online_softmax schedule_tile first_at_least
     lowest_bit count_bits row_max row_sum p alpha block q_tiles units section inside word unit q_tile b h hk
     q_begin k_begin seqlen_q seqlen_k max_seqlen_q max_seqlen_k q_start q_index q_row q_pos q_packed kv_packed
-    q_hi q_pos_lo q_pos_hi scale_log2e kv_tiles whole_tiles short_tiles visible_lo visible_hi words tile_map
-    full_word partial_word visible_word visible_count lane keys index tiles kv_lo kv_hi bit seen_whole tile i
+    q_hi q_pos_lo q_pos_hi scale_log2e kv_tiles whole_tiles ragged_tiles visible_lo visible_hi words tile_map
+    full_word partial_word visible_word visible_count index last tiles kv_lo kv_hi bit seen_whole tile i
     kv_start kv_index s logit visible dead normalize stored out_rows column lse q k v q_0 q_1 k_0 k_1 v_0 v_1
     acc acc_0 acc_1 out out_0 out_1 q_rows k_head v_head q_desc k_desc v_desc batch heads kv_heads group total_q
     total_k map_heads softmax_scale write_lse has_seqused_k seen rows entry full_lo full_hi

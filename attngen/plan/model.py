@@ -74,7 +74,6 @@ class Plan:
     schedule: str  # row of the catalogue; names the template
     loads: str  # descriptor | pointer
     q_operand: str  # registers | shared: where the products with K find the query tile
-    q_outlives_loop: bool  # Q is used once more after the loop, see compile/hazards.py
     alignment: int  # bytes that pointers and strides are multiples of
     tile_m: int
     tile_n: int
@@ -160,7 +159,6 @@ class Plan:
             "schedule": self.schedule,
             "loads": self.loads,
             "q_operand": self.q_operand,
-            "q_outlives_loop": self.q_outlives_loop,
             "alignment": self.alignment,
             "tile_m": self.tile_m,
             "tile_n": self.tile_n,

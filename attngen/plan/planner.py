@@ -75,8 +75,6 @@ def plan(spec: KernelSpec) -> Plan:
         schedule=schedule.name,
         loads=schedule.loads,
         q_operand="registers" if in_registers else "shared",
-        # ptxas confuses the registers of Q and P where both take the same number of instructions.
-        q_outlives_loop=in_registers and widths[0] <= tile.n,
         alignment=alignment,
         tile_m=tile.m,
         tile_n=tile.n,

@@ -12,7 +12,7 @@ from attngen.plan.model import Columns
 class Tile:
     """Query rows by key rows of one step, loads in flight, warps per block, and the most registers of a thread.
 
-    ``registers`` is set where it lets one more block run on a multiprocessor, at no cost in spills.
+    ``registers`` is set where it lets one more block run on a multiprocessor; the compile drops it if it spills.
     """
 
     m: int
@@ -30,7 +30,8 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
     ("wgmma", 256, Tile(64, 32, 3, 4)),
     # every element of a tile loads a value of its own, whose addresses take two registers each
     ("gather", 64, Tile(64, 64, 3, 4)),
-    ("gather", 256, Tile(64, 32, 3, 4)),
+    ("gather", 128, Tile(64, 32, 2, 4)),
+    ("gather", 256, Tile(64, 16, 2, 4)),
     ("descriptor", 128, Tile(64, 64, 3, 4)),
     ("descriptor", 256, Tile(64, 32, 2, 4)),
     ("pointer", 64, Tile(128, 64, 3, 4)),

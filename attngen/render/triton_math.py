@@ -29,13 +29,21 @@ _SEQLEN_K = Var("seqlen_k", Type.INT)
 
 
 @dataclass(frozen=True, slots=True)
-class Math:
-    """Lines of the score and of the mask in one step, the texts of the logit and of its multiplier, and the lines
-    that come before the loop, because they do not depend on the key."""
+class Body:
+    """Lines of the score and of the mask in one step; no mask lines where every key is visible."""
 
-    hoisted: tuple[str, ...]
     score_lines: tuple[str, ...]
     mask_lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Math:
+    """Score and mask of a whole tile and of the ragged last one, the texts of the logit and of its multiplier, and
+    the lines that come before the loop, because they do not depend on the key."""
+
+    hoisted: tuple[str, ...]
+    whole: Body
+    ragged: Body
     logit: str
     multiplier: str
     uses_q_row: bool
@@ -57,12 +65,14 @@ class Ranges:
 class Visits:
     """The lines that find the tiles of a block, the loop over them, and the test whether a tile needs the mask.
 
-    ``condition`` is None where every tile needs it; ``loop`` is None where tiles are listed as bits of words.
+    ``condition`` is None where every tile needs it; ``loop`` is None where tiles are listed as bits of words;
+    ``ragged`` is the test whether the ragged last tile is visible.
     """
 
     lines: tuple[str, ...]
     loop: Ranges | None
     condition: str | None
+    ragged: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +105,18 @@ def _scalars(plan: Plan) -> dict[str, Binding]:
     return bound
 
 
-def _elements(plan: Plan) -> dict[str, Binding]:
+def _elements(plan: Plan, *, ragged: bool = False) -> dict[str, Binding]:
     """Return the bindings inside a step: rows along the first axis, keys along the second.
 
-    Both stay inside their sequence: rows beyond the end repeat the last one, a ragged last tile is moved back.
+    Rows beyond the end repeat the last one and so stay inside their sequence; keys do, save in the ragged last tile.
     """
+    keys = frozenset() if ragged else frozenset({"seqlen_k", "total_k"})
     return _scalars(plan) | {
         "q": Binding("q_row[:, None]", _Q, below=frozenset({"seqlen_q"})),
         "q_pos": Binding("q_pos[:, None]", _Q, below=frozenset({"seqlen_k"})),
         "q_global": Binding("q_packed[:, None]", _Q, below=frozenset({"total_q"})),
-        "kv": Binding("kv_index[None, :]", _KV, below=frozenset({"seqlen_k"})),
-        "kv_global": Binding("kv_packed[None, :]", _KV, below=frozenset({"total_k"})),
+        "kv": Binding("kv_index[None, :]", _KV, below=keys),
+        "kv_global": Binding("kv_packed[None, :]", _KV, below=keys),
         PRODUCT.name: Binding("s", _ELEMENT),
     }
 
@@ -184,29 +195,38 @@ def math(plan: Plan, before: Iterable[str] = ()) -> Math:
 
     ``before`` are lines of the kernel that stand earlier: their names are not used again.
     """
-    variant, bound = plan.variant, _elements(plan)
-    taken = _defined(before)
+    variant = plan.variant
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
-    scored = _emit(plan, [logit.value, logit.multiplier], bound, taken=taken)
-    taken += _defined([*scored.hoisted, *scored.body])
-    masked = _emit(plan, [variant.mask], bound, taken=taken)
     plain = variant.score is None
     name = "s" if plain else "logit"
-    score_lines = [*scored.body] if plain else [*scored.body, f"logit = {scored.results[0]}"]
-    repeated = "(lane >= tile * BLOCK_N - kv_start)[None, :]"
-    visible = f"{repeated} & ({masked.results[0]})" if variant.masked else repeated
-    mask_lines = [*masked.body, f"visible = {visible}", f'{name} = tl.where(visible, {name}, float("-inf"))']
-    for lines in (score_lines, mask_lines):
-        if any("kv_packed" in line for line in lines):
-            lines.insert(0, "kv_packed = k_begin + kv_index")
-    hoisted = [*scored.hoisted, *masked.hoisted]
-    texts = "\n".join([*hoisted, *score_lines, *mask_lines])
+    hoisted: dict[str, None] = {}
+    bodies = []
+    multiplier = "scale_log2e"
+    for ragged in (False, True):
+        bound = _elements(plan, ragged=ragged)
+        taken = _defined(before)
+        scored = _emit(plan, [logit.value, logit.multiplier], bound, taken=taken)
+        taken += _defined([*scored.hoisted, *scored.body])
+        masked = _emit(plan, [variant.mask], bound, taken=taken)
+        hoisted |= dict.fromkeys([*scored.hoisted, *masked.hoisted])
+        score_lines = [*scored.body] if plain else [*scored.body, f"logit = {scored.results[0]}"]
+        tests = ["kv_index[None, :] < seqlen_k"] * ragged + [masked.results[0]] * variant.masked
+        mask_lines = list(masked.body)
+        if tests:
+            visible = tests[0] if len(tests) == 1 else " & ".join(f"({test})" for test in tests)
+            mask_lines += [f"visible = {visible}", f'{name} = tl.where(visible, {name}, float("-inf"))']
+        for lines in (score_lines, mask_lines):
+            if any("kv_packed" in line for line in lines):
+                lines.insert(0, "kv_packed = k_begin + kv_index")
+        bodies.append(Body(tuple(score_lines), tuple(mask_lines)))
+        multiplier = multiplier if plain else scored.results[1]
+    texts = "\n".join([*hoisted, *(line for body in bodies for line in (*body.score_lines, *body.mask_lines))])
     return Math(
         hoisted=(*_packed_rows(texts), *hoisted),
-        score_lines=tuple(score_lines),
-        mask_lines=tuple(mask_lines),
+        whole=bodies[0],
+        ragged=bodies[1],
         logit=name,
-        multiplier="scale_log2e" if plain else scored.results[1],
+        multiplier=multiplier,
         uses_q_row=any(word in texts for word in ("q_row", "q_pos", "q_packed")),
         uses_q_pos="q_pos[" in texts,
     )
@@ -228,20 +248,20 @@ def ranges(plan: Plan) -> Visits:
     """Return the tiles of a block: by ranges of visible and of full tiles, or the hull that a listing goes through."""
     found = bands(plan.variant.mask, _facts(plan), over="kv")
     if plan.driver != "ranges":
-        lines = _hull_lines(plan, found)
+        texts, lines = _hull(plan, found)
         if plan.driver == "tile_map":
             rows = "b * stride_tile_map_b + h * stride_tile_map_h + q_tile * stride_tile_map_q"
             lines.append(f"tile_map = tile_map_ptr + {rows}")
-        listed = words(plan).lines
-        return Visits(tuple(line for line in _with_corners([*lines, *listed]) if line not in listed), None, None)
+        ragged = _ragged([(texts["visible_lo"], texts["visible_hi"])])
+        return Visits(_with_corners(lines, words(plan).lines), None, None, ragged)
     visible = segments(Bands(found.visible, (), exact=True), _TILE_N, _SEQLEN_K, _facts(plan)).partial
     ends = _numbered("visible", visible) | _numbered("full", [_inward(interval) for interval in found.full])
     texts, lines = _emit_named(plan, {name: _settled(plan, end) for name, end in ends.items()})
-    loop = _loop(len(visible), texts, lines)
+    pairs = [tuple(texts[name] for name in _numbered("visible", visible))[2 * n : 2 * n + 2] for n in range(len(visible))]
+    loop = _loop(pairs, lines)
     outside = [_outside(texts, f"_{n}" if len(found.full) > 1 else "") for n in range(len(found.full))]
     condition = " & ".join(f"({test})" for test in outside) if len(outside) > 1 else "".join(outside)
-    corners = [line for line in _with_corners([*lines, loop.hi, condition]) if line not in (loop.hi, condition)]
-    return Visits(tuple(corners), loop, condition or None)
+    return Visits(_with_corners(lines, [loop.hi, condition]), loop, condition or None, _ragged(pairs))
 
 
 def _numbered(kind: str, spans: Sequence[tuple[Expr, Expr]]) -> dict[str, Expr]:
@@ -311,23 +331,36 @@ def _is_wide(value: Expr) -> bool:
     return value.wide or any(_is_wide(argument) for argument in value.args)
 
 
-def _loop(count: int, texts: Mapping[str, str], lines: list[str]) -> Ranges:
-    """Return the loop over ``count`` ranges one after the other; add the lines that count their tiles."""
-    if count == 0:
+def _loop(ranges: Sequence[tuple[str, ...]], lines: list[str]) -> Ranges:
+    """Return the loop over the whole tiles of ranges, one after the other; add the lines that count them."""
+    whole = [(lo, _at_most_whole(hi)) for lo, hi in ranges]
+    if not whole:
         return Ranges("0", "0")
-    if count == 1:
-        return Ranges(texts["visible_lo"], texts["visible_hi"])
+    if len(whole) == 1:
+        return Ranges(*whole[0])
     jumps: list[str] = []
     before = ""
-    for number in range(count):
-        lo, hi = texts[f"visible_lo_{number}"], texts[f"visible_hi_{number}"]
+    for number, (lo, hi) in enumerate(whole):
         length = hi if lo == "0" else f"tl.maximum({hi} - {lo}, 0)"
         lines.append(f"visible_until_{number} = {before + ' + ' if before else ''}{length}")
         if before:
             jumps.append(f"tile = tl.where(i < {before}, tile, {lo} + i - {before})")
         before = f"visible_until_{number}"
-    first = texts["visible_lo_0"]
+    first = whole[0][0]
     return Ranges("0", before, first="i" if first == "0" else f"{first} + i", jumps=tuple(jumps))
+
+
+def _at_most_whole(end: str) -> str:
+    return _WHOLE_TILES.name if end == _KV_TILES.name else f"tl.minimum({end}, {_WHOLE_TILES.name})"
+
+
+def _ragged(ranges: Sequence[tuple[str, ...]]) -> str:
+    """Return the test whether a range holds the tile behind the whole ones; no range reaches beyond the last key."""
+    tests = []
+    for lo, hi in ranges:
+        reached = f"{hi} > {_WHOLE_TILES.name}"
+        tests.append(reached if lo == "0" else f"({lo} <= {_WHOLE_TILES.name}) & ({reached})")
+    return tests[0] if len(tests) == 1 else " | ".join(f"({test})" for test in tests) or "whole_tiles < 0"
 
 
 def _outside(texts: Mapping[str, str], suffix: str) -> str:
@@ -337,19 +370,19 @@ def _outside(texts: Mapping[str, str], suffix: str) -> str:
     return after if lo == "0" else f"(tile < {lo}) | ({after})"
 
 
-def _hull_lines(plan: Plan, found: Bands) -> list[str]:
-    """Return the lines that name the tiles between the first and the last visible key."""
+def _hull(plan: Plan, found: Bands) -> tuple[dict[str, str], list[str]]:
+    """Return names and lines of the tiles between the first and the last visible key."""
     lows = [integer(0) if interval.lo is None else interval.lo for interval in found.visible] or [integer(0)]
     highs = [_SEQLEN_K if interval.hi is None else interval.hi for interval in found.visible] or [integer(0)]
     first = floordiv(reduce(minimum, lows), _TILE_N)
     last = ceildiv(minimum(reduce(maximum, highs), _SEQLEN_K), _TILE_N)
     texts, lines = _emit_named(plan, {"visible_lo": _settled(plan, first), "visible_hi": _settled(plan, last)})
-    return [*lines, *(f"{name} = {text}" for name, text in texts.items() if text != name)]
+    return texts, [*lines, *(f"{name} = {text}" for name, text in texts.items() if text != name)]
 
 
-def _with_corners(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines behind definitions of the corners that they use."""
-    texts = "\n".join(lines)
+def _with_corners(lines: Sequence[str], others: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the lines behind definitions of the corners that they, or the ``others``, use."""
+    texts = "\n".join([*lines, *others])
     corners = []
     if any(name in texts for name in ("q_hi", "q_pos_hi")):
         corners.append("q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1")
@@ -357,10 +390,6 @@ def _with_corners(lines: Sequence[str]) -> tuple[str, ...]:
         corners.append("q_pos_lo = q_start + (seqlen_k - seqlen_q)")
     if "q_pos_hi" in texts:
         corners.append("q_pos_hi = q_hi + (seqlen_k - seqlen_q)")
-    if "kv_tiles" in texts:
-        corners.append("kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)")
-    if "whole_tiles" in texts:
-        corners.append("whole_tiles = seqlen_k // BLOCK_N")
     return (*corners, *lines)
 
 
@@ -382,8 +411,8 @@ def words(plan: Plan) -> Words:
     code = _emit(plan, [may, must], _corners(plan), prefix="tiles_")
     lines = ["tiles = word * 32 + tl.arange(0, 32)"]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
-        lines += ["kv_lo = tiles * BLOCK_N", "kv_hi = tl.minimum(kv_lo + BLOCK_N, seqlen_k) - 1"]
-    listed = "(tiles >= visible_lo) & (tiles < visible_hi)"
+        lines += ["kv_lo = tiles * BLOCK_N", "kv_hi = kv_lo + (BLOCK_N - 1)"]
+    listed = "(tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))"
     lines += [
         *code.hoisted,
         f"seen = {listed}" if may == TRUE else f"seen = {listed} & ({code.results[0]})",
@@ -394,7 +423,7 @@ def words(plan: Plan) -> Words:
     if must == FALSE:
         return Words(tuple(lines), None)
     lines += [
-        f"seen_whole = (tiles < whole_tiles) & ({code.results[1]})",
+        f"seen_whole = {code.results[1]}",
         "partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))",
     ]
     return Words(tuple(lines), needs_mask)
@@ -403,7 +432,7 @@ def words(plan: Plan) -> Words:
 def classifier(plan: Plan) -> Classifier:
     """Return the lines of the kernel that computes the tile map: the mask of every element, tile by tile."""
     found = bands(plan.variant.mask, _facts(plan), over="kv")
-    lines = _hull_lines(plan, found)
+    _, lines = _hull(plan, found)
     mask = _emit(plan, [plan.variant.mask], _elements(plan), taken=_defined(lines))
     body = list(mask.body)
     texts = "\n".join([*mask.hoisted, *body, *mask.results])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attngen.lang.printing import canonical
 from attngen.plan.arguments import block_suffix, has_descriptor
 from attngen.plan.model import Argument, Columns, Plan
-from attngen.render.triton_math import Math, Ranges, classifier, math, ranges, words
+from attngen.render.triton_math import Body, Math, Ranges, classifier, math, ranges, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +65,16 @@ class TritonView:
     uses_q_pos: bool
     range_lines: tuple[str, ...]
     q_load_lines: tuple[str, ...]
-    q_blocks: tuple[str, ...]
     hoisted_lines: tuple[str, ...]
     v_blocks: tuple[Block, ...]
     visible: Ranges | None
     word_lines: tuple[str, ...]
     step: Step
-    short_step: Step | None
+    ragged: str
+    ragged_step: Step
     element: str
     precision: str
     classifier: ClassifierView | None
-
-    def stop(self, end: str) -> str:
-        """Return the end of the loop over tiles: a sequence shorter than a tile has a loop of its own."""
-        return f"{end} * (1 - short_tiles)" if self.short_step else end
 
 
 def triton_view(plan: Plan, template: str) -> TritonView:
@@ -87,8 +83,10 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     listed = words(plan)
     code = math(plan, before=[*spans.lines, *listed.lines])
     condition = spans.condition if plan.driver == "ranges" else listed.condition
-    step = _step(plan, code, condition)
-    texts = [*spans.lines, *listed.lines, *code.hoisted, *step.score_lines, *step.mask_lines]
+    step = _step(plan, code, code.whole, condition)
+    ragged_step = _step(plan, code, code.ragged, None, ragged=True)
+    texts = [*spans.lines, *listed.lines, *code.hoisted]
+    texts += [line for body in (code.whole, code.ragged) for line in (*body.score_lines, *body.mask_lines)]
     return TritonView(
         template=template,
         command=re.sub(r"[^\w./-]", "_", plan.spec_file),
@@ -100,13 +98,13 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         uses_q_pos=code.uses_q_pos,
         range_lines=spans.lines,
         q_load_lines=_load_q(plan),
-        q_blocks=tuple(block_suffix(plan.columns_qk, i) for i in range(len(plan.columns_qk))),
         hoisted_lines=code.hoisted,
         v_blocks=tuple(_block(plan, i) for i in range(len(plan.columns_v))),
         visible=spans.loop,
         word_lines=listed.lines,
         step=step,
-        short_step=_short_step(plan, step),
+        ragged=spans.ragged,
+        ragged_step=ragged_step,
         element=f"tl.{plan.dtype.triton_language}",
         precision=_precision(plan),
         classifier=_classifier(plan) if plan.classifier else None,
@@ -185,19 +183,21 @@ def _load_q(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...]) -> tuple[str, ...]:
-    """Return the lines that load one K or V tile; no row of it lies behind the end of its sequence."""
+def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...], *, ragged: bool) -> tuple[str, ...]:
+    """Return the lines that load one K or V tile; in the ragged tile, rows of V beyond the end become 0."""
     lines: list[str] = []
     head_dim = plan.head_dim_qk if name == "k" else plan.head_dim_v
     for index, block in enumerate(blocks):
         suffix = block_suffix(blocks, index)
         if plan.loads == "descriptor":
-            load = _descriptor_load(name, suffix, block, varlen=plan.varlen)
-        else:
-            column, inside = _columns(block, head_dim)
-            mask = f", mask={inside[0]}, other=0.0" if inside else ""
-            load = f"tl.load({name}_head + kv_index[:, None] * stride_{name}_s + {column}{mask})"
-        lines.append(f"{name}{suffix} = {load}")
+            lines.append(f"{name}{suffix} = {_descriptor_load(name, suffix, block, varlen=plan.varlen)}")
+            if ragged and name == "v":  # a probability of 0 times NaN would be NaN
+                lines.append(f"v{suffix} = tl.where(kv_index[:, None] < seqlen_k, v{suffix}, 0.0)")
+            continue
+        column, inside = _columns(block, head_dim)
+        tests = ["(kv_index[:, None] < seqlen_k)"] * ragged + inside
+        mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
+        lines.append(f"{name}{suffix} = tl.load({name}_head + kv_index[:, None] * stride_{name}_s + {column}{mask})")
     return tuple(lines)
 
 
@@ -221,36 +221,26 @@ def _columns(block: Columns, head_dim: int) -> tuple[str, list[str]]:
 # --- one step over a KV tile --------------------------------------------------------------------------------
 
 
-def _step(plan: Plan, code: Math, condition: str | None) -> Step:
+def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: bool = False) -> Step:
     dots = []
     for index in range(len(plan.columns_qk)):
         suffix = block_suffix(plan.columns_qk, index)
         accumulate = ", s" if index else ""
         dots.append(f"s = tl.dot(q{suffix}, tl.trans(k{suffix}){accumulate}{_precision(plan)})")
-    load_k, load_v = _load_kv(plan, "k", plan.columns_qk), _load_kv(plan, "v", plan.columns_v)
-    lines = (*load_k, *load_v, *code.score_lines, *code.mask_lines)
+    load_k = _load_kv(plan, "k", plan.columns_qk, ragged=ragged)
+    load_v = _load_kv(plan, "v", plan.columns_v, ragged=ragged)
+    lines = (*load_k, *load_v, *body.score_lines, *body.mask_lines)
     return Step(
         kv_index=any(name in line for line in lines for name in ("kv_index", "kv_packed")),
         load_k=load_k,
         dot_qk=tuple(dots),
-        score_lines=code.score_lines,
-        condition=condition,
-        mask_lines=code.mask_lines,
+        score_lines=body.score_lines,
+        condition=condition if body.mask_lines else None,
+        mask_lines=body.mask_lines,
         logit=code.logit,
         multiplier=code.multiplier,
         load_v=load_v,
     )
-
-
-def _short_step(plan: Plan, step: Step) -> Step | None:
-    """Return the step for a packed sequence shorter than a tile, where descriptors also load what stands before it."""
-    if not (plan.varlen and plan.loads == "descriptor"):
-        return None
-    zeroed = []
-    for index in range(len(plan.columns_v)):
-        v = f"v{block_suffix(plan.columns_v, index)}"
-        zeroed.append(f"{v} = tl.where((lane >= tile * BLOCK_N - kv_start)[:, None], {v}, 0.0)")
-    return replace(step, condition=None, load_v=(*step.load_v, *zeroed))
 
 
 def _classifier(plan: Plan) -> ClassifierView:

@@ -70,12 +70,14 @@ def fwd_sm90a_tma_bf16_d128_dilated_m64n64s3w4(
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    whole_tiles = seqlen_k // BLOCK_N
     visible_lo = tl.maximum(q_pos_lo - window * dilation + 1, 0) // BLOCK_N
     visible_hi = tl.maximum(tl.minimum(q_pos_hi + 1, seqlen_k) + BLOCK_N - 1, 0) // BLOCK_N
+    ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
@@ -84,40 +86,54 @@ def fwd_sm90a_tma_bf16_d128_dilated_m64n64s3w4(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 128], tl.float32)
 
-    # Each KV tile in turn. A ragged last tile is moved back to end with the sequence; keys that it repeats are masked.
-    lane = tl.arange(0, BLOCK_N)
-    for word in tl.range(visible_lo // 32, tl.cdiv(visible_hi, 32), num_stages=1):
+    # The whole tiles.
+    for word in tl.range(visible_lo // 32, tl.cdiv(tl.minimum(visible_hi, whole_tiles), 32), num_stages=1):
         tiles = word * 32 + tl.arange(0, 32)
         kv_lo = tiles * BLOCK_N
-        kv_hi = tl.minimum(kv_lo + BLOCK_N, seqlen_k) - 1
+        kv_hi = kv_lo + (BLOCK_N - 1)
         tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo
         tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi
         tiles_window_times_dilation = window * dilation
         tiles_condition = tiles_q_pos_lo_minus_kv_hi // dilation - (tiles_q_pos_lo_minus_kv_hi % dilation < 0).to(tl.int32) == tiles_q_pos_hi_minus_kv_lo // dilation - (tiles_q_pos_hi_minus_kv_lo % dilation < 0).to(tl.int32)
         tiles_remainder = tiles_q_pos_lo_minus_kv_hi % dilation
         tiles_remainder_2 = tiles_q_pos_hi_minus_kv_lo % dilation
-        seen = (tiles >= visible_lo) & (tiles < visible_hi) & ((0 <= tiles_q_pos_hi_minus_kv_lo) & (tiles_q_pos_lo_minus_kv_hi < tiles_window_times_dilation) & (tl.where(tiles_condition, tl.where(tiles_remainder < 0, tiles_remainder + dilation, tiles_remainder), 0) <= 0))
+        seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles)) & ((0 <= tiles_q_pos_hi_minus_kv_lo) & (tiles_q_pos_lo_minus_kv_hi < tiles_window_times_dilation) & (tl.where(tiles_condition, tl.where(tiles_remainder < 0, tiles_remainder + dilation, tiles_remainder), 0) <= 0))
         bit = 1 << tl.arange(0, 32)
         visible_word = tl.sum(tl.where(seen, bit, 0))
         visible_count = tl.sum(seen.to(tl.int32))
-        seen_whole = (tiles < whole_tiles) & ((0 <= tiles_q_pos_lo_minus_kv_hi) & (tiles_q_pos_hi_minus_kv_lo < tiles_window_times_dilation) & (tl.where(tiles_condition, tl.where(tiles_remainder_2 < 0, tiles_remainder_2 + dilation, tiles_remainder_2), dilation - 1) <= 0))
+        seen_whole = (0 <= tiles_q_pos_lo_minus_kv_hi) & (tiles_q_pos_hi_minus_kv_lo < tiles_window_times_dilation) & (tl.where(tiles_condition, tl.where(tiles_remainder_2 < 0, tiles_remainder_2 + dilation, tiles_remainder_2), dilation - 1) <= 0)
         partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))
         for _ in tl.range(0, visible_count, num_stages=STAGES):
             index = lowest_bit(visible_word)
             visible_word &= visible_word - 1
             tile = word * 32 + index
-            kv_start = tl.minimum(tile * BLOCK_N, seqlen_k - BLOCK_N)
-            kv_index = tl.maximum(kv_start + lane, 0)
+            kv_start = tile * BLOCK_N
+            kv_index = kv_start + tl.arange(0, BLOCK_N)
             k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
             s = tl.dot(q, tl.trans(k))
             if ((partial_word >> index) & 1) != 0:
                 q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
                 remainder = q_pos_minus_kv % dilation
-                visible = (lane >= tile * BLOCK_N - kv_start)[None, :] & ((0 <= q_pos_minus_kv) & (q_pos_minus_kv < window_times_dilation) & (tl.where(remainder < 0, remainder + dilation, remainder) == 0))
+                visible = (0 <= q_pos_minus_kv) & (q_pos_minus_kv < window_times_dilation) & (tl.where(remainder < 0, remainder + dilation, remainder) == 0)
                 s = tl.where(visible, s, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
             v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
             acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        s = tl.dot(q, tl.trans(k))
+        q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+        remainder = q_pos_minus_kv % dilation
+        visible = (kv_index[None, :] < seqlen_k) & ((0 <= q_pos_minus_kv) & (q_pos_minus_kv < window_times_dilation) & (tl.where(remainder < 0, remainder + dilation, remainder) == 0))
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.
     dead = row_sum == 0.0

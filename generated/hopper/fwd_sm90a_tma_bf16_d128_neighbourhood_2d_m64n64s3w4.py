@@ -69,12 +69,14 @@ def fwd_sm90a_tma_bf16_d128_neighbourhood_2d_m64n64s3w4(
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
-    q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
+    q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     visible_lo = tl.maximum((q_start // width - radius).to(tl.int64) * width, 0) // BLOCK_N
     visible_hi = (tl.minimum(((q_hi // width).to(tl.int64) + radius) * width + width, seqlen_k) + BLOCK_N - 1) // BLOCK_N
     visible_lo = visible_lo.to(tl.int32)
     visible_hi = visible_hi.to(tl.int32)
+    ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
@@ -84,12 +86,11 @@ def fwd_sm90a_tma_bf16_d128_neighbourhood_2d_m64n64s3w4(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 128], tl.float32)
 
-    # Each KV tile in turn. A ragged last tile is moved back to end with the sequence; keys that it repeats are masked.
-    lane = tl.arange(0, BLOCK_N)
-    for word in tl.range(visible_lo // 32, tl.cdiv(visible_hi, 32), num_stages=1):
+    # The whole tiles.
+    for word in tl.range(visible_lo // 32, tl.cdiv(tl.minimum(visible_hi, whole_tiles), 32), num_stages=1):
         tiles = word * 32 + tl.arange(0, 32)
         kv_lo = tiles * BLOCK_N
-        kv_hi = tl.minimum(kv_lo + BLOCK_N, seqlen_k) - 1
+        kv_hi = kv_lo + (BLOCK_N - 1)
         tiles_q_lo_div_width = q_start // width
         tiles_kv_hi_div_width = kv_hi // width
         tiles_kv_lo_div_width = kv_lo // width
@@ -101,26 +102,39 @@ def fwd_sm90a_tma_bf16_d128_neighbourhood_2d_m64n64s3w4(
         tiles_value_2 = tl.where(tiles_condition, kv_hi % width, tiles_width_minus_1)
         tiles_value_3 = tl.where(tiles_condition, kv_lo % width, 0)
         tiles_value_4 = tl.where(tiles_q_lo_div_width_eq_q_hi_div_width, q_hi % width, tiles_width_minus_1)
-        seen = (tiles >= visible_lo) & (tiles < visible_hi) & ((tl.maximum(tl.maximum(tiles_q_lo_div_width - tiles_kv_hi_div_width, tiles_kv_lo_div_width - tiles_q_hi_div_width), 0) <= radius) & (tl.maximum(tl.maximum(tiles_value - tiles_value_2, tiles_value_3 - tiles_value_4), 0) <= radius))
+        seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles)) & ((tl.maximum(tl.maximum(tiles_q_lo_div_width - tiles_kv_hi_div_width, tiles_kv_lo_div_width - tiles_q_hi_div_width), 0) <= radius) & (tl.maximum(tl.maximum(tiles_value - tiles_value_2, tiles_value_3 - tiles_value_4), 0) <= radius))
         bit = 1 << tl.arange(0, 32)
         visible_word = tl.sum(tl.where(seen, bit, 0))
         visible_count = tl.sum(seen.to(tl.int32))
-        seen_whole = (tiles < whole_tiles) & ((tl.maximum(tiles_q_hi_div_width - tiles_kv_lo_div_width, tiles_kv_hi_div_width - tiles_q_lo_div_width) <= radius) & (tl.maximum(tiles_value_4 - tiles_value_3, tiles_value_2 - tiles_value) <= radius))
+        seen_whole = (tl.maximum(tiles_q_hi_div_width - tiles_kv_lo_div_width, tiles_kv_hi_div_width - tiles_q_lo_div_width) <= radius) & (tl.maximum(tiles_value_4 - tiles_value_3, tiles_value_2 - tiles_value) <= radius)
         partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))
         for _ in tl.range(0, visible_count, num_stages=STAGES):
             index = lowest_bit(visible_word)
             visible_word &= visible_word - 1
             tile = word * 32 + index
-            kv_start = tl.minimum(tile * BLOCK_N, seqlen_k - BLOCK_N)
-            kv_index = tl.maximum(kv_start + lane, 0)
+            kv_start = tile * BLOCK_N
+            kv_index = kv_start + tl.arange(0, BLOCK_N)
             k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
             s = tl.dot(q, tl.trans(k))
             if ((partial_word >> index) & 1) != 0:
-                visible = (lane >= tile * BLOCK_N - kv_start)[None, :] & ((tl.abs(q_div_width - kv_index[None, :] // width) <= radius) & (tl.abs(q_mod_width - kv_index[None, :] % width) <= radius))
+                visible = (tl.abs(q_div_width - kv_index[None, :] // width) <= radius) & (tl.abs(q_mod_width - kv_index[None, :] % width) <= radius)
                 s = tl.where(visible, s, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
             v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
             acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        s = tl.dot(q, tl.trans(k))
+        visible = (kv_index[None, :] < seqlen_k) & ((tl.abs(q_div_width - kv_index[None, :] // width) <= radius) & (tl.abs(q_mod_width - kv_index[None, :] % width) <= radius))
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.
     dead = row_sum == 0.0

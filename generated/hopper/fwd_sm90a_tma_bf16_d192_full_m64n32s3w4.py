@@ -60,8 +60,10 @@ def fwd_sm90a_tma_bf16_d192_full_m64n32s3w4(
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
+    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q_0 = tl.reshape(q_desc_0.load([b, q_start, h, 0]), [BLOCK_M, 128])
@@ -71,20 +73,34 @@ def fwd_sm90a_tma_bf16_d192_full_m64n32s3w4(
     acc_0 = tl.zeros([BLOCK_M, 128], tl.float32)
     acc_1 = tl.zeros([BLOCK_M, 64], tl.float32)
 
-    # Each KV tile in turn. A ragged last tile is moved back to end with the sequence; keys that it repeats are masked.
-    lane = tl.arange(0, BLOCK_N)
-    for tile in tl.range(0, visible_hi, num_stages=STAGES):
-        kv_start = tl.minimum(tile * BLOCK_N, seqlen_k - BLOCK_N)
+    # The whole tiles.
+    for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+        kv_start = tile * BLOCK_N
         k_0 = tl.reshape(k_desc_0.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         k_1 = tl.reshape(k_desc_1.load([b, kv_start, hk, 128]), [BLOCK_N, 64])
         s = tl.dot(q_0, tl.trans(k_0))
         s = tl.dot(q_1, tl.trans(k_1), s)
-        if tile >= whole_tiles:
-            visible = (lane >= tile * BLOCK_N - kv_start)[None, :]
-            s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v_0 = tl.reshape(v_desc_0.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         v_1 = tl.reshape(v_desc_1.load([b, kv_start, hk, 128]), [BLOCK_N, 64])
+        acc_0 = tl.dot(p.to(tl.bfloat16), v_0, acc_0 * alpha[:, None])
+        acc_1 = tl.dot(p.to(tl.bfloat16), v_1, acc_1 * alpha[:, None])
+
+    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k_0 = tl.reshape(k_desc_0.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        k_1 = tl.reshape(k_desc_1.load([b, kv_start, hk, 128]), [BLOCK_N, 64])
+        s = tl.dot(q_0, tl.trans(k_0))
+        s = tl.dot(q_1, tl.trans(k_1), s)
+        visible = kv_index[None, :] < seqlen_k
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v_0 = tl.reshape(v_desc_0.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        v_0 = tl.where(kv_index[:, None] < seqlen_k, v_0, 0.0)
+        v_1 = tl.reshape(v_desc_1.load([b, kv_start, hk, 128]), [BLOCK_N, 64])
+        v_1 = tl.where(kv_index[:, None] < seqlen_k, v_1, 0.0)
         acc_0 = tl.dot(p.to(tl.bfloat16), v_0, acc_0 * alpha[:, None])
         acc_1 = tl.dot(p.to(tl.bfloat16), v_1, acc_1 * alpha[:, None])
 

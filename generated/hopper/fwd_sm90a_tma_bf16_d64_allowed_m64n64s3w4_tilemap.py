@@ -83,9 +83,12 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     visible_lo = 0
     tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_tile * stride_tile_map_q
+    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
@@ -95,9 +98,8 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
 
-    # Each KV tile in turn. A ragged last tile is moved back to end with the sequence; keys that it repeats are masked.
-    lane = tl.arange(0, BLOCK_N)
-    for word in tl.range(visible_lo // 32, tl.cdiv(visible_hi, 32), num_stages=1):
+    # The whole tiles.
+    for word in tl.range(visible_lo // 32, tl.cdiv(tl.minimum(visible_hi, whole_tiles), 32), num_stages=1):
         partial_word = tl.load(tile_map + words + word)
         visible_word = tl.load(tile_map + word) | partial_word
         visible_count = count_bits(visible_word)
@@ -105,19 +107,37 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
             index = lowest_bit(visible_word)
             visible_word &= visible_word - 1
             tile = word * 32 + index
-            kv_start = tl.minimum(tile * BLOCK_N, seqlen_k - BLOCK_N)
-            kv_index = tl.maximum(kv_start + lane, 0)
+            kv_start = tile * BLOCK_N
+            kv_index = kv_start + tl.arange(0, BLOCK_N)
             k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
             s = tl.dot(q, tl.trans(k))
             if ((partial_word >> index) & 1) != 0:
                 allowed_q_kv = tl.load(
                     allowed_b + q_row[:, None].to(tl.int64) * stride_allowed_1 + kv_index[None, :].to(tl.int64),
                 ) != 0
-                visible = (lane >= tile * BLOCK_N - kv_start)[None, :] & (allowed_q_kv)
+                visible = allowed_q_kv
                 s = tl.where(visible, s, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
             v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
             acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        s = tl.dot(q, tl.trans(k))
+        allowed_q_kv = tl.load(
+            allowed_b + q_row[:, None].to(tl.int64) * stride_allowed_1 + kv_index[None, :].to(tl.int64),
+            mask=kv_index[None, :] < extent_allowed_2,
+            other=0,
+        ) != 0
+        visible = (kv_index[None, :] < seqlen_k) & (allowed_q_kv)
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.
     dead = row_sum == 0.0
@@ -154,22 +174,22 @@ def classify_fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
     q_start = q_tile * BLOCK_M
     q_index = q_start + tl.arange(0, BLOCK_M)
     q_row = tl.minimum(q_index, seqlen_q - 1)
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     visible_lo = 0
     allowed_b = allowed_ptr + b.to(tl.int64) * stride_allowed_0
     full_word = word * 0
     partial_word = word * 0
-    lane = tl.arange(0, BLOCK_N)
-    for tile in tl.range(tl.maximum(word * 32, visible_lo), tl.minimum(word * 32 + 32, visible_hi)):
-        keys = tile * BLOCK_N + lane
-        kv_index = tl.minimum(keys, seqlen_k - 1)
+    last = tl.minimum(visible_hi, whole_tiles)
+    for tile in tl.range(tl.maximum(word * 32, visible_lo), tl.minimum(word * 32 + 32, last)):
+        kv_index = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         allowed_q_kv = tl.load(
             allowed_b + q_row[:, None].to(tl.int64) * stride_allowed_1 + kv_index[None, :].to(tl.int64),
         ) != 0
         visible = allowed_q_kv
-        # Rows beyond the last query ask for nothing; a tile with keys beyond the end is never full.
-        inside = (q_index[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
-        seen = tl.sum((inside & visible).to(tl.int32))
+        # Rows beyond the last query see nothing and ask for nothing.
+        seen = tl.sum((visible & (q_index[:, None] < seqlen_q)).to(tl.int32))
         bit = 1 << (tile - word * 32)
         rows = tl.minimum(seqlen_q - q_start, BLOCK_M)
         full_word |= tl.where(seen == rows * BLOCK_N, bit, 0)

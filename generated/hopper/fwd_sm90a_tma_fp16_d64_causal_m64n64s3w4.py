@@ -62,12 +62,14 @@ def fwd_sm90a_tma_fp16_d64_causal_m64n64s3w4(
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
+    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
@@ -75,23 +77,31 @@ def fwd_sm90a_tma_fp16_d64_causal_m64n64s3w4(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
 
-    # Each KV tile in turn. A ragged last tile is moved back to end with the sequence; keys that it repeats are masked.
-    lane = tl.arange(0, BLOCK_N)
-    for tile in tl.range(0, visible_hi, num_stages=STAGES):
-        kv_start = tl.minimum(tile * BLOCK_N, seqlen_k - BLOCK_N)
-        kv_index = tl.maximum(kv_start + lane, 0)
+    # The whole tiles.
+    for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
         if tile >= full_hi:
-            visible = (lane >= tile * BLOCK_N - kv_start)[None, :] & (q_pos[:, None] >= kv_index[None, :])
+            visible = q_pos[:, None] >= kv_index[None, :]
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
 
-    # Never true. Q must outlive the loop: ptxas 12.8 and 12.9 give its registers to P if its last use is in there.
-    if seqlen_k < 0:
-        row_sum += tl.sum(q.to(tl.float32), 1)
+    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        s = tl.dot(q, tl.trans(k))
+        visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.
     dead = row_sum == 0.0

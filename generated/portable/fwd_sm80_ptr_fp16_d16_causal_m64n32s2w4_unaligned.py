@@ -64,12 +64,14 @@ def fwd_sm80_ptr_fp16_d16_causal_m64n32s2w4_unaligned(
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
+    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
@@ -80,18 +82,29 @@ def fwd_sm80_ptr_fp16_d16_causal_m64n32s2w4_unaligned(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 16], tl.float32)
 
-    # Each KV tile in turn. A ragged last tile is moved back to end with the sequence; keys that it repeats are masked.
-    lane = tl.arange(0, BLOCK_N)
-    for tile in tl.range(0, visible_hi, num_stages=STAGES):
-        kv_start = tl.minimum(tile * BLOCK_N, seqlen_k - BLOCK_N)
-        kv_index = tl.maximum(kv_start + lane, 0)
+    # The whole tiles.
+    for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 16)[None, :])
         s = tl.dot(q, tl.trans(k))
         if tile >= full_hi:
-            visible = (lane >= tile * BLOCK_N - kv_start)[None, :] & (q_pos[:, None] >= kv_index[None, :])
+            visible = q_pos[:, None] >= kv_index[None, :]
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 16)[None, :])
+        acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
+
+    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 16)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        s = tl.dot(q, tl.trans(k))
+        visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 16)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.
