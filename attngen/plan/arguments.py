@@ -23,10 +23,10 @@ KERNEL_NAMES: frozenset[str] = frozenset(
     full_word partial_word visible_word visible_count index last tiles kv_lo kv_hi bit seen_whole tile i
     kv_start kv_index s logit visible dead normalize stored out_rows column lse q k v q_0 q_1 k_0 k_1 v_0 v_1
     acc acc_0 acc_1 out out_0 out_1 q_rows k_head v_head q_desc k_desc v_desc batch heads kv_heads group total_q
-    total_k map_heads softmax_scale write_lse has_seqused_k seen rows entry full_lo full_hi
+    total_k map_heads softmax_scale write_lse has_seqused_k seen rows entry full_lo full_hi partial_lo partial_hi
     """.split()
 )
-_LOOP_NAME = re.compile(r"(full|visible)_(lo|hi|until)_\d+")
+_LOOP_NAME = re.compile(r"(full|partial|visible)_(lo|hi|until)_\d+")
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 
 

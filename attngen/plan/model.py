@@ -81,8 +81,8 @@ class Plan:
     num_warps: int
     max_registers: int | None  # of a thread; None leaves it to ptxas
     driver: str  # ranges | classified | tile_map
+    mask_code: str  # branch: one loop, in which tiles that need the mask branch | loop: these have a loop of their own
     softmax: str
-    softmax_scale: float | None  # None: 1 / sqrt(head_dim_qk), unless the call says otherwise
     fast_math: bool
     section_bytes: int  # K and V of the heads that run side by side, sized for L2
     allow: tuple[str, ...]
@@ -167,8 +167,8 @@ class Plan:
             "max_registers": self.max_registers,
             "threads": self.threads,
             "driver": self.driver,
+            "mask_code": self.mask_code,
             "softmax": self.softmax,
-            "softmax_scale": self.softmax_scale,
             "fast_math": self.fast_math,
             "section_bytes": self.section_bytes,
             "section_keys": self.section_keys,

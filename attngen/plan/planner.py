@@ -82,8 +82,9 @@ def plan(spec: KernelSpec) -> Plan:
         num_warps=tile.warps,
         max_registers=tile.registers,
         driver=driver,
+        # A branch keeps the pipeline running from tile to tile, but splits the arithmetic of a score from the softmax.
+        mask_code="loop" if driver == "ranges" and spec.variant.score is not None else "branch",
         softmax=spec.softmax,
-        softmax_scale=spec.softmax_scale,
         fast_math=spec.fast_math,
         section_bytes=_SECTION_BYTES,
         allow=spec.allow,
@@ -109,6 +110,8 @@ def _schedule(spec: KernelSpec, arch: Arch) -> Schedule:
     for field, value in (("warps", spec.roles), ("sinks", spec.sinks), ("dropout", spec.dropout)):
         if value:
             raise _refuse(spec, field, f"Triton kernels have no {field}; leave it out")
+    if spec.softmax_scale is not None:
+        raise _refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.persistent:
         raise _refuse(spec, "persistent", "Triton kernels are not persistent; allowed: false")
     reasons = []

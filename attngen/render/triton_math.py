@@ -63,14 +63,14 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """The lines that find the tiles of a block, the loop over them, and the test whether a tile needs the mask.
+    """The lines that find the tiles of a block, the loops over them by kind (``visible``, or ``full`` and
+    ``partial``; none where tiles are listed as bits of words), and the test whether a visible tile needs the mask.
 
-    ``condition`` is None where every tile needs it; ``loop`` is None where tiles are listed as bits of words;
-    ``ragged`` is the test whether the ragged last tile is visible.
+    ``condition`` is None where every tile needs it; ``ragged`` is the test whether the ragged last tile is visible.
     """
 
     lines: tuple[str, ...]
-    loop: Ranges | None
+    loops: tuple[tuple[str, Ranges], ...]
     condition: str | None
     ragged: str
 
@@ -253,15 +253,31 @@ def ranges(plan: Plan) -> Visits:
             rows = "b * stride_tile_map_b + h * stride_tile_map_h + q_tile * stride_tile_map_q"
             lines.append(f"tile_map = tile_map_ptr + {rows}")
         ragged = _ragged([(texts["visible_lo"], texts["visible_hi"])])
-        return Visits(_with_corners(lines, words(plan).lines), None, None, ragged)
-    visible = segments(Bands(found.visible, (), exact=True), _TILE_N, _SEQLEN_K, _facts(plan)).partial
-    ends = _numbered("visible", visible) | _numbered("full", [_inward(interval) for interval in found.full])
+        return Visits(_with_corners(lines, words(plan).lines), (), None, ragged)
+    if plan.mask_code == "loop":
+        pieces = segments(found, _TILE_N, _SEQLEN_K, _facts(plan))
+        groups = {"full": list(pieces.full), "partial": list(pieces.partial)}
+        whole: list[tuple[Expr, Expr]] = []
+    else:
+        bounded = Bands(found.visible, (), exact=True)
+        groups = {"visible": list(segments(bounded, _TILE_N, _SEQLEN_K, _facts(plan)).partial)}
+        whole = [_inward(interval) for interval in found.full]
+    ends = {name: end for kind, spans in groups.items() for name, end in _numbered(kind, spans).items()}
+    ends |= _numbered("full", whole)
     texts, lines = _emit_named(plan, {name: _settled(plan, end) for name, end in ends.items()})
-    pairs = [tuple(texts[name] for name in _numbered("visible", visible))[2 * n : 2 * n + 2] for n in range(len(visible))]
-    loop = _loop(pairs, lines)
-    outside = [_outside(texts, f"_{n}" if len(found.full) > 1 else "") for n in range(len(found.full))]
+    pairs = {kind: _pairs(texts, kind, len(spans)) for kind, spans in groups.items()}
+    loops = tuple((kind, _loop(kind, spans, lines)) for kind, spans in pairs.items() if spans)
+    outside = [_outside(lo, hi) for lo, hi in _pairs(texts, "full", len(whole))]
     condition = " & ".join(f"({test})" for test in outside) if len(outside) > 1 else "".join(outside)
-    return Visits(_with_corners(lines, [loop.hi, condition]), loop, condition or None, _ragged(pairs))
+    ragged = _ragged([pair for spans in pairs.values() for pair in spans])
+    used = [text for _, loop in loops for text in (loop.lo, loop.hi)]
+    return Visits(_with_corners(lines, [*used, condition]), loops, condition or None, ragged)
+
+
+def _pairs(texts: Mapping[str, str], kind: str, count: int) -> list[tuple[str, str]]:
+    """Return the texts of the ends of ``count`` ranges."""
+    suffixes = [""] if count == 1 else [f"_{number}" for number in range(count)]
+    return [(texts[f"{kind}_lo{suffix}"], texts[f"{kind}_hi{suffix}"]) for suffix in suffixes]
 
 
 def _numbered(kind: str, spans: Sequence[tuple[Expr, Expr]]) -> dict[str, Expr]:
@@ -331,21 +347,19 @@ def _is_wide(value: Expr) -> bool:
     return value.wide or any(_is_wide(argument) for argument in value.args)
 
 
-def _loop(ranges: Sequence[tuple[str, ...]], lines: list[str]) -> Ranges:
+def _loop(kind: str, ranges: Sequence[tuple[str, str]], lines: list[str]) -> Ranges:
     """Return the loop over the whole tiles of ranges, one after the other; add the lines that count them."""
     whole = [(lo, _at_most_whole(hi)) for lo, hi in ranges]
-    if not whole:
-        return Ranges("0", "0")
     if len(whole) == 1:
         return Ranges(*whole[0])
     jumps: list[str] = []
     before = ""
     for number, (lo, hi) in enumerate(whole):
         length = hi if lo == "0" else f"tl.maximum({hi} - {lo}, 0)"
-        lines.append(f"visible_until_{number} = {before + ' + ' if before else ''}{length}")
+        lines.append(f"{kind}_until_{number} = {before + ' + ' if before else ''}{length}")
         if before:
             jumps.append(f"tile = tl.where(i < {before}, tile, {lo} + i - {before})")
-        before = f"visible_until_{number}"
+        before = f"{kind}_until_{number}"
     first = whole[0][0]
     return Ranges("0", before, first="i" if first == "0" else f"{first} + i", jumps=tuple(jumps))
 
@@ -354,7 +368,7 @@ def _at_most_whole(end: str) -> str:
     return _WHOLE_TILES.name if end == _KV_TILES.name else f"tl.minimum({end}, {_WHOLE_TILES.name})"
 
 
-def _ragged(ranges: Sequence[tuple[str, ...]]) -> str:
+def _ragged(ranges: Sequence[tuple[str, str]]) -> str:
     """Return the test whether a range holds the tile behind the whole ones; no range reaches beyond the last key."""
     tests = []
     for lo, hi in ranges:
@@ -363,9 +377,8 @@ def _ragged(ranges: Sequence[tuple[str, ...]]) -> str:
     return tests[0] if len(tests) == 1 else " | ".join(f"({test})" for test in tests) or "whole_tiles < 0"
 
 
-def _outside(texts: Mapping[str, str], suffix: str) -> str:
+def _outside(lo: str, hi: str) -> str:
     """Return the test that a tile lies outside a range of full tiles."""
-    lo, hi = texts[f"full_lo{suffix}"], texts[f"full_hi{suffix}"]
     after = f"tile >= {hi}"
     return after if lo == "0" else f"(tile < {lo}) | ({after})"
 

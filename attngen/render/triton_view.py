@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attngen.lang.printing import canonical
 from attngen.plan.arguments import block_suffix, has_descriptor
@@ -41,6 +41,22 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop over whole tiles: what it is about, which tiles, and what it does with each."""
+
+    title: str
+    tiles: Ranges
+    step: Step
+
+
+_TITLES = {
+    "visible": "The whole tiles.",
+    "full": "Whole tiles that every row sees: no mask code.",
+    "partial": "Whole tiles that the mask cuts.",
+}
+
+
+@dataclass(frozen=True, slots=True)
 class ClassifierView:
     """The kernel that computes the tile map."""
 
@@ -67,7 +83,7 @@ class TritonView:
     q_load_lines: tuple[str, ...]
     hoisted_lines: tuple[str, ...]
     v_blocks: tuple[Block, ...]
-    visible: Ranges | None
+    loops: tuple[Loop, ...]
     word_lines: tuple[str, ...]
     step: Step
     ragged: str
@@ -84,6 +100,8 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     code = math(plan, before=[*spans.lines, *listed.lines])
     condition = spans.condition if plan.driver == "ranges" else listed.condition
     step = _step(plan, code, code.whole, condition)
+    unmasked = _step(plan, code, replace(code.whole, mask_lines=()), None)
+    steps = {"visible": step, "partial": step, "full": unmasked}
     ragged_step = _step(plan, code, code.ragged, None, ragged=True)
     texts = [*spans.lines, *listed.lines, *code.hoisted]
     texts += [line for body in (code.whole, code.ragged) for line in (*body.score_lines, *body.mask_lines)]
@@ -100,7 +118,7 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         q_load_lines=_load_q(plan),
         hoisted_lines=code.hoisted,
         v_blocks=tuple(_block(plan, i) for i in range(len(plan.columns_v))),
-        visible=spans.loop,
+        loops=tuple(Loop(_TITLES[kind], loop, steps[kind]) for kind, loop in spans.loops),
         word_lines=listed.lines,
         step=step,
         ragged=spans.ragged,

@@ -275,9 +275,9 @@ def softmax_scale_of(value: Any) -> float:
     if (
         isinstance(value, bool | torch.Tensor)
         or not isinstance(value, numbers.Real)
-        or not abs(float(value)) <= FLOAT32_MAX
+        or not 0 < float(value) <= FLOAT32_MAX
     ):
-        raise CallError(f"softmax_scale must be a Python number that is finite in float32, got {value!r}")
+        raise CallError(f"softmax_scale must be a positive Python number that is finite in float32, got {value!r}")
     return float(value)
 
 

@@ -57,8 +57,8 @@ class TileMap:
 def eager_tile_map(call: Call, tile_m: int, tile_n: int, *, per_batch: bool, per_head: bool) -> torch.Tensor:
     """Return the words of a call's map from its mask as the reference sees it: the oracle of the classifier.
 
-    A query tile counts the rows that exist; a KV tile with keys beyond the end is never full, since kernels have to
-    mask those.
+    A query tile counts the rows that exist; a KV tile is full or partial only if all its keys exist, since kernels
+    run a ragged last tile by itself.
     """
     from attngen.runtime.reference import lengths, names_of
 
@@ -70,9 +70,8 @@ def eager_tile_map(call: Call, tile_m: int, tile_n: int, *, per_batch: bool, per
         names = names_of(call, b, slice(0, rows), rows, keys, q_offset, k_offset)
         value = evaluate(call.variant.mask, names, call.tensors)
         visible = torch.as_tensor(value, dtype=torch.bool).broadcast_to((call.heads, rows, keys)).cpu()
-        visible = torch.nn.functional.pad(visible, (0, -keys % tile_n))
         for tile in range(q_tiles):
-            seen = visible[:heads, tile * tile_m : min((tile + 1) * tile_m, rows)]
+            seen = visible[:heads, tile * tile_m : min((tile + 1) * tile_m, rows), : keys // tile_n * tile_n]
             if seen.shape[1] == 0:
                 continue
             by_tile = seen.reshape(heads, seen.shape[1], -1, tile_n)

@@ -46,10 +46,10 @@ def dense_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case,
     cases = [
         Case("ragged", (m + 7,) * 2, (2 * n + 5,) * 2, values="random"),
         Case("more queries than keys", (m + 9,), (n // 2 + 1,), heads=1),
-        Case("seqused_k", (m + 1,) * 3, (3 * n + 1,) * 3, used=(2 * n + 3, 0, n)),
+        Case("seqused_k", (m - 1,) * 3, (3 * n + 1,) * 3, used=(2 * n + 3, 0, n)),
         Case("least values", (m,), (2 * n,), heads=1, values="least"),
         Case("greatest values", (m + 3,), (2 * n + 1,), heads=1, values="most"),
-        Case("one query", (1,) * 2, (3 * n + 5,) * 2, heads=6, kv_heads=2),
+        Case("one query", (1,), (3 * n + 5,), heads=4, kv_heads=2),
     ]
     if small:
         return tuple(cases)
@@ -68,8 +68,8 @@ def varlen_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case
     m, n = tile_m, tile_n
     cases = [
         Case("packed", (m + 3, 1, m), (2 * n + 1, n, 5)),
-        Case("empty sequences", (0, m + 1, 3), (7, n + 2, 0)),
-        Case("seqused_k", (m + 1, 7, 2), (2 * n + 3, n + 1, 3), used=(n + 5, 0, 3)),
+        Case("empty sequences", (0, m + 1, 3), (7, n + 2, 0), heads=1),
+        Case("seqused_k", (m, 7, 2), (2 * n + 3, n + 1, 3), used=(n + 5, 0, 3)),
         Case("least values", (m, 2), (n + 1, 2 * n), values="least"),
         Case("greatest values", (3, m + 3), (2 * n, n - 1), values="most"),
     ]

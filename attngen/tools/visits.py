@@ -48,7 +48,9 @@ def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
     grid = _Grid(plan, seqlen, arguments)
     visible, seen = grid.mask()
     if plan.driver == "tile_map":
-        full, partial = int((seen == 2).sum()), int((seen == 1).sum())
+        # The map knows the whole tiles; a ragged last one is run where the bands reach it.
+        whole = seen[:, : seqlen // plan.tile_n]
+        full, partial = int((whole == 2).sum()), int((whole == 1).sum()) + grid.ragged()
     elif plan.driver == "classified":
         full, partial = grid.classified()
     else:
@@ -62,6 +64,7 @@ class _Grid:
     def __init__(self, plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> None:
         self._plan = plan
         self._seqlen = seqlen
+        self._whole = seqlen // plan.tile_n
         self._facts = Facts.of(plan.variant)
         self._tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         constants = {scalar.name: scalar.const for scalar in plan.variant.scalars if scalar.const is not None}
@@ -100,24 +103,25 @@ class _Grid:
     def in_ranges(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that loops over ranges, and tests each tile for the full ones."""
         n = self._plan.tile_n
-        pieces = segments(Bands(self._found.visible, (), exact=True), n, integer(self._seqlen), self._facts).partial
-        tiles = torch.arange(-(-self._seqlen // n))[None, :]
-        visited = torch.zeros(self._tiles, tiles.shape[1], dtype=torch.bool)
+        extent = integer(self._whole * n)
+        pieces = segments(Bands(self._found.visible, (), exact=True), n, extent, self._facts).partial
+        tiles = torch.arange(self._whole)[None, :]
+        visited = torch.zeros(self._tiles, self._whole, dtype=torch.bool)
         for lo, hi in pieces:
             visited |= (tiles >= self._value(lo)[:, None]) & (tiles < self._value(hi)[:, None])
-        whole = torch.zeros_like(visited)
+        full = torch.zeros_like(visited)
         for interval in self._found.full:
             first, last = self._ends(interval)
-            whole |= (tiles * n >= first[:, None]) & (tiles * n + n <= last[:, None].clamp(max=self._seqlen))
-        return int((visited & whole).sum()), int((visited & ~whole).sum())
+            full |= (tiles * n >= first[:, None]) & (tiles * n + n <= last[:, None])
+        return int((visited & full).sum()), int((visited & ~full).sum()) + self.ragged()
 
     def classified(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that looks at each tile within the hull of its bands."""
         n = self._plan.tile_n
-        first = torch.arange(0, self._seqlen, n)[None, :]
-        last = (first + n).clamp(max=self._seqlen) - 1
-        corners = {name: corner[:, None] for name, corner in self._corners.items()} | {"kv_lo": first, "kv_hi": last}
-        shape = (self._tiles, first.shape[1])
+        first = torch.arange(self._whole)[None, :] * n
+        corners = {name: corner[:, None] for name, corner in self._corners.items()}
+        corners |= {"kv_lo": first, "kv_hi": first + n - 1}
+        shape = (self._tiles, self._whole)
         may, must = (
             self._evaluate(e, corners).broadcast_to(shape) for e in classify(self._plan.variant.mask, self._facts)
         )
@@ -126,9 +130,19 @@ class _Grid:
             ends = [self._ends(interval) for interval in self._found.visible]
             lo = torch.stack([end[0] for end in ends]).amin(0)[:, None]  # the hull
             hi = torch.stack([end[1] for end in ends]).amax(0)[:, None]
-            inside = (last >= lo) & (first < hi)
-        whole = must & (first + n <= self._seqlen)
-        return int((inside & may & whole).sum()), int((inside & may & ~whole).sum())
+            inside = (first + n > lo) & (first < hi)
+        return int((inside & must).sum()), int((inside & may & ~must).sum()) + self.ragged()
+
+    def ragged(self) -> int:
+        """Return how many query tiles visit the ragged last tile, which always runs under the mask."""
+        start = self._whole * self._plan.tile_n
+        if start == self._seqlen:
+            return 0
+        reached = torch.zeros(self._tiles, dtype=torch.bool)
+        for interval in self._found.visible:
+            lo, hi = self._ends(interval)
+            reached |= (hi > start) & (lo < self._seqlen)
+        return int(reached.sum())
 
     def _ends(self, interval: Interval) -> tuple[Tensor, Tensor]:
         lo = self._value(integer(0) if interval.lo is None else interval.lo)

@@ -68,9 +68,9 @@ def fwd_sm100a_tma_bf16_d64_softcap_m64n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
-    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
+    full_hi = tl.maximum(q_pos_lo + 1, 0) // BLOCK_N
+    partial_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    ragged_tiles = ((full_hi > whole_tiles) | ((full_hi <= whole_tiles) & (partial_hi > whole_tiles))).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
@@ -79,16 +79,25 @@ def fwd_sm100a_tma_bf16_d64_softcap_m64n64s3w4(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
 
-    # The whole tiles.
-    for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+    # Whole tiles that every row sees: no mask code.
+    for tile in tl.range(0, tl.minimum(full_hi, whole_tiles), num_stages=STAGES):
+        kv_start = tile * BLOCK_N
+        k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        s = tl.dot(q, tl.trans(k))
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # Whole tiles that the mask cuts.
+    for tile in tl.range(full_hi, tl.minimum(partial_hi, whole_tiles), num_stages=STAGES):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
         logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        if tile >= full_hi:
-            visible = q_pos[:, None] >= kv_index[None, :]
-            logit = tl.where(visible, logit, float("-inf"))
+        visible = q_pos[:, None] >= kv_index[None, :]
+        logit = tl.where(visible, logit, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])

@@ -86,7 +86,7 @@ def fwd_sm90a_tma_bf16_d128_dilated_m64n64s3w4(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 128], tl.float32)
 
-    # The whole tiles.
+    # The whole tiles, 32 at a time.
     for word in tl.range(visible_lo // 32, tl.cdiv(tl.minimum(visible_hi, whole_tiles), 32), num_stages=1):
         tiles = word * 32 + tl.arange(0, 32)
         kv_lo = tiles * BLOCK_N

@@ -98,7 +98,7 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
 
-    # The whole tiles.
+    # The whole tiles, 32 at a time.
     for word in tl.range(visible_lo // 32, tl.cdiv(tl.minimum(visible_hi, whole_tiles), 32), num_stages=1):
         partial_word = tl.load(tile_map + words + word)
         visible_word = tl.load(tile_map + word) | partial_word
@@ -188,8 +188,9 @@ def classify_fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
             allowed_b + q_row[:, None].to(tl.int64) * stride_allowed_1 + kv_index[None, :].to(tl.int64),
         ) != 0
         visible = allowed_q_kv
-        # Rows beyond the last query see nothing and ask for nothing.
-        seen = tl.sum((visible & (q_index[:, None] < seqlen_q)).to(tl.int32))
+        # Rows beyond the last query see nothing and ask for nothing; a mask of rows alone becomes one of pairs.
+        inside = (q_index[:, None] < seqlen_q) & (kv_index[None, :] < seqlen_k)
+        seen = tl.sum((inside & visible).to(tl.int32))
         bit = 1 << (tile - word * 32)
         rows = tl.minimum(seqlen_q - q_start, BLOCK_M)
         full_word |= tl.where(seen == rows * BLOCK_N, bit, 0)

@@ -69,8 +69,8 @@ def fwd_sm90a_tma_bf16_d64_relative_bias_m64n64s3w4(
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
-    visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
-    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
+    full_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
+    ragged_tiles = (full_hi > whole_tiles).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
@@ -81,8 +81,8 @@ def fwd_sm90a_tma_bf16_d64_relative_bias_m64n64s3w4(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
 
-    # The whole tiles.
-    for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+    # Whole tiles that every row sees: no mask code.
+    for tile in tl.range(0, tl.minimum(full_hi, whole_tiles), num_stages=STAGES):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])

@@ -69,11 +69,14 @@ def fwd_sm90a_tma_bf16_d64_softcap_window_m64n64s3w4(
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
     window_min_1073741823 = tl.minimum(window, 1073741823)
-    visible_lo = tl.maximum(q_pos_lo - window_min_1073741823 + 1, 0) // BLOCK_N
-    visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
     full_lo = (tl.maximum(q_pos_hi - window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
-    ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
+    full_hi = tl.maximum(q_pos_lo + 1, 0) // BLOCK_N
+    partial_lo_0 = tl.maximum(q_pos_lo - window_min_1073741823 + 1, 0) // BLOCK_N
+    partial_lo_1 = tl.maximum(full_hi, full_lo)
+    partial_hi_1 = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    partial_until_0 = tl.maximum(tl.minimum(full_lo, whole_tiles) - partial_lo_0, 0)
+    partial_until_1 = partial_until_0 + tl.maximum(tl.minimum(partial_hi_1, whole_tiles) - partial_lo_1, 0)
+    ragged_tiles = (((full_lo <= whole_tiles) & (full_hi > whole_tiles)) | ((partial_lo_0 <= whole_tiles) & (full_lo > whole_tiles)) | ((partial_lo_1 <= whole_tiles) & (partial_hi_1 > whole_tiles))).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
@@ -82,17 +85,28 @@ def fwd_sm90a_tma_bf16_d64_softcap_window_m64n64s3w4(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
 
-    # The whole tiles.
-    for tile in tl.range(visible_lo, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+    # Whole tiles that every row sees: no mask code.
+    for tile in tl.range(full_lo, tl.minimum(full_hi, whole_tiles), num_stages=STAGES):
+        kv_start = tile * BLOCK_N
+        k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        s = tl.dot(q, tl.trans(k))
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # Whole tiles that the mask cuts.
+    for i in tl.range(0, partial_until_1, num_stages=STAGES):
+        tile = partial_lo_0 + i
+        tile = tl.where(i < partial_until_0, tile, partial_lo_1 + i - partial_until_0)
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
         logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        if (tile < full_lo) | (tile >= full_hi):
-            q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-            visible = (0 <= q_pos_minus_kv) & (q_pos_minus_kv < window)
-            logit = tl.where(visible, logit, float("-inf"))
+        q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+        visible = (0 <= q_pos_minus_kv) & (q_pos_minus_kv < window)
+        logit = tl.where(visible, logit, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])

@@ -130,16 +130,16 @@ def test_decoding_gives_what_the_prefill_gave(interpreter: Interpreter) -> None:
     assert interpreter.call("decode_and_prefill", spec()) <= 1e-3
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 @pytest.mark.parametrize("variant", ["allowed", "dilated", "neighbourhood_2d", "packed_documents", "full"])
 def test_the_classifier_finds_the_map_of_the_reference(
     interpreter: Interpreter, variant: str, layout: str, seed: int
 ) -> None:
     if layout == "dense":
-        case = Case("map", (40,) * 2, (600,) * 2, heads=2, used=(333, 600))
+        case = Case("map", (20,) * 2, (530,) * 2, heads=2, used=(333, 530))
     else:
-        case = Case("map", (40, 3), (600, 47), heads=2, used=(333, 20))
+        case = Case("map", (20, 3), (530, 47), heads=2, used=(530, 20))
     text = spec(variant, tile_map="always", layout=layout)
     assert interpreter.call("map_is_right", text, case, seed)
 

@@ -44,9 +44,9 @@ def by_counting(seen: torch.Tensor, kv_tiles: int) -> torch.Tensor:
     found = torch.zeros(heads, -(-rows // TILE_M), 2, words, dtype=torch.int64)
     for h in range(heads):
         for i in range(found.shape[1]):
-            for t in range(-(-keys // TILE_N)):
+            for t in range(keys // TILE_N):
                 tile = seen[h, i * TILE_M : (i + 1) * TILE_M, t * TILE_N : (t + 1) * TILE_N]
-                if tile.all() and tile.shape[1] == TILE_N:  # one with keys beyond the end is never full
+                if tile.all():
                     found[h, i, 0, t // 32] |= 1 << t % 32
                 elif tile.any():
                     found[h, i, 1, t // 32] |= 1 << t % 32

@@ -166,3 +166,12 @@ def test_a_pinned_kernel_writes_where_it_is_told(driver: FakeDriver, kernels: li
     assert torch.equal(inner, memory.buffers.out)
     inner.fill_(9.0)
     assert (around == 9).all()
+
+
+def test_the_gpu_tests_name_kernels_that_their_spec_has() -> None:
+    from tests.gpu import family, sanitized, test_calls, test_memory
+
+    known = family.labels()
+    assert len(known) == len(prepare(load_spec(family.SPEC)))
+    assert {*sanitized.SUBJECTS, *test_memory.RACES} <= set(known)
+    assert test_calls.DENSE
