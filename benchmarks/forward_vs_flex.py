@@ -49,9 +49,7 @@ def grid() -> list[Cell]:
             for seqlen in (1024, 4096, 16384):
                 heads = HIDDEN // head_dim
                 name = f"d{head_dim} {variant} {seqlen // 1024}k"
-                cells.append(
-                    Cell(name, variant, TOKENS // seqlen, seqlen, heads, heads, head_dim, mask_mod=mask)
-                )
+                cells.append(Cell(name, variant, TOKENS // seqlen, seqlen, heads, heads, head_dim, mask_mod=mask))
     return cells
 
 
@@ -82,7 +80,12 @@ def variants(device: torch.device) -> list[Cell]:
     return [
         cell("causal gqa", "causal", _causal),
         cell(f"sliding window {WINDOW}", "sliding_window", window, window=WINDOW),
-        cell(f"prefix-LM {PREFIX}", "prefix_lm", prefix, prefix=torch.full((1,), PREFIX, device=device, dtype=torch.int32)),
+        cell(
+            f"prefix-LM {PREFIX}",
+            "prefix_lm",
+            prefix,
+            prefix=torch.full((1,), PREFIX, device=device, dtype=torch.int32),
+        ),
         cell(f"packed documents {DOCUMENT}", "packed_documents", packed, doc=doc),
         cell(f"softcap {SOFTCAP:.0f}", "softcap", _causal, softcap, cap=SOFTCAP),
         cell("ALiBi", "alibi", _causal, alibi, slope=slope),

@@ -68,9 +68,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     start = time.perf_counter()
     limits = (plan.max_registers, None) if plan.max_registers else (None,)
     for limit in limits:  # a limit that costs spills is no gain
-        kernel = compile_function(
-            source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages, limit
-        )
+        kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages, limit)
         if kernel.registers_and_spills.spills <= MAX_SPILLS:
             break
     _check_hopper(plan, kernel)

@@ -125,4 +125,3 @@ def _scale_terms(node: Expr) -> Expr:
     constant, varying = _factors(node)
     constant = [*constant, LOG2E]
     return mul(_product(varying), _product(constant)) if varying else _product(constant)
-

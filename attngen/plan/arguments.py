@@ -13,19 +13,19 @@ from attngen.plan.model import Argument, Columns, Plan
 
 #: Axes of q, k, v and out that have a stride; the last axis is contiguous.
 _STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
+_NAMES = """
+BLOCK_M BLOCK_N STAGES LOG2E LN2 tl triton online_softmax schedule_tile first_at_least lowest_bit count_bits
+row_max row_sum p alpha block q_tiles units section inside word unit q_tile b h hk q_begin k_begin seqlen_q
+seqlen_k max_seqlen_q max_seqlen_k q_start q_index q_row q_pos q_packed kv_packed q_hi q_pos_lo q_pos_hi
+scale_log2e kv_tiles whole_tiles ragged_tiles visible_lo visible_hi words tile_map full_word partial_word
+visible_word visible_count index last tiles kv_lo kv_hi bit seen_whole tile i kv_start kv_index s logit
+visible dead normalize stored out_rows column lse q k v q_0 q_1 k_0 k_1 v_0 v_1 acc acc_0 acc_1 out out_0
+out_1 q_rows k_head v_head q_desc k_desc v_desc batch heads kv_heads group total_q total_k map_heads
+softmax_scale write_lse has_seqused_k seen rows entry full_lo full_hi partial_lo partial_hi
+"""
+
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.
-KERNEL_NAMES: frozenset[str] = frozenset(
-    """
-    BLOCK_M BLOCK_N STAGES LOG2E LN2 tl triton online_softmax schedule_tile first_at_least
-    lowest_bit count_bits row_max row_sum p alpha block q_tiles units section inside word unit q_tile b h hk
-    q_begin k_begin seqlen_q seqlen_k max_seqlen_q max_seqlen_k q_start q_index q_row q_pos q_packed kv_packed
-    q_hi q_pos_lo q_pos_hi scale_log2e kv_tiles whole_tiles ragged_tiles visible_lo visible_hi words tile_map
-    full_word partial_word visible_word visible_count index last tiles kv_lo kv_hi bit seen_whole tile i
-    kv_start kv_index s logit visible dead normalize stored out_rows column lse q k v q_0 q_1 k_0 k_1 v_0 v_1
-    acc acc_0 acc_1 out out_0 out_1 q_rows k_head v_head q_desc k_desc v_desc batch heads kv_heads group total_q
-    total_k map_heads softmax_scale write_lse has_seqused_k seen rows entry full_lo full_hi partial_lo partial_hi
-    """.split()
-)
+KERNEL_NAMES: frozenset[str] = frozenset(_NAMES.split())
 _LOOP_NAME = re.compile(r"(full|partial|visible)_(lo|hi|until)_\d+")
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 
@@ -127,7 +127,9 @@ def _pointer(plan: Plan, of: str) -> Argument:
 
 def _tensor_pointers(variant: Variant) -> Iterator[Argument]:
     for tensor in variant.tensors:
-        yield Argument(pointer_name(tensor.name), "pointer", f"*{dtype(tensor.dtype).triton}", of=f"tensor:{tensor.name}")
+        yield Argument(
+            pointer_name(tensor.name), "pointer", f"*{dtype(tensor.dtype).triton}", of=f"tensor:{tensor.name}"
+        )
 
 
 def _tensor_shapes(variant: Variant) -> Iterator[Argument]:
@@ -153,7 +155,18 @@ def extent_name(tensor: Tensor, axis: int) -> str:
 
 def _sizes(plan: Plan) -> Iterator[Argument]:
     """Yield lengths and counts; ``group`` is query heads per KV head, ``section`` the heads that run side by side."""
-    for name in ("batch", "heads", "kv_heads", "group", "section", "q_tiles", "seqlen_q", "seqlen_k", "total_q", "total_k"):
+    for name in (
+        "batch",
+        "heads",
+        "kv_heads",
+        "group",
+        "section",
+        "q_tiles",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+    ):
         yield Argument(f"max_{name}" if plan.varlen and name.startswith("seqlen") else name, "size", "i32", of=name)
     if plan.driver == "tile_map":
         yield Argument("words", "size", "i32", of="words")
@@ -163,4 +176,3 @@ def _scalars(variant: Variant) -> Iterator[Argument]:
     for scalar in variant.scalars:
         if scalar.const is None:
             yield Argument(argument_name(scalar.name), "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
-

@@ -31,7 +31,8 @@ class Argument:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest, without the entries that are unset."""
-        return {key: value for key, value in asdict(self).items() if value is not None and value != 0 or key == "axis"}
+        fields = asdict(self).items()
+        return {key: value for key, value in fields if (value is not None and value != 0) or key == "axis"}
 
 
 @dataclass(frozen=True, slots=True)

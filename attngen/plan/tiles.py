@@ -41,8 +41,9 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
     ("unaligned", 64, Tile(64, 32, 2, 4)),
     ("unaligned", 128, Tile(64, 16, 2, 4)),
     ("unaligned", 256, Tile(64, 16, 2, 8)),
-    ("fp32", 64, Tile(32, 32, 2, 4)),
-    ("fp32", 256, Tile(32, 16, 2, 4)),
+    # no tensor cores: products are FMAs on registers
+    ("fp32", 128, Tile(32, 32, 1, 8)),
+    ("fp32", 256, Tile(32, 16, 1, 8)),
 )
 
 

@@ -282,7 +282,7 @@ def _pairs(texts: Mapping[str, str], kind: str, count: int) -> list[tuple[str, s
 
 def _numbered(kind: str, spans: Sequence[tuple[Expr, Expr]]) -> dict[str, Expr]:
     """Return the ends of ranges by name: ``full_lo``, or ``full_lo_0`` where there are several."""
-    named = {}
+    named: dict[str, Expr] = {}
     for number, (lo, hi) in enumerate(spans):
         suffix = f"_{number}" if len(spans) > 1 else ""
         named |= {f"{kind}_lo{suffix}": lo, f"{kind}_hi{suffix}": hi}

@@ -271,5 +271,3 @@ def _classifier(plan: Plan) -> ClassifierView:
         hoisted_lines=code.hoisted,
         lines=code.lines,
     )
-
-

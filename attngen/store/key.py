@@ -66,6 +66,9 @@ def key_of(plan: Plan, source: Source) -> str:
         plan.to_dict(),
         source.text,
         headers={},  # Triton sources include nothing
-        options={"triton": triton_options(plan.num_warps, plan.stages, plan.max_registers), "compile": compile_digest()},
+        options={
+            "triton": triton_options(plan.num_warps, plan.stages, plan.max_registers),
+            "compile": compile_digest(),
+        },
         toolchain=toolchain(source.backend),
     )

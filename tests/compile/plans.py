@@ -29,6 +29,7 @@ class Plan:
     arguments: tuple[Argument, ...]
     arch_name: str = "sm90a"
     num_warps: int = 4
+    max_registers: int | None = None
     stages: int = 2
     allow: tuple[str, ...] = ()
     classifier: Classifier | None = None

@@ -1,4 +1,4 @@
-"""fwd_sm80_ptr_fp32_d16_causal_m32n32s2w4_unaligned
+"""fwd_sm80_ptr_fp32_d16_causal_m32n32s1w8_unaligned
 
 Attention forward, variant causal: mask `q_pos >= kv`.
 Rendered from templates/triton/forward.py.j2 by `attngen build specs/portable.yaml`.
@@ -9,7 +9,7 @@ import triton.language as tl
 
 BLOCK_M = tl.constexpr(32)  # query rows of a block
 BLOCK_N = tl.constexpr(32)  # keys of one step
-STAGES = tl.constexpr(2)  # K and V tiles in flight
+STAGES = tl.constexpr(1)  # K and V tiles in flight
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -40,7 +40,7 @@ def schedule_tile(block, q_tiles, units, section):
 
 
 @triton.jit
-def fwd_sm80_ptr_fp32_d16_causal_m32n32s2w4_unaligned(
+def fwd_sm80_ptr_fp32_d16_causal_m32n32s1w8_unaligned(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
     stride_k_b, stride_k_s, stride_k_h,
