@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from attngen.arch import ARCHES
+from attngen.compile.options import triton_options
 from attngen.compile.triton import compile_function
 
 _TEXT = """
@@ -23,7 +24,7 @@ def probe(arch: str) -> str:
     from attngen.plan.model import Argument
 
     start = time.perf_counter()
-    compile_function(_TEXT, "probe", (Argument("x", "pointer", "*i32"),), ARCHES[arch], num_warps=1, stages=1)
+    compile_function(_TEXT, "probe", (Argument("x", "pointer", "*i32"),), ARCHES[arch], triton_options(1, 1))
     return f"compiled a kernel in {time.perf_counter() - start:.2f} s"
 
 

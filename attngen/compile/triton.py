@@ -68,7 +68,8 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     start = time.perf_counter()
     limits = (plan.max_registers, None) if plan.max_registers else (None,)
     for limit in limits:  # a limit that costs spills is no gain
-        kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, plan.num_warps, plan.stages, limit)
+        options = triton_options(plan.num_warps, plan.stages, limit, fast_math=plan.fast_math)
+        kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, options)
         if kernel.registers_and_spills.spills <= MAX_SPILLS:
             break
     _check_hopper(plan, kernel)
@@ -80,7 +81,8 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     classifier = None
     if plan.classifier is not None:
         part = plan.classifier
-        classifier = compile_function(source.text, part.name, part.arguments, plan.arch, part.num_warps, stages=1)
+        options = triton_options(part.num_warps, 1, fast_math=plan.fast_math)
+        classifier = compile_function(source.text, part.name, part.arguments, plan.arch, options)
         manifest["classifier"] = {
             **manifest["classifier"],
             "parameters": classifier.parameters,
@@ -180,9 +182,7 @@ def compile_function(
     name: str,
     arguments: Sequence[Argument],
     arch: Arch,
-    num_warps: int,
-    stages: int,
-    max_registers: int | None = None,
+    options: Mapping[str, Any],
 ) -> CompiledFunction:
     """Compile one ``@triton.jit`` function of a source for ``arch``.
 
@@ -193,7 +193,7 @@ def compile_function(
     with tempfile.TemporaryDirectory(prefix="attngen-") as scratch, _environment(scratch, arch):
         path = Path(scratch, f"{name}.py")
         try:
-            return _compile(_load(text, path), name, arguments, arch, triton_options(num_warps, stages, max_registers))
+            return _compile(_load(text, path), name, arguments, arch, options)
         finally:
             linecache.cache.pop(str(path), None)
 

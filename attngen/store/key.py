@@ -67,7 +67,7 @@ def key_of(plan: Plan, source: Source) -> str:
         source.text,
         headers={},  # Triton sources include nothing
         options={
-            "triton": triton_options(plan.num_warps, plan.stages, plan.max_registers),
+            "triton": triton_options(plan.num_warps, plan.stages, plan.max_registers, fast_math=plan.fast_math),
             "compile": compile_digest(),
         },
         toolchain=toolchain(source.backend),

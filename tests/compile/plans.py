@@ -30,6 +30,7 @@ class Plan:
     arch_name: str = "sm90a"
     num_warps: int = 4
     max_registers: int | None = None
+    fast_math: bool = True
     stages: int = 2
     allow: tuple[str, ...] = ()
     classifier: Classifier | None = None
