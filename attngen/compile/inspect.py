@@ -67,7 +67,7 @@ def _run_tool(name: str, *options: str, cubin: bytes) -> str:
 
 def disassemble(cubin: bytes) -> str:
     """Return the machine code of a cubin as text."""
-    return _run_tool("nvdisasm", "--print-code", cubin=cubin)
+    return _run_tool("nvdisasm", "--print-code", "--no-dataflow", cubin=cubin)
 
 
 def parameter_places(cubin: bytes) -> list[tuple[int, int]]:
