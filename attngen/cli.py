@@ -34,6 +34,7 @@ _BUILD = "pip install 'attngen[build]'"
 EXTRAS: dict[str, str] = {
     **dict.fromkeys(("pydantic", "yaml", "jinja2", "triton"), _BUILD),
     "torch": "install the build of torch for your GPU",
+    "matplotlib": "pip install 'attngen[bench]'",
 }
 
 EXIT_FAILURE = 1  # it did not work

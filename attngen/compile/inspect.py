@@ -70,13 +70,21 @@ def disassemble(cubin: bytes) -> str:
     return _run_tool("nvdisasm", "--print-code", "--no-dataflow", cubin=cubin)
 
 
-def parameter_places(cubin: bytes) -> list[tuple[int, int]]:
-    """Return offset and size in bytes of each parameter of a cubin's one kernel, in order.
+def count_instructions(cubin: bytes, name: str) -> int:
+    """Return how many machine instructions of a cubin are called ``name``, such as HGMMA."""
+    return len(re.findall(rf"\b{name}\.", disassemble(cubin)))
+
+
+def parameter_places(cubin: bytes, symbol: str | None = None) -> list[tuple[int, int]]:
+    """Return offset and size in bytes of each parameter of a kernel, in order; of the only one without ``symbol``.
 
     Offsets count from the start of the parameter block, but alignment holds in the constant bank, where that block
     starts at an address of its own (0x210 on sm90): a tensor map aligned to 64 bytes does not start at offset 0.
     """
     text = _run_tool("cuobjdump", "--dump-elf", cubin=cubin)
+    if symbol is not None:
+        sections = re.split(r"^\.nv\.info\.(\S+)$", text, flags=re.MULTILINE)
+        text = dict(zip(sections[1::2], sections[2::2], strict=True)).get(symbol, "")
     found = re.findall(r"Ordinal\s*:\s*(\w+)\s+Offset\s*:\s*(\w+)\s+Size\s*:\s*(\w+)", text)
     rows = sorted({tuple(int(value, 16) for value in row) for row in found})
     return [(offset, size) for _, offset, size in rows]

@@ -31,3 +31,13 @@ def triton_options(
         "clc": False,
         "sched4reg": False,
     }
+
+
+def nvrtc_options(arch: str) -> list[str]:
+    """Return the options of NVRTC for an arch such as ``sm90a``; hashed into the cache key."""
+    return [
+        f"-arch={arch.replace('sm', 'sm_')}",
+        "-std=c++20",
+        "-default-device",
+        "--ptxas-options=-v",  # registers, spills and what ptxas warns of, into the log
+    ]

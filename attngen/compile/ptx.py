@@ -56,3 +56,8 @@ def cuda_major(ptx: str) -> int:
     if match is None:
         raise CompileError("PTX without a .version line")
     return int(match[1]) + 4
+
+
+def without_register_limit(ptx: str) -> str:
+    """Return a PTX text without the line that limits the registers of its entry."""
+    return re.sub(r"^\.maxnreg\s+\d+\n", "", ptx, flags=re.MULTILINE)

@@ -9,6 +9,9 @@ from functools import cache
 from hashlib import sha256
 from importlib import metadata
 
+#: What compiles the sources of a backend. Triton's wheel also holds the tools that read a cubin.
+_PACKAGES = {"triton": ("triton",), "cuda": ("nvidia-cuda-nvrtc",)}
+
 
 @cache
 def toolchain(backend: str) -> dict[str, str | None]:
@@ -17,13 +20,22 @@ def toolchain(backend: str) -> dict[str, str | None]:
     ``content`` is a hash over the hashes that the wheel records of its files, so that a development build that
     keeps its version counts as another compiler.
     """
-    if backend != "triton":
-        raise ValueError(f"unknown backend {backend!r}")
+    packages = _PACKAGES[backend]
+    versions, contents = {}, []
+    for package in packages:
+        versions[package], lines = _installed(package)
+        contents += lines
+    return {**versions, "content": sha256("\n".join(contents).encode()).hexdigest()[:16] if contents else None}
+
+
+def _installed(package: str) -> tuple[str | None, list[str]]:
+    """Return the version of an installed package and the lines that record its files."""
     try:
-        distribution = metadata.distribution("triton")
+        distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
-        return {"triton": None, "content": None}
+        return None, []
     record = distribution.read_text("RECORD") or ""
     # Lines of the installer itself (its name, whether it was asked for, byte code) differ between installations.
-    lines = sorted(line for line in record.splitlines() if ",sha256=" in line and ".dist-info/" not in line)
-    return {"triton": distribution.version, "content": sha256("\n".join(lines).encode()).hexdigest()[:16]}
+    return distribution.version, sorted(
+        line for line in record.splitlines() if ",sha256=" in line and ".dist-info/" not in line
+    )

@@ -8,7 +8,7 @@ import io
 import linecache
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,14 +19,16 @@ from attngen.arch import Arch
 from attngen.compile.artifact import Artifact
 from attngen.compile.environment import scrubbed
 from attngen.compile.hazards import overwritten_operands
-from attngen.compile.inspect import Resources, disassemble, nvidia_tool, parameter_places, resources_of_log
+from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, resources_of_log
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
-from attngen.compile.ptx import cuda_major
+from attngen.compile.ptx import cuda_major, without_register_limit
 from attngen.compile.toolchain import toolchain
 from attngen.errors import CompileError
 
 if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+
     from attngen.plan.model import Argument, Plan
     from attngen.render import Source
 
@@ -49,6 +51,7 @@ class CompiledFunction:
     ttgir: str
     parameters: list[Parameter]
     registers_and_spills: Resources
+    max_registers: int | None  # the limit that it was assembled with
     shared_memory: int
     num_warps: int  # of a block; warp specialization adds to the planned number
 
@@ -66,16 +69,12 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     """Compile the kernel of a plan, and its classifier if it has one. Raises CompileError as ``compile_source``."""
     _import_triton()
     start = time.perf_counter()
-    limits = (plan.max_registers, None) if plan.max_registers else (None,)
-    for limit in limits:  # a limit that costs spills is no gain
-        options = triton_options(plan.num_warps, plan.stages, limit, fast_math=plan.fast_math)
-        kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, options)
-        if kernel.registers_and_spills.spills <= MAX_SPILLS:
-            break
+    options = triton_options(plan.num_warps, plan.stages, plan.max_registers, fast_math=plan.fast_math)
+    kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, options)
     _check_hopper(plan, kernel)
     manifest = dict(plan.to_dict())
     manifest["parameters"] = kernel.parameters
-    manifest["max_registers"] = limit
+    manifest["max_registers"] = kernel.max_registers
     manifest["num_warps"], manifest["threads"] = kernel.num_warps, 32 * kernel.num_warps
     manifest["sha256"] = sha256(kernel.cubin).hexdigest()
     classifier = None
@@ -186,8 +185,9 @@ def compile_function(
 ) -> CompiledFunction:
     """Compile one ``@triton.jit`` function of a source for ``arch``.
 
-    Raises CompileError if Triton or ptxas rejects it, if its parameters are not those that ``arguments`` make, or if
-    it needs more shared memory than the arch has.
+    A limit of registers (``maxnreg``) that costs spills is no gain, and is dropped. Raises CompileError if Triton or
+    ptxas rejects the function, if its parameters are not those that ``arguments`` make, or if it needs more shared
+    memory than the arch has.
     """
     _import_triton()
     with tempfile.TemporaryDirectory(prefix="attngen-") as scratch, _environment(scratch, arch):
@@ -218,30 +218,55 @@ def _compile(
         for i, argument in enumerate(arguments)
         if argument.divisibility
     }
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), _cheap_cache_key():
-            kernel = triton.compile(
-                ASTSource(function, {a.name: a.type for a in arguments}, constexprs={}, attrs=attributes),
-                target=GPUTarget("cuda", arch.capability, 32),
-                options=dict(options),
-            )
-    except Exception as error:
-        raise CompileError(f"{name}: {_reason(error)}") from error
-    ptx, metadata = kernel.asm["ptx"], kernel.metadata._asdict()
+    target, limit = GPUTarget("cuda", arch.capability, 32), options["maxnreg"]
+    with _compiler(name) as log, _cheap_cache_key():
+        kernel = triton.compile(
+            ASTSource(function, {a.name: a.type for a in arguments}, constexprs={}, attrs=attributes),
+            target=target,
+            options=dict(options),
+        )
+    ptx, cubin, resources = kernel.asm["ptx"], kernel.asm["cubin"], resources_of_log(log.getvalue())
+    if limit is not None and resources.spills > MAX_SPILLS:
+        limit, ptx = None, without_register_limit(ptx)
+        with _compiler(name) as log:
+            cubin = _assemble(ptx, target, options)
+        resources = resources_of_log(log.getvalue())
+    metadata = kernel.metadata._asdict()
     parameters = triton_parameters([a.to_dict() for a in arguments], metadata.get("tensordesc_meta") or ())
     check_parameters(name, parameters, ptx)
-    place_parameters(name, parameters, parameter_places(kernel.asm["cubin"]))
+    place_parameters(name, parameters, parameter_places(cubin))
     _check_memory(name, metadata, arch)
     return CompiledFunction(
-        cubin=kernel.asm["cubin"],
+        cubin=cubin,
         ptx=ptx,
         ttgir=kernel.asm["ttgir"],
         parameters=parameters,
-        registers_and_spills=resources_of_log(output.getvalue()),
+        registers_and_spills=resources,
+        max_registers=limit,
         shared_memory=metadata["shared"],
         num_warps=metadata["num_warps"],
     )
+
+
+def _assemble(ptx: str, target: GPUTarget, options: Mapping[str, Any]) -> bytes:
+    """Return the cubin of a PTX text, made by the last step of Triton's pipeline, with its options for ptxas."""
+    from triton.backends.compiler import Language
+    from triton.compiler.compiler import make_backend
+
+    backend, stages = make_backend(target), dict[str, Callable[[str, dict[str, Any]], bytes]]()
+    backend.add_stages(stages, backend.parse_options(dict(options)), Language.TRITON)
+    return stages["cubin"](ptx, {})
+
+
+@contextlib.contextmanager
+def _compiler(name: str) -> Iterator[io.StringIO]:
+    """Collect what Triton prints, the log of ptxas too, and raise what it raises as a CompileError."""
+    log = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            yield log
+    except Exception as error:
+        raise CompileError(f"{name}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -267,7 +292,7 @@ def _check_hopper(plan: Plan, kernel: CompiledFunction) -> None:
     if not plan.arch.wgmma:
         return
     resources = kernel.registers_and_spills
-    if overwritten := overwritten_operands(disassemble(kernel.cubin)):
+    if "wgmma" in kernel.ptx and (overwritten := overwritten_operands(kernel.cubin)):
         raise CompileError(f"{plan.name}: ptxas compiled the loop wrongly; another tile may help: {overwritten[0]}")
     if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
         raise CompileError(

@@ -36,7 +36,7 @@ _RESERVED = frozenset((
     "while",
 ))  # fmt: skip
 _FAST = {"tanh": "tanh_approx", "exp": "__expf", "log": "__logf"}
-_FROM = {"bf16": "__bfloat162float", "fp16": "__half2float"}
+_PACKED = ("bf16", "fp16")
 
 
 class CudaDialect(Dialect):
@@ -164,8 +164,8 @@ class CudaDialect(Dialect):
         row = DTYPES[dtype]
         kind = {"bool": "bool", "float": "float", "int": "long long" if row.bytes == 8 else "int"}[row.kind]
         element = f"{base}[{' + '.join(offsets)}]" if offsets else f"*{base}"
-        if dtype in _FROM:
-            value = f"{_FROM[dtype]}({element})"
+        if dtype in _PACKED:
+            value = f"to_float({element})"
         else:
             value = f"{element} != 0" if kind == "bool" else element
         if guard is not None:

@@ -22,6 +22,12 @@ visible_word visible_count index last tiles kv_lo kv_hi bit seen_whole tile i kv
 visible dead normalize stored out_rows column lse q k v q_0 q_1 k_0 k_1 v_0 v_1 acc acc_0 acc_1 out out_0
 out_1 q_rows k_head v_head q_desc k_desc v_desc batch heads kv_heads group total_q total_k map_heads
 softmax_scale write_lse has_seqused_k seen rows entry full_lo full_hi partial_lo partial_hi
+Element Spans Work Place Product Matrix QMatrix KMatrix VMatrix shared_memory shared_at warp lane warpgroup work next
+more left stage slot phase work_phase q_stage q_phase v_stage v_phase v_tile tile_info remaining mine all spans part
+unit q_tiles_of_all asked_phase tile_counter q_map k_map v_map out_map kv kv_first x row reference maximum early sum
+kept normalize leader group_thread row_in_group out_rows advance wait_k skip next_work first_tile issue_qk issue_pv
+take_turn pass_turn sync_group finish_logits stage_out store_out chunk swizzled column bit partial skipped partial_word
+visible_word shared_work index_of_tile load_v load_step sees_any start bf16 fp16 min max
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.
@@ -61,7 +67,7 @@ def _forward(plan: Plan) -> Iterator[Argument]:
     yield Argument("seqused_k_ptr", "pointer", "*i32", of="seqused_k", divisibility=4)
     if plan.driver == "tile_map":
         yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
-    yield from _tensor_pointers(plan.variant)
+    yield from tensor_pointers(plan.variant)
     element_alignment = max(plan.alignment // plan.dtype.bytes, 1)
     for name in (*pointers, "out"):
         for axis in _STRIDED[plan.layout]:
@@ -70,10 +76,10 @@ def _forward(plan: Plan) -> Iterator[Argument]:
     if plan.driver == "tile_map":
         for axis in ("b", "h", "q"):
             yield Argument(f"stride_tile_map_{axis}", "stride", "i64", of="tile_map", axis=axis)
-    yield from _tensor_shapes(plan.variant)
+    yield from tensor_shapes(plan.variant)
     yield from _sizes(plan)
     yield Argument("softmax_scale", "scale", "fp32")
-    yield from _scalars(plan.variant)
+    yield from scalar_arguments(plan.variant)
     yield Argument("write_lse", "present", "i32", of="lse")
     yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
 
@@ -84,13 +90,13 @@ def _classifier(plan: Plan) -> Iterator[Argument]:
         yield Argument("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4)
         yield Argument("cu_seqlens_k_ptr", "pointer", "*i32", of="cu_seqlens_k", divisibility=4)
     yield Argument("seqused_k_ptr", "pointer", "*i32", of="seqused_k", divisibility=4)
-    yield from _tensor_pointers(plan.variant)
+    yield from tensor_pointers(plan.variant)
     for axis in ("b", "h", "q"):
         yield Argument(f"stride_tile_map_{axis}", "stride", "i64", of="tile_map", axis=axis)
-    yield from _tensor_shapes(plan.variant)
+    yield from tensor_shapes(plan.variant)
     yield from _sizes(plan)
     yield Argument("map_heads", "size", "i32", of="map_heads")
-    yield from _scalars(plan.variant)
+    yield from scalar_arguments(plan.variant)
     yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
 
 
@@ -125,14 +131,16 @@ def _pointer(plan: Plan, of: str) -> Argument:
     return Argument(f"{of}_ptr", "pointer", f"*{plan.dtype.triton}", of=of, divisibility=divisibility)
 
 
-def _tensor_pointers(variant: Variant) -> Iterator[Argument]:
+def tensor_pointers(variant: Variant) -> Iterator[Argument]:
+    """Yield the addresses of a variant's tensors."""
     for tensor in variant.tensors:
         yield Argument(
             pointer_name(tensor.name), "pointer", f"*{dtype(tensor.dtype).triton}", of=f"tensor:{tensor.name}"
         )
 
 
-def _tensor_shapes(variant: Variant) -> Iterator[Argument]:
+def tensor_shapes(variant: Variant) -> Iterator[Argument]:
+    """Yield the strides, but for that of the last axis, and the extents of a variant's tensors."""
     for tensor in variant.tensors:
         of = f"tensor:{tensor.name}"
         for axis, name in enumerate(strides(tensor)[:-1]):
@@ -172,7 +180,8 @@ def _sizes(plan: Plan) -> Iterator[Argument]:
         yield Argument("words", "size", "i32", of="words")
 
 
-def _scalars(variant: Variant) -> Iterator[Argument]:
+def scalar_arguments(variant: Variant) -> Iterator[Argument]:
+    """Yield the scalars that a variant takes at the call."""
     for scalar in variant.scalars:
         if scalar.const is None:
             yield Argument(argument_name(scalar.name), "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)

@@ -48,4 +48,14 @@ SCHEDULES: tuple[Schedule, ...] = (
         head_dims=_MULTIPLES_OF_16,
         needs_descriptors=False,
     ),
+    Schedule(
+        name="cuda_forward_wgmma",
+        label="wgmma",
+        backend="cuda",
+        direction="forward",
+        loads="descriptor",
+        template="cuda/forward.cu.j2",
+        head_dims=_MULTIPLES_OF_16,
+        needs_descriptors=True,
+    ),
 )

@@ -28,6 +28,8 @@ class Argument:
     axis: str | int | None = None
     divisibility: int = 0
     box: tuple[int, ...] | None = None
+    swizzle: int | None = None  # bytes; None leaves it to the compiler
+    window: int | None = None  # rows of a descriptor through which rows behind a sequence's end arrive as zeros
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest, without the entries that are unset."""
@@ -53,6 +55,47 @@ class Classifier:
     batch: bool  # the map has one entry per batch (else it is shared)
     heads: bool  # the map has one entry per head (else it is shared)
     num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of shared memory, in bytes from its start."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hopper:
+    """Roles, pipeline and memory of a warp-specialized Hopper kernel."""
+
+    consumers: int  # warpgroups of 64 query rows; one more produces
+    producer_registers: int  # per thread, as is the next
+    consumer_registers: int
+    pingpong: bool  # consumers take turns at the tensor cores
+    overlap: bool  # the product with V runs under the softmax of the next tile
+    persistent: bool  # a block works until no tile is left
+    skips: bool  # a consumer passes over tiles that only other consumers see
+    q_stages: int  # tiles of Q in flight
+    box_columns: int  # columns of one copy
+    out_columns: int  # columns of O that are staged at once
+    lookahead: int  # steps before the end of a tile at which the next one is taken
+    early: int  # exponentials of a lane that are taken before the product with V ends
+    redo_above: str  # literal; see docs/performance.md
+    redo_growth: str
+    softmax: str
+    shared: tuple[Region, ...]
+
+    @property
+    def schedule(self) -> str:
+        """How consumers share the tensor cores, as specs say it."""
+        return "pingpong" if self.pingpong else "cooperative"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, in bytes."""
+        return self.shared[-1].offset + self.shared[-1].bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +132,7 @@ class Plan:
     allow: tuple[str, ...]
     arguments: tuple[Argument, ...] = ()
     classifier: Classifier | None = None
+    hopper: Hopper | None = None  # of CUDA kernels
 
     @property
     def arch(self) -> Arch:
@@ -174,7 +218,8 @@ class Plan:
             "section_bytes": self.section_bytes,
             "section_keys": self.section_keys,
             "allow": list(self.allow),
-            "grid": {"tile_m": self.tile_m},
+            "hopper": asdict(self.hopper) if self.hopper else None,
+            "persistent": bool(self.hopper and self.hopper.persistent),
             "tile_map": {"batch": self.classifier.batch, "heads": self.classifier.heads} if self.classifier else None,
             "classifier": classifier,
             "parameters": [argument.to_dict() for argument in self.arguments],

@@ -23,14 +23,16 @@ def kernel_name(
     tile_m: int,
     tile_n: int,
     stages: int,
-    num_warps: int,
+    width: str,
     fast_math: bool,
     aligned: bool,
     tile_map: bool,
+    choices: tuple[str, ...] = (),
 ) -> str:
     """Return the kernel's name, such as ``fwd_sm90a_tma_bf16_d128_causal_m64n64s3w4``.
 
-    Choices that differ from the default are appended: ``_varlen``, ``_exactmath``, ``_unaligned``, ``_tilemap``.
+    ``width`` says how many warps (``w4``) or consumer warpgroups (``c2``) share a tile. ``choices`` and others that
+    differ from the default are appended: ``_varlen``, ``_exactmath``, ``_unaligned``, ``_tilemap``.
     """
     parts = [
         _DIRECTIONS[direction],
@@ -40,10 +42,11 @@ def kernel_name(
         f"d{head_dim_label(head_dim_qk, head_dim_v)}",
         variant,
         *(["varlen"] if layout == "varlen" else []),
-        f"m{tile_m}n{tile_n}s{stages}w{num_warps}",
+        f"m{tile_m}n{tile_n}s{stages}{width}",
         *([] if fast_math else ["exactmath"]),
         *([] if aligned else ["unaligned"]),
         *(["tilemap"] if tile_map else []),
+        *choices,
     ]
     return "_".join(parts)
 

@@ -11,7 +11,9 @@ from attngen.lang.ir import Load, names, walk
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
 from attngen.plan.catalogue import SCHEDULES, Schedule
-from attngen.plan.model import Classifier, Plan
+from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_arguments
+from attngen.plan.hopper import hopper_tile, refusal, widths
+from attngen.plan.model import Argument, Classifier, Plan
 from attngen.plan.tiles import Tile, columns, default_tile, family, padded_width
 from attngen.spec.expand import KernelSpec
 
@@ -26,6 +28,8 @@ _SECTION_BYTES = 32 * 2**20
 def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
+    if spec.backend == "cuda":
+        return _cuda_plan(spec, arch)
     schedule = _schedule(spec, arch)
     element = dtype(spec.dtype)
     columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)
@@ -53,7 +57,7 @@ def plan(spec: KernelSpec) -> Plan:
         tile_m=tile.m,
         tile_n=tile.n,
         stages=tile.stages,
-        num_warps=tile.warps,
+        width=f"w{tile.warps}",
         fast_math=spec.fast_math,
         aligned=alignment == 16,
         tile_map=driver == "tile_map",
@@ -84,13 +88,85 @@ def plan(spec: KernelSpec) -> Plan:
         driver=driver,
         # A branch keeps the pipeline running from tile to tile, but splits the arithmetic of a score from the softmax.
         mask_code="loop" if driver == "ranges" and spec.variant.score is not None else "branch",
-        softmax=spec.softmax,
+        softmax=spec.softmax or "exact_max",
         fast_math=spec.fast_math,
         section_bytes=_SECTION_BYTES,
         allow=spec.allow,
     )
-    classifier = _classifier(draft) if driver == "tile_map" else None
+    classifier = _classifier(draft, arguments.classifier_arguments(draft)) if driver == "tile_map" else None
     return draft.with_arguments(arguments.forward_arguments(draft), classifier)
+
+
+def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
+    """Return the plan of a warp-specialized Hopper kernel."""
+    if spec.direction != "forward":
+        raise _refuse(spec, "passes", f"{spec.direction} kernels do not exist yet; allowed: forward")
+    if refused := refusal(spec, arch):
+        raise refused
+    if spec.softmax_scale is not None:
+        raise _refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
+    schedule = next(row for row in SCHEDULES if row.backend == "cuda")
+    _check_head_dims(spec, schedule)
+    driver = _driver(spec)
+    tile = hopper_tile(spec, arch, driver)
+    roles = tile.roles
+    usual = roles.schedule == ("pingpong" if roles.consumers > 1 else "cooperative")
+    name = naming.kernel_name(
+        direction=spec.direction,
+        arch=spec.arch,
+        schedule=schedule.label,
+        dtype=spec.dtype,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        variant=spec.variant.name,
+        layout=spec.layout,
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        stages=tile.stages,
+        width=f"c{roles.consumers}",
+        fast_math=spec.fast_math,
+        aligned=True,
+        tile_map=driver == "tile_map",
+        choices=(
+            *([] if usual else [roles.schedule]),
+            *([] if roles.overlap else ["nooverlap"]),
+            *([] if roles.softmax == "fixed_reference" else [roles.softmax.replace("_", "")]),
+            *([] if roles.persistent else ["single"]),
+        ),
+    )
+    draft = Plan(
+        name=name,
+        package=spec.package,
+        spec_file=spec.spec_file,
+        variant=spec.variant,
+        arch_name=spec.arch,
+        dtype_name=spec.dtype,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        columns_qk=(widths(spec.head_dim_qk),),
+        columns_v=(widths(spec.head_dim_v),),
+        layout=spec.layout,
+        direction=spec.direction,
+        backend="cuda",
+        schedule=schedule.name,
+        loads=schedule.loads,
+        q_operand="shared",
+        alignment=16,
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        stages=tile.stages,
+        num_warps=4 * (roles.consumers + 1),
+        max_registers=None,
+        driver=driver,
+        mask_code="branch",
+        softmax=roles.softmax,
+        fast_math=spec.fast_math,
+        section_bytes=_SECTION_BYTES,
+        allow=spec.allow,
+        hopper=roles,
+    )
+    classifier = _classifier(draft, cuda_classifier_arguments(draft)) if driver == "tile_map" else None
+    return draft.with_arguments(cuda_arguments(draft), classifier)
 
 
 def _refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
@@ -103,9 +179,7 @@ def _schedule(spec: KernelSpec, arch: Arch) -> Schedule:
         raise _refuse(spec, "passes", f"{spec.direction} kernels do not exist yet; allowed: forward")
     if spec.dtype not in ATTENTION_DTYPES:
         raise _refuse(spec, "dtype", f"{spec.dtype} kernels do not exist yet; allowed: {', '.join(ATTENTION_DTYPES)}")
-    if spec.backend not in (None, "triton"):
-        raise _refuse(spec, "backend", f"{spec.backend} kernels do not exist yet; allowed: triton")
-    if spec.softmax != "exact_max":
+    if spec.softmax not in (None, "exact_max"):
         raise _refuse(spec, "softmax", f"'{spec.softmax}' does not exist in Triton kernels; allowed: exact_max")
     for field, value in (("warps", spec.roles), ("sinks", spec.sinks), ("dropout", spec.dropout)):
         if value:
@@ -115,7 +189,7 @@ def _schedule(spec: KernelSpec, arch: Arch) -> Schedule:
     if spec.persistent:
         raise _refuse(spec, "persistent", "Triton kernels are not persistent; allowed: false")
     reasons = []
-    for schedule in SCHEDULES:
+    for schedule in (row for row in SCHEDULES if row.backend == "triton"):
         if spec.loads not in (None, schedule.loads):
             continue
         if schedule.needs_descriptors and spec.alignment not in (None, 16):
@@ -123,16 +197,20 @@ def _schedule(spec: KernelSpec, arch: Arch) -> Schedule:
         elif not schedule.supports(arch):
             reasons.append(f"{schedule.name}: {arch.name} has no tensor descriptors; use loads: pointer")
         else:
-            for head_dim in (spec.head_dim_qk, spec.head_dim_v):
-                if head_dim not in schedule.head_dims:
-                    nearest = min(schedule.head_dims, key=lambda d: (abs(d - head_dim), -d))
-                    raise _refuse(
-                        spec,
-                        "head_dim",
-                        f"{schedule.name}: head_dim {head_dim} is no multiple of 16 from 16 to 256; nearest: {nearest}",
-                    )
+            _check_head_dims(spec, schedule)
             return schedule
     raise _refuse(spec, "loads", "; ".join(reasons))
+
+
+def _check_head_dims(spec: KernelSpec, schedule: Schedule) -> None:
+    for head_dim in (spec.head_dim_qk, spec.head_dim_v):
+        if head_dim not in schedule.head_dims:
+            nearest = min(schedule.head_dims, key=lambda d: (abs(d - head_dim), -d))
+            raise _refuse(
+                spec,
+                "head_dim",
+                f"{schedule.name}: head_dim {head_dim} is no multiple of 16 from 16 to 256; nearest: {nearest}",
+            )
 
 
 def _alignment(spec: KernelSpec, schedule: Schedule, element_bytes: int) -> int:
@@ -222,13 +300,13 @@ def _gathers(variant: Variant) -> bool:
     return False
 
 
-def _classifier(draft: Plan) -> Classifier:
+def _classifier(draft: Plan, own: tuple[Argument, ...]) -> Classifier:
     """Return the plan of the kernel that computes the tile map."""
     used = names(draft.variant.mask)
     varlen_or_batch = draft.varlen or bool(used & {"b", "q_global", "kv_global"})
     return Classifier(
         name=naming.classifier_name(draft.name),
-        arguments=arguments.classifier_arguments(draft),
+        arguments=own,
         batch=varlen_or_batch,
         heads=bool(used & {"h", "hk"}),
         num_warps=4,

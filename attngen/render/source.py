@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 
+from attngen import resources
 from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.model import Plan
+from attngen.render.cuda_view import cuda_view
 from attngen.render.environment import environment
 from attngen.render.triton_view import triton_view
+
+_SUFFIXES = {"triton": "py", "cuda": "cu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +24,37 @@ class Source:
     name: str
     text: str
     backend: str
+    headers: Mapping[str, str] = field(default_factory=dict)  # text of each included file by its name
 
     @property
     def file_name(self) -> str:
         """The name of the file that holds the text."""
-        return f"{self.name}.py"
+        return f"{self.name}.{_SUFFIXES[self.backend]}"
 
 
 def render(plan: Plan) -> Source:
     """Return the source of a plan. The same plan gives the same bytes: no time, no path of this machine."""
     template = next(s.template for s in SCHEDULES if s.name == plan.schedule)
-    text = environment(plan.backend).get_template(template).render(plan=plan, view=triton_view(plan, template))
-    return Source(plan.name, _tidy(text), plan.backend)
+    view = triton_view(plan, template) if plan.backend == "triton" else cuda_view(plan, template)
+    text = environment(plan.backend).get_template(template).render(plan=plan, hopper=plan.hopper, view=view)
+    if plan.backend == "triton":
+        return Source(plan.name, _tidy(text), plan.backend)
+    return Source(plan.name, _tidy_cuda(text), plan.backend, headers())
+
+
+@cache
+def headers() -> Mapping[str, str]:
+    """Return the text of every header that CUDA sources include, by its name."""
+    folder = resources.templates_dir() / "cuda" / "include"
+    return {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.cuh"))}
+
+
+def _tidy_cuda(text: str) -> str:
+    """Strip trailing blanks and repeated blank lines; none after an opening brace."""
+    text = re.sub(r"[ \t]+\n", "\n", text).strip() + "\n"
+    text = re.sub(r"^ +#pragma", "#pragma", text, flags=re.MULTILINE)
+    text = re.sub(r"\n{2,}", "\n\n", text)
+    return re.sub(r"\n+(\n *})", r"\1", re.sub(r"\{\n\n", "{\n", text))
 
 
 def _tidy(text: str) -> str:

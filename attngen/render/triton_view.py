@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from attngen.lang.printing import canonical
 from attngen.plan.arguments import block_suffix, has_descriptor
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.render.header import argument_groups, command, summary
 from attngen.render.triton_math import Body, Math, Ranges, classifier, math, ranges, words
 
 
@@ -107,10 +106,10 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     texts += [line for body in (code.whole, code.ragged) for line in (*body.score_lines, *body.mask_lines)]
     return TritonView(
         template=template,
-        command=re.sub(r"[^\w./-]", "_", plan.spec_file),
-        summary=_summary(plan),
+        command=command(plan),
+        summary=summary(plan),
         searches=any("first_at_least(" in line for line in texts),
-        argument_lines=_argument_lines(plan.arguments),
+        argument_lines=_parameter_list(plan.arguments),
         begin_lines=_begins(plan, texts),
         uses_q_row=code.uses_q_row,
         uses_q_pos=code.uses_q_pos,
@@ -129,27 +128,8 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     )
 
 
-def _summary(plan: Plan) -> str:
-    """Return what the kernel computes; expressions in their canonical print, never the user's own text."""
-    variant = plan.variant
-    parts = [f"mask `{canonical(variant.mask)}`"]
-    if variant.score is not None:
-        parts.append(f"score `{canonical(variant.score)}`")
-    return f"Attention {plan.direction}, variant {variant.name}: {', '.join(parts)}."
-
-
-def _argument_lines(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
-    """Return the parameter list, related arguments on one line."""
-    lines: list[str] = []
-    group: tuple[str, str | None] | None = None
-    for argument in arguments:
-        of = argument.of if argument.kind in ("stride", "extent") else None
-        if (argument.kind, of) == group and len(lines[-1]) + len(argument.name) < 100:
-            lines[-1] += f" {argument.name},"
-        else:
-            lines.append(f"{argument.name},")
-        group = (argument.kind, of)
-    return tuple(lines)
+def _parameter_list(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
+    return argument_groups(arguments, lambda argument: f"{argument.name},", width=100)
 
 
 def _begins(plan: Plan, texts: Iterable[str]) -> tuple[str, ...]:
@@ -265,7 +245,7 @@ def _classifier(plan: Plan) -> ClassifierView:
     assert plan.classifier is not None
     code = classifier(plan)
     return ClassifierView(
-        argument_lines=_argument_lines(plan.classifier.arguments),
+        argument_lines=_parameter_list(plan.classifier.arguments),
         begin_lines=_begins(plan, (*code.range_lines, *code.hoisted, *code.lines)),
         range_lines=code.range_lines,
         hoisted_lines=code.hoisted,

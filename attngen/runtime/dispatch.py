@@ -132,7 +132,7 @@ def run(
         if backend == "reference" or not _on_gpu(q):
             return _run_reference(call, q, k, v)
     # The cache's key: everything that checks, selection and the packed template depend on.
-    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, 0]
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, 0, 0]
     key: list[Any] = [
         variant if type(variant) is str else id(variant), package, backend, layout, return_lse, registry.generation,
         q.dtype, q.shape, q.stride(), q.get_device(), addresses[0] & 15,
@@ -238,7 +238,7 @@ def _request(call: Call, addresses: Sequence[int], backend: str | None, argument
     """Return what selection looks at; ``addresses`` as ``run`` lists them."""
     names = _tensor_names(arguments)
     known = dict(zip(("q", "k", "v"), addresses, strict=False))
-    known |= {f"tensor:{name}": address for name, address in zip(names, addresses[9:], strict=True)}
+    known |= {f"tensor:{name}": address for name, address in zip(names, addresses[10:], strict=True)}
     given = {name: call.scalars[name] for name in arguments if name in call.scalars}
     return Request(call, _index(call), known, given, backend)
 
@@ -320,7 +320,7 @@ def tile_map(
     call, found = _bind(q, k, values, packing, variant, None, seqused_k, False, layout, backend, package, arguments)
     if not _on_gpu(q) or backend == "reference" or call.empty:
         return TileMap(call.variant.name)
-    addresses = [t.data_ptr() for t in (q, k, values)] + [0] * 6
+    addresses = [t.data_ptr() for t in (q, k, values)] + [0] * 7
     for index, tensor in ((5, call.cu_seqlens_q), (6, call.cu_seqlens_k), (7, call.seqused_k)):
         addresses[index] = 0 if tensor is None else tensor.data_ptr()
     addresses += [arguments[name].data_ptr() for name in _tensor_names(arguments)]
@@ -374,7 +374,7 @@ def explain(
         return Explanation(call, found, "reference", reason)
     if call.empty:
         return Explanation(call, found, "nothing", "there is no query or no key")
-    addresses = [t.data_ptr() for t in (q, k, v)] + [0] * 6
+    addresses = [t.data_ptr() for t in (q, k, v)] + [0] * 7
     addresses += [arguments[name].data_ptr() for name in _tensor_names(arguments)]
     request = _request(call, addresses, backend, arguments)
     selection = select(found.kernels, request, drivers.current())

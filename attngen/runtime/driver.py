@@ -82,6 +82,9 @@ class Driver(Protocol):
     def shared_memory(self, device: int) -> int:
         """Most shared memory of one block, in bytes."""
 
+    def multiprocessors(self, device: int) -> int:
+        """Number of multiprocessors of the device."""
+
     def stream(self, device: int) -> int:
         """Handle of the caller's current stream on the device."""
 
@@ -171,6 +174,10 @@ class CudaDriver:
             attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
             self._shared[device] = self._call(cu.cuDeviceGetAttribute, attribute, handle)
         return self._shared[device]
+
+    def multiprocessors(self, device: int) -> int:
+        """See ``Driver.multiprocessors``."""
+        return int(self._torch.cuda.get_device_properties(device).multi_processor_count)
 
     def stream(self, device: int) -> int:
         """See ``Driver.stream``."""

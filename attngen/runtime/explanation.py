@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import Found
@@ -45,7 +46,12 @@ class Explanation:
 
     def _blocks(self) -> int | None:
         kernel = self.kernel
-        return -(-self.call.seqlen_q // kernel.tile_m) * self.call.heads * self.call.batch if kernel else None
+        if kernel is None:
+            return None
+        tiles = -(-self.call.seqlen_q // kernel.tile_m) * self.call.heads * self.call.batch
+        if kernel.persistent:
+            return min(tiles, drivers.current().multiprocessors(self.call.device.index or 0))
+        return tiles
 
     def __str__(self) -> str:
         if self.runs == "no kernel":

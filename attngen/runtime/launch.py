@@ -17,7 +17,7 @@ from attngen.runtime.packing import Parameter
 from attngen.runtime.tensormap import TensorMap, usable_strides
 
 #: Order of the addresses that a launch takes; those of the variant's tensors follow, in an order that the call chose.
-ADDRESSES = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map")
+ADDRESSES = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "tile_counter")
 
 #: Manifest type → the view of a frame that writes it, and the bytes of one element.
 _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
@@ -79,7 +79,11 @@ class Geometry:
         }  # fmt: skip
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
-        self.blocks = q_tiles * call.heads * call.batch
+        self.tiles = q_tiles * call.heads * call.batch
+
+    def blocks(self, driver: Driver, device: int) -> int:
+        """Blocks of the kernel: one for each query tile, or as many as run at once where each takes tile after tile."""
+        return min(self.tiles, driver.multiprocessors(device)) if self.kernel.persistent else self.tiles
 
     @property
     def classifier_blocks(self) -> int:
@@ -259,6 +263,7 @@ def _descriptor(
         raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
     described = geometry.views[of]
     tensor_map = TensorMap(
-        driver, device, geometry.kernel.dtype, described.shape, described.strides, parameter.box, parameter.swizzle
-    )
+        driver, device, geometry.kernel.dtype, described.shape, described.strides, parameter.box, parameter.swizzle,
+        parameter.window,
+    )  # fmt: skip
     return slice(parameter.offset, parameter.offset + parameter.size), tensor_map, position[of]

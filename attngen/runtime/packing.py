@@ -42,6 +42,7 @@ class Parameter:
     divisibility: int = 0
     box: tuple[int, ...] = ()
     swizzle: int | None = None
+    window: int | None = None
 
     @property
     def tensor(self) -> str | None:
@@ -116,6 +117,7 @@ def lay_out(rows: Iterable[Mapping[str, Any]]) -> Layout:
                 divisibility=row.get("divisibility") or 0,
                 box=tuple(row.get("box") or ()),
                 swizzle=row.get("swizzle"),
+                window=row.get("window"),
             )
         )
     if end > MAX_PARAMETER_BYTES:

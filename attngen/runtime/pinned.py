@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attngen.errors import NoKernelError
+from attngen.runtime import counters
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, view
 from attngen.runtime.launch import Geometry, PreparedLaunch
@@ -73,13 +74,14 @@ class Pinned:
             assert kernel.classifier is not None, f"{kernel.full_name} needs a tile map and has no classifier"
             blocks = geometry.classifier_blocks
             self._classify = PreparedLaunch(kernel.classifier, blocks, geometry, names, driver, device)
-        self._launch = PreparedLaunch(kernel.entry, geometry.blocks, geometry, names, driver, device)
+        self._launch = PreparedLaunch(kernel.entry, geometry.blocks(driver, device), geometry, names, driver, device)
         given = (
             buffers.q, buffers.k, buffers.v, buffers.out, buffers.lse, call.cu_seqlens_q, call.cu_seqlens_k,
-            call.seqused_k, buffers.words, *(call.tensors[name] for name in names),
+            call.seqused_k, buffers.words, None, *(call.tensors[name] for name in names),
         )  # fmt: skip
         self._kept = (call, buffers)  # the addresses below stay valid as long as these live
         self._addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        self._counted, self._driver, self._device = kernel.persistent, driver, device
         self._scale = call.scale
         self._scalars = [call.scalars[rule.name] for rule in call.rules]
 
@@ -87,4 +89,6 @@ class Pinned:
         """Enqueue the classifier, if there is one, and the kernel, on the current stream."""
         if self._classify is not None:
             self._classify(self._addresses, self._scale, self._scalars)
+        if self._counted:
+            self._addresses[9] = counters.address(self._driver.stream(self._device), self._device)
         self._launch(self._addresses, self._scale, self._scalars)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
+from attngen.runtime import counters
 from attngen.runtime.anchor import with_zero_gradients
 from attngen.runtime.arguments import Call, Number, ScalarRule, softmax_scale_of
 from attngen.runtime.driver import Driver
@@ -28,8 +29,11 @@ class PreparedCall:
     __slots__ = (
         "_call",
         "_classifier",
+        "_counted",
         "_device",
+        "_driver",
         "_dtype",
+        "_index",
         "_kept",
         "_kernel",
         "_launch",
@@ -60,6 +64,8 @@ class PreparedCall:
         self._out_shape, self._lse_shape = call.out_shape(), call.lse_shape()
         self._return_lse = call.return_lse
         self._device, self._scale = call.device, call.scale
+        self._driver, self._index = driver, device
+        self._counted = kernel is not None and kernel.persistent
         self._dtype = getattr(torch, _TORCH_DTYPES[call.dtype])
         self._rules: list[tuple[str, type | None, float, float, ScalarRule, Any]] = [
             (
@@ -85,7 +91,9 @@ class PreparedCall:
                 self._classifier = PreparedLaunch(
                     kernel.classifier, geometry.classifier_blocks, geometry, tensor_names, driver, device
                 )
-        self._launch = PreparedLaunch(kernel.entry, geometry.blocks, geometry, tensor_names, driver, device)
+        self._launch = PreparedLaunch(
+            kernel.entry, geometry.blocks(driver, device), geometry, tensor_names, driver, device
+        )
 
     def __call__(
         self,
@@ -137,6 +145,8 @@ class PreparedCall:
         if self._map_shape is not None:
             words = self.words(tile_map, addresses, scalars)
             addresses[8] = words.data_ptr()
+        if self._counted:
+            addresses[9] = counters.address(self._driver.stream(self._index), self._index)
         launch(addresses, scale, scalars)
         return out, lse
 

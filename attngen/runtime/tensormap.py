@@ -64,10 +64,22 @@ def smem_box(box: Sequence[int], swizzle: int | None, element_bytes: int) -> tup
     return tuple(cut), swizzle
 
 
+def windowed(shape: Sequence[int], strides: Sequence[int], window: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides in which the axis of rows, third from last, stands twice: row and place in a window.
+
+    A box that starts at (row + n, window - n), ``window`` rows before the tensor, begins at ``row``; its first n rows
+    lie inside, and those behind them come as zeros, whatever memory holds there. So one descriptor serves sequences of
+    any length, and the rows of a neighbour are never seen.
+    """
+    *outer, rows, heads, width = shape
+    *outer_strides, step, head_step, one = strides
+    return (*outer, rows + 1, window, heads, width), (*outer_strides, step, step, head_step, one)
+
+
 class TensorMap:
     """Descriptors of tensors of one shape, differing in their address only."""
 
-    __slots__ = ("_box", "_device", "_driver", "_dtype", "_extents", "_strides", "_swizzle", "_token")
+    __slots__ = ("_box", "_device", "_driver", "_dtype", "_extents", "_shift", "_strides", "_swizzle", "_token")
 
     def __init__(
         self,
@@ -78,9 +90,17 @@ class TensorMap:
         strides: Sequence[int],
         box: Sequence[int],
         swizzle: int | None,
+        window: int | None = None,
     ) -> None:
-        """``shape``, ``strides`` (elements) and ``box`` slowest axis first, as torch has them; ``swizzle`` in bytes."""
+        """``shape``, ``strides`` (elements) and ``box`` slowest axis first, as torch has them; ``swizzle`` in bytes.
+
+        ``window`` rows make the descriptor end where a sequence ends: it gets one axis more, see ``windowed``.
+        """
         element_bytes = dtype_row(dtype).bytes
+        self._shift = 0
+        if window is not None:
+            shape, strides = windowed(shape, usable_strides(shape, strides, element_bytes), window)
+            self._shift = window * strides[-3] * element_bytes
         self._driver, self._device, self._dtype = driver, device, dtype
         cut, self._swizzle = smem_box(box, swizzle, element_bytes)
         self._box = tuple(reversed(cut))
@@ -95,7 +115,7 @@ class TensorMap:
         encoded = _ENCODED.get(key)
         if encoded is None:
             encoded = self._driver.encode_tensor_map(
-                self._dtype, address, self._extents, self._strides, self._box, self._swizzle, self._device
+                self._dtype, address - self._shift, self._extents, self._strides, self._box, self._swizzle, self._device
             )
             _ENCODED.put(key, encoded)
         return encoded

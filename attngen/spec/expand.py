@@ -66,7 +66,7 @@ class KernelSpec:
     tile_map: str = "auto"
     alignment: int | None = None  # bytes
     fast_math: bool = True
-    softmax: str = "exact_max"
+    softmax: str | None = None
     softmax_scale: float | None = None
     sinks: bool = False
     dropout: bool = False
@@ -206,7 +206,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         tile_map=values["tile_map"],
         alignment=_element_bytes(values["dtype"]) if alignment == "element" else alignment,
         fast_math=values["fast_math"],
-        softmax=values["softmax"] or declared.model.softmax or "exact_max",
+        softmax=values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
         sinks=_first(entry.sinks, declared.model.sinks),
         dropout=_first(entry.dropout, declared.model.dropout),

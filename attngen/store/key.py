@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attngen.compile.options import triton_options
+from attngen.compile.options import nvrtc_options, triton_options
 from attngen.compile.toolchain import toolchain
 
 if TYPE_CHECKING:
@@ -65,10 +65,13 @@ def key_of(plan: Plan, source: Source) -> str:
     return cache_key(
         plan.to_dict(),
         source.text,
-        headers={},  # Triton sources include nothing
-        options={
-            "triton": triton_options(plan.num_warps, plan.stages, plan.max_registers, fast_math=plan.fast_math),
-            "compile": compile_digest(),
-        },
+        headers=source.headers,
+        options={"compiler": _options(plan), "compile": compile_digest()},
         toolchain=toolchain(source.backend),
     )
+
+
+def _options(plan: Plan) -> Any:
+    if plan.backend == "cuda":
+        return nvrtc_options(plan.arch.name)
+    return triton_options(plan.num_warps, plan.stages, plan.max_registers, fast_math=plan.fast_math)

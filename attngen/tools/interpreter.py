@@ -64,7 +64,7 @@ class Interpreted:
         geometry = geometry_of(self.kernel, call, buffers.out)
         if self.kernel.classifier is not None:
             self._run(self.kernel.classifier, geometry.classifier_blocks, geometry, buffers)
-        self._run(self.kernel.entry, geometry.blocks, geometry, buffers)
+        self._run(self.kernel.entry, geometry.tiles, geometry, buffers)
 
     def _run(self, entry: Entry, blocks: int, geometry: Geometry, buffers: Buffers) -> None:
         function: Any = getattr(self._module, entry.symbol)

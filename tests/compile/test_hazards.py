@@ -1,6 +1,7 @@
 """The check of machine code for products whose operand an earlier turn of the loop overwrote."""
 
-from attngen.compile.hazards import overwritten_operands
+from attngen.compile.hazards import overwritten
+from attngen.compile.machine import parse
 
 _LOOP = """
         /*0100*/                   LDSM.16.M88.4 R100, [R6+UR32] ;
@@ -22,15 +23,15 @@ _LOOP = """
 
 
 def test_registers_of_q_given_to_p_are_found() -> None:
-    (found,) = overwritten_operands(_LOOP.replace("{p}", "R102"))
+    (found,) = overwritten(parse(_LOOP.replace("{p}", "R102")))
     assert "reads R102" in found
 
 
 def test_registers_of_their_own_are_right() -> None:
     # What stands behind the loop may overwrite Q, and a wait that branches back into the loop is none itself.
-    assert overwritten_operands(_LOOP.replace("{p}", "R104")) == []
+    assert overwritten(parse(_LOOP.replace("{p}", "R104"))) == []
 
 
 def test_an_operand_in_shared_memory_reads_no_registers() -> None:
     code = _LOOP.replace("{p}", "R102").replace("R24, R100, gdesc", "R24, gdesc[UR20], gdesc")
-    assert overwritten_operands(code) == []
+    assert overwritten(parse(code)) == []

@@ -197,6 +197,15 @@ def test_a_spill_in_a_hopper_kernel_is_refused_unless_allowed() -> None:
     assert elsewhere.manifest["resources"]["spills"] > 0
 
 
+def test_a_register_limit_that_costs_spills_is_dropped() -> None:
+    free, kept, dropped = (compiled(replace(DESCRIPTOR, max_registers=limit)) for limit in (None, 128, 64))
+    assert (kept.manifest["max_registers"], dropped.manifest["max_registers"]) == (128, None)
+    assert ".maxnreg 128" in kept.texts["ptx"]
+    assert (dropped.cubin, dropped.texts["ptx"]) == (free.cubin, free.texts["ptx"])
+    resources = [{**artifact.manifest["resources"], "compile_seconds": 0} for artifact in (free, dropped)]
+    assert resources[0] == resources[1]
+
+
 def test_a_serialized_wgmma_is_noticed() -> None:
     log = (
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "

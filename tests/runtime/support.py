@@ -230,6 +230,9 @@ class FakeDriver:
     def shared_memory(self, device: int) -> int:
         return self.most_shared
 
+    def multiprocessors(self, device: int) -> int:
+        return 132
+
     def stream(self, device: int) -> int:
         return 0
 

@@ -1,0 +1,182 @@
+"""``attngen bench``: the kernels of a spec beside FlashAttention, cuDNN and FlexAttention, as far as installed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attngen import cli
+from attngen.commands.output import print_table
+
+if TYPE_CHECKING:
+    from attngen.tools.bench_report import BenchReport, Mean, Result, Row
+
+
+@click.command()
+@click.argument("spec", type=click.Path(path_type=Path))
+@click.option("--kernel", "part", metavar="PART", help="Only kernels whose name contains this.")
+@click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
+@click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
+              help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
+@click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
+              help="Tokens of a call in all.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
+              help="Samples of each contestant; their median counts.")  # fmt: skip
+@click.option("--check/--no-check", default=True, show_default=True,
+              help="Compare outputs with float64 before they are timed.")  # fmt: skip
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write all figures to this file, anew after each case.")  # fmt: skip
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
+              help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="List cases and contestants, and measure nothing.")
+@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
+@click.pass_context
+def command(
+    context: click.Context,
+    spec: Path,
+    part: str | None,
+    variants: tuple[str, ...],
+    seqlens: tuple[int, ...],
+    tokens: int,
+    rounds: int,
+    check: bool,
+    json_path: Path | None,
+    plot_path: Path | None,
+    dry_run: bool,
+    jobs: int | None,
+) -> None:
+    """Race the dense forward kernels of a spec against the libraries that are installed, in one process.
+
+    Kernels that the cache lacks are compiled; those for other GPUs are left out. Prints TFLOP/s over visible pairs,
+    medians of interleaved rounds. Exits 1 if a kernel of the spec fails, or if none could be measured.
+    """
+    for path in (json_path, plot_path):
+        if path is not None and not path.parent.is_dir():
+            raise click.BadParameter(f"there is no folder {path.parent}")
+    if plot_path is not None:
+        import_module("matplotlib")  # not after all the work
+    from attngen.tools import bench
+
+    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs)
+    if dry_run:
+        report = bench.dry_run(spec, options)
+        _write(report, json_path)
+        _print_plan(report)
+        return
+
+    def observe(report: BenchReport, total: int) -> None:
+        _write(report, json_path)
+        click.echo(f"[{len(report.rows)}/{total}] {_line(report.rows[-1])}", err=True)
+
+    report = bench.bench(spec, options, observe)
+    _write(report, json_path)
+    _print(report)
+    if plot_path is not None and report.rows:
+        from attngen.tools.bench_plot import plot
+
+        plot(report, plot_path)
+    if not report.ok:
+        context.exit(cli.EXIT_FAILURE)
+
+
+def _write(report: BenchReport, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise click.FileError(str(path), hint=error.strerror) from error
+
+
+def _line(row: Row) -> str:
+    figures = [f"{result.contestant} {result.tflops:.0f}" for result in row.results if result.tflops is not None]
+    return f"{row.case.name}: {', '.join(figures) or 'nothing was measured'}"
+
+
+def _print(report: BenchReport) -> None:
+    measured = [result for result in report.results if result.tflops is not None]
+    if measured:
+        _print_figures(report, _columns(measured), _columns(result for result in measured if result.ours))
+    if any(result.timing is not None and result.timing.host_bound for result in measured):
+        click.echo("* bound by the host: launching takes as long as the kernel")
+    _print_reasons(report)
+    for row in report.rows:
+        for result in row.results:
+            if result.status == "failed":
+                click.secho(f"{row.case.name}: {result.contestant}: {result.reason}", fg="red", err=True)
+    if report.gpu is not None and report.ceilings is not None:
+        reached = report.ceilings
+        click.echo(
+            f"{report.package} on {report.gpu['name']}: bf16 matrix product {reached.matrix_tflops:.0f} TFLOP/s, "
+            f"copy {reached.copy_gbps:.0f} GB/s; medians of {report.rounds} rounds"
+        )
+    if report.stopped is not None:
+        click.secho(report.stopped, fg="red", err=True)
+    if not any(result.ours for result in measured):
+        click.secho("no kernel was measured", fg="red", err=True)
+
+
+def _print_figures(report: BenchReport, names: Sequence[str], ours: Sequence[str]) -> None:
+    means = {mean.of: mean for mean in report.means}
+    lines: list[list[str]] = []
+    for group, rows in report.groups.items():
+        lines += [_cells(row, names, ours) for row in rows]
+        if group in means:
+            lines.append(_mean_cells(means[group], names, ours))
+    lines += [_mean_cells(mean, names, ours) for of, mean in means.items() if of not in report.groups]
+    print_table(["TFLOP/s", *names, *(f"{name.removeprefix('attngen ')} / best peer" for name in ours)], lines)
+
+
+def _columns(results: Iterable[Result]) -> list[str]:
+    """Return the names of contestants, each once: peers first, then ours."""
+    ordered = sorted(results, key=lambda result: result.ours)
+    return list(dict.fromkeys(result.contestant for result in ordered))
+
+
+def _cells(row: Row, names: Sequence[str], ours: Sequence[str]) -> list[str]:
+    results = {result.contestant: result for result in row.results}
+    figures = [_figure(results.get(name)) for name in names]
+    return [row.case.name, *figures, *(_ratio(row.ratios.get(name)) for name in ours)]
+
+
+def _figure(result: Result | None) -> str:
+    if result is None or result.tflops is None:
+        return ""
+    mark = "*" if result.timing is not None and result.timing.host_bound else ""
+    return f"{result.tflops:5.0f}{mark}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _mean_cells(mean: Mean, names: Sequence[str], ours: Sequence[str]) -> list[str]:
+    return [f"{mean.of}: geometric mean", *("" for _ in names), *(_ratio(mean.ratios.get(name)) for name in ours)]
+
+
+def _print_plan(report: BenchReport) -> None:
+    names = _columns(result for result in report.results if result.status == "planned")
+    rows = []
+    for row in report.rows:
+        planned = {result.contestant for result in row.results if result.status == "planned"}
+        shape = f"b{row.case.batch} s{row.case.seqlen} h{row.case.heads}/{row.case.kv_heads}"
+        rows.append([row.case.name, shape, *("x" if name in planned else "" for name in names)])
+    if rows:
+        print_table(["case", "shape", *names], rows)
+    _print_reasons(report)
+    click.echo(f"{report.package}: {len(rows)} cases; nothing was measured")
+
+
+def _print_reasons(report: BenchReport) -> None:
+    """Print who is not in the race, and why."""
+    unsupported = [(result.contestant, result.reason) for result in report.results if result.status == "unsupported"]
+    for (name, reason), count in Counter(unsupported).items():
+        click.echo(f"not in {count} case{'' if count == 1 else 's'}: {name}: {reason}")
+    for reason, count in Counter(report.left_out.values()).items():
+        click.echo(f"left out: {count} kernel{'' if count == 1 else 's'}: {reason}")

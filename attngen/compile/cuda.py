@@ -1,0 +1,138 @@
+"""CUDA source → cubin by NVRTC, offline: no GPU, no driver, no header of the toolkit.
+
+NVRTC is reached through the bindings that come with CuPy (``cupy_backends``), without importing CuPy itself, which
+would look for a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from attngen.compile.artifact import Artifact
+from attngen.compile.drivers import min_driver
+from attngen.compile.inspect import Resources, count_instructions, parameter_places, resources_of_log
+from attngen.compile.options import nvrtc_options
+from attngen.compile.parameters import place_parameters
+from attngen.compile.toolchain import toolchain
+from attngen.compile.triton import MAX_SPILLS
+from attngen.errors import CompileError
+
+if TYPE_CHECKING:
+    from attngen.plan.model import Argument, Plan
+    from attngen.render import Source
+
+_NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]'"
+
+
+def compile_cuda(plan: Plan, source: Source) -> Artifact:
+    """Compile the kernel of a plan, and its classifier, which stands in the same source, if it has one.
+
+    Raises CompileError if NVRTC rejects the source, or if the result spills, serializes wgmma, multiplies another
+    number of times than planned, or takes other parameters.
+    """
+    assert plan.hopper is not None
+    start = time.perf_counter()
+    cubin, log = compile_text(plan.name, source.text, source.headers, plan.arch.name)
+    resources = _resources_of(plan.name, log)
+    _check(plan, cubin, resources)
+    manifest = dict(plan.to_dict())
+    manifest["parameters"] = _parameters(plan.name, plan.name, plan.arguments, cubin)
+    manifest["sha256"] = sha256(cubin).hexdigest()
+    if plan.classifier is not None:
+        part = plan.classifier
+        manifest["classifier"] = {
+            **manifest["classifier"],
+            "parameters": _parameters(plan.name, part.name, part.arguments, cubin),
+            "resources": {"shared_memory": 0, "registers": _resources_of(part.name, log).registers},
+            "sha256": manifest["sha256"],
+        }
+    manifest["toolchain"] = toolchain("cuda")
+    manifest["cuda_major"] = nvrtc_version()[0]
+    manifest["min_driver"] = min_driver(manifest["cuda_major"], plan.arch.capability)
+    manifest["resources"] = {
+        "registers": resources.registers,
+        "spills": resources.spills,
+        "shared_memory": plan.hopper.shared_bytes,
+        "cubin_bytes": len(cubin),
+        "wgmma": count_instructions(cubin, "HGMMA"),
+        "serialized_wgmma": resources.serialized_wgmma,
+        "compile_seconds": round(time.perf_counter() - start, 3),
+    }
+    classifier = cubin if plan.classifier is not None else None
+    return Artifact(cubin=cubin, manifest=manifest, classifier=classifier, texts={"source.cu": source.text})
+
+
+def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) -> tuple[bytes, str]:
+    """Compile a source with its headers for an arch such as ``sm90a``; return the cubin and the log."""
+    nvrtc = _nvrtc()
+    included = {file.encode(): body.encode() for file, body in headers.items()}
+    program = nvrtc.createProgram(text, f"{name}.cu", list(included.values()), list(included))
+    try:
+        nvrtc.compileProgram(program, nvrtc_options(arch))
+    except nvrtc.NVRTCError as error:
+        raise CompileError(f"{name}: NVRTC refused the source: {error}\n{nvrtc.getProgramLog(program)}") from None
+    else:
+        # CuPy takes the image for a string, and drops its last byte, which is part of the padding of an ELF file.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Return major and minor version of the NVRTC that is installed; CompileError if there is none."""
+    major, minor = _nvrtc().getVersion()
+    return major, minor
+
+
+def _nvrtc() -> Any:
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:  # the bindings raise what their loader raises
+        raise CompileError(_NO_NVRTC.format(error=error)) from None
+    return nvrtc
+
+
+def _resources_of(symbol: str, log: str) -> Resources:
+    """Read the part of ptxas's log that is about one kernel; its warnings may stand anywhere."""
+    parts = re.split(r"Compiling entry function '(\w+)'", log)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
+    resources = resources_of_log(found.get(symbol, log))
+    serialized = resources_of_log(log).serialized_wgmma or "(C75" in log
+    return Resources(resources.registers, resources.spills, serialized)
+
+
+def _check(plan: Plan, cubin: bytes, resources: Resources) -> None:
+    """Refuse what silently costs a kernel its speed, unless the spec allows it."""
+    if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
+        raise CompileError(
+            f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile.n needs "
+            "less, or the spec says 'allow: [spill]'"
+        )
+    if resources.serialized_wgmma and "serialized_wgmma" not in plan.allow:
+        raise CompileError(
+            f"{plan.name}: ptxas serialized wgmma, so that tensor cores wait for each other; "
+            "the spec may say 'allow: [serialized_wgmma]'"
+        )
+    planned, found = planned_wgmma(plan), count_instructions(cubin, "HGMMA")
+    if planned != found:
+        raise CompileError(f"{plan.name}: {found} wgmma instructions in the cubin, but {planned} were planned")
+
+
+def planned_wgmma(plan: Plan) -> int:
+    """Return how many wgmma instructions the kernel has: three times Q K^T (for the first tile of a block, of a tile of
+    work, and in the loop) and twice P V (in the loop, and after it)."""
+    qk = plan.columns_qk[0].width // 16
+    pv = plan.tile_n // 16
+    return 3 * qk + 2 * pv
+
+
+def _parameters(kernel: str, symbol: str, arguments: Sequence[Argument], cubin: bytes) -> list[dict[str, Any]]:
+    parameters = [argument.to_dict() for argument in arguments]
+    place_parameters(kernel, parameters, parameter_places(cubin, symbol))
+    return parameters

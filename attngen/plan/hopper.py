@@ -1,0 +1,232 @@
+"""The warp-specialized Hopper schedule: roles, registers, shared memory, and every choice that a spec leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from attngen.arch import Arch
+from attngen.dtypes import dtype
+from attngen.errors import PlanError
+from attngen.lang.bands import bands
+from attngen.lang.facts import Facts
+from attngen.lang.simplify import TRUE
+from attngen.plan.model import Columns, Hopper, Region
+from attngen.spec.expand import KernelSpec, Roles
+
+_SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
+_ROWS = 64  # query rows of a consumer: M of wgmma
+_BARRIER_BYTES = 8
+_SLOTS = 2  # tiles of work that are known ahead
+#: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
+_WORK_BYTES = 320
+
+#: Registers that a consumer needs beside S, P and O: addresses, references, sums, indices, and early exponentials.
+_OTHER_REGISTERS = 24
+#: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
+_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What kernels of up to ``head_dim`` get."""
+
+    head_dim: int
+    consumers: int
+    tile_n: int
+    schedule: str
+
+
+#: First match wins. Measured on an H200 (docs/performance.md); the rows for 96 and 192 follow from the budgets.
+_TABLE = (
+    _Choice(64, 3, 128, "pingpong"),
+    _Choice(128, 2, 128, "pingpong"),
+    _Choice(192, 2, 96, "pingpong"),
+    _Choice(256, 2, 64, "pingpong"),
+)
+
+#: Sum of a lane's probabilities that asks for a new reference: far below the largest float16, and below float32's
+#: square root for the sake of the sums.
+_REDO_ABOVE = {"bf16": "0x1p40f", "fp16": "0x1p14f"}
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """The tile and the roles of a Hopper kernel, before its arguments are known."""
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    roles: Hopper
+
+
+def widths(head_dim: int) -> Columns:
+    """Return the columns that a head dim takes in shared memory: a multiple of 32, so that copies can be swizzled."""
+    return Columns(0, -(-head_dim // 32) * 32, head_dim)
+
+
+def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
+    """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had."""
+    qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
+    choice = next(row for row in _TABLE if max(qk, v) <= row.head_dim)
+    roles = spec.roles or Roles()
+    consumers = _consumers(spec, roles, choice)
+    tile_m, tile_n = _ROWS * consumers, spec.tile_n or choice.tile_n
+    if tile_n % 16 or not 16 <= tile_n <= 256:
+        nearest = min(max(round(tile_n / 16) * 16, 16), 256)
+        raise _refuse(spec, "tile.n", f"{tile_n} is no multiple of 16 from 16 to 256; nearest: {nearest}")
+    schedule = roles.schedule or (choice.schedule if consumers > 1 else "cooperative")
+    if schedule == "pingpong" and consumers == 1:
+        raise _refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
+    registers = _registers(spec, roles, consumers, tile_n, v)
+    stages = spec.stages or 2
+    if not 2 <= stages <= 8:
+        raise _refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
+    box = 64 if qk % 64 == 0 and v % 64 == 0 else 32
+    softmax = spec.softmax or _SOFTMAXES[0]
+    draft = Hopper(
+        consumers=consumers,
+        producer_registers=registers[0],
+        consumer_registers=registers[1],
+        pingpong=schedule == "pingpong",
+        overlap=roles.overlap is not False,
+        persistent=spec.persistent is not False,
+        skips=driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m,
+        q_stages=1,
+        box_columns=box,
+        out_columns=v,
+        lookahead=6 if _searches(spec) else 2,
+        early=16,
+        redo_above=_REDO_ABOVE[spec.dtype],
+        redo_growth="4.0f",
+        softmax=softmax,
+        shared=(),
+    )
+    return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, tile_m, tile_n, stages, qk, v))
+
+
+def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Return why the schedule cannot serve a spec at all, or None."""
+    for field, value in (("sinks", spec.sinks), ("dropout", spec.dropout)):
+        if value:
+            return _refuse(spec, field, f"CUDA kernels have no {field}; leave it out")
+    if not arch.wgmma:
+        return _refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
+    if spec.dtype not in _REDO_ABOVE:
+        return _refuse(spec, "dtype", f"cuda kernels take {' and '.join(_REDO_ABOVE)}, not {spec.dtype}")
+    if spec.loads == "pointer":
+        return _refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
+    if spec.alignment not in (None, 16):
+        return _refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
+    if spec.num_warps is not None:
+        return _refuse(spec, "warps", "cuda kernels have roles: give producer, consumer and schedule, not a count")
+    if spec.tile_map == "always":
+        return _refuse(spec, "tile_map", "cuda kernels classify tiles themselves; allowed: auto, never")
+    if spec.softmax not in (None, *_SOFTMAXES):
+        return _refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(_SOFTMAXES)}")
+    return None
+
+
+def _refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
+    return PlanError(message, location=spec.locate(field), field=field)
+
+
+def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
+    """Return the number of consumers, which the rows of the tile and the roles must agree on."""
+    if roles.producer not in (None, 1):
+        raise _refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 1")
+    from_tile = spec.tile_m // _ROWS if spec.tile_m and spec.tile_m % _ROWS == 0 else None
+    if spec.tile_m and from_tile not in _REGISTERS:
+        raise _refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
+    consumers = roles.consumer or from_tile or choice.consumers
+    if consumers not in _REGISTERS:
+        raise _refuse(spec, "warps", f"{consumers} consumers are not allowed; allowed: 1, 2, 3")
+    if from_tile not in (None, consumers):
+        raise _refuse(
+            spec, "tile.m", f"{spec.tile_m} rows are not {consumers} consumers x {_ROWS}; nearest: {_ROWS * consumers}"
+        )
+    return consumers
+
+
+def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[int, int]:
+    """Return the registers per thread of the producer and of a consumer."""
+    default = _REGISTERS[consumers]
+    producer = roles.producer_registers or default[0]
+    consumer = roles.consumer_registers or default[1]
+    for value in (producer, consumer):
+        if value % 8 or not 24 <= value <= 256:
+            raise _refuse(spec, "warps", f"{value} registers are no multiple of 8 from 24 to 256")
+    threads = 128 * (consumers + 1)
+    launch = min(65536 // threads // 8 * 8, 256)
+    total, pool = 128 * (producer + consumers * consumer), threads * launch
+    if total > pool or not producer <= launch <= consumer:
+        raise _refuse(
+            spec,
+            "warps",
+            f"128 threads x ({producer} + {consumers} x {consumer}) = {total} registers; a launch of {threads} threads "
+            f"reserves {launch} each, {pool} in all, which the producer gives up and the consumers take",
+        )
+    needed = tile_n // 2 + tile_n // 4 + width_v // 2 + _OTHER_REGISTERS
+    if needed > consumer and "spill" not in spec.allow:
+        raise _refuse(
+            spec,
+            "tile",
+            f"a consumer has {consumer} registers and needs {needed}: S {tile_n // 2} + P {tile_n // 4} + "
+            f"O {width_v // 2} + others {_OTHER_REGISTERS}; a smaller tile.n needs less",
+        )
+    return producer, consumer
+
+
+def _searches(spec: KernelSpec) -> bool:
+    """Whether the bounds of a tile are looked up in tensors, which takes some time."""
+    return bool(spec.variant.tensors) and bands(spec.variant.mask, Facts.of(spec.variant), over="kv").exact
+
+
+def _with_memory(
+    spec: KernelSpec, arch: Arch, draft: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: int
+) -> Hopper:
+    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
+    parts = [columns for columns in (v // 2, 64, 32) if columns % draft.box_columns == 0 and v % columns == 0]
+    for q_stages, out_columns in ((2, v), (1, v), *((1, columns) for columns in parts)):
+        roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
+        regions = tuple(_regions(roles, tile_m, tile_n, stages, qk, v))
+        # 1 KiB of the arch's limit is the system's, and stands before ours
+        if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
+            return replace(roles, shared=regions)
+    sizes = {region.name: region.bytes for region in regions}
+    total = regions[-1].offset + regions[-1].bytes
+    raise _refuse(
+        spec,
+        "tile",
+        f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + K {sizes['k']} + "
+        f"V {sizes['v']} ({stages} stages) + O {sizes['out']} + barriers and records",
+    )
+
+
+def _regions(roles: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: int) -> Iterator[Region]:
+    """Yield the regions of shared memory in order; matrices first, since these need the alignment."""
+    element = dtype("bf16").bytes
+    sizes = {
+        "q": roles.q_stages * tile_m * qk * element,
+        "k": stages * tile_n * qk * element,
+        "v": stages * tile_n * v * element,
+        "out": tile_m * roles.out_columns * element,
+        "work": _SLOTS * _WORK_BYTES,
+        "q_full": roles.q_stages * _BARRIER_BYTES,
+        "q_empty": roles.q_stages * _BARRIER_BYTES,
+        "k_full": stages * _BARRIER_BYTES,
+        "k_empty": stages * _BARRIER_BYTES,
+        "v_full": stages * _BARRIER_BYTES,
+        "v_empty": stages * _BARRIER_BYTES,
+        "work_full": _SLOTS * _BARRIER_BYTES,
+        "work_empty": _SLOTS * _BARRIER_BYTES,
+        **({"work_asked": _BARRIER_BYTES} if roles.persistent else {}),
+        "tile_info": 4 * stages,
+    }
+    offset = 0
+    for name, size in sizes.items():
+        yield Region(name, offset, size)
+        offset += size
+
+
+WORK_BYTES = _WORK_BYTES

@@ -1,0 +1,243 @@
+"""Plan → what the CUDA templates are filled with: lines of code under names, no decision of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attngen.dtypes import dtype
+from attngen.plan.hopper import WORK_BYTES
+from attngen.plan.model import Argument, Columns, Plan
+from attngen.render.cuda_math import Tiles, elements, logits, tiles, word
+from attngen.render.header import argument_groups, command, summary
+
+_REGION_TEXTS = {
+    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O on its way out",
+    "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
+}  # fmt: skip
+_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t"}
+_ELEMENTS = {
+    "bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short", "int32": "int",
+    "int64": "long long", "fp32": "float", "fp16": "fp16", "bf16": "bf16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RegionView:
+    """A line of the shared memory map."""
+
+    constant: str
+    offset: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierView:
+    """The kernel that computes the tile map."""
+
+    threads: int
+    argument_lines: tuple[str, ...]
+    uses_packed: bool
+    uses_hk: bool
+    hoisted: tuple[str, ...]
+    element_lines: tuple[str, ...]
+    visible: str
+
+
+@dataclass(frozen=True, slots=True)
+class CudaView:
+    """Everything that ``forward.cu.j2`` names beside the plan itself."""
+
+    template: str
+    command: str
+    summary: str
+    uses_expressions: bool
+    width_qk: int
+    padding_qk: str
+    width_v: int
+    padding_v: str
+    regions: tuple[RegionView, ...]
+    swizzle: int
+    work_bytes: int
+    argument_lines: tuple[str, ...]
+    uses_hk_in_spans: bool
+    uses_whole_tiles: bool
+    uses_q_hi: bool
+    span_fields: tuple[str, ...]
+    span_lines: tuple[str, ...]
+    span_values: str
+    count: str
+    sees_any: str
+    tile_lines: tuple[str, ...]
+    whole: str
+    seen: str
+    word_lines: tuple[str, ...]
+    seqlen_q: str
+    head_dim_v_chunks: int
+    out_row: str
+    lse_row: str
+    swizzled_row: str
+    later_columns: tuple[int, ...]
+    work_lines: tuple[str, ...]
+    row_lines: tuple[str, ...]
+    partial_lines: tuple[str, ...]
+    full_lines: tuple[str, ...]
+    uses_kv: bool
+    logit_comment: str
+    multiplier: str
+    classifier: ClassifierView | None
+
+
+def cuda_view(plan: Plan, template: str) -> CudaView:
+    """Return the view of a plan."""
+    hopper = plan.hopper
+    assert hopper is not None
+    found, code = tiles(plan), logits(plan)
+    listed = word(plan).lines if plan.driver != "ranges" else ()
+    spans = "\n".join([*found.lines, *found.values.values(), *listed])
+    texts = "\n".join([*code.partial, *code.full])
+    head, head_rows = ("", "work.q_begin + q") if plan.varlen else ("work.b * stride_out_b + ", "q")
+    lse = "work.h * static_cast<long long>(total_q) + work.q_begin + q"
+    dense_lse = "(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q"
+    return CudaView(
+        template=template,
+        command=command(plan),
+        summary=summary(plan),
+        uses_expressions=plan.variant.masked or plan.variant.score is not None,
+        width_qk=plan.columns_qk[0].width,
+        padding_qk=_padding(plan.columns_qk[0]),
+        width_v=plan.columns_v[0].width,
+        padding_v=_padding(plan.columns_v[0]),
+        regions=tuple(
+            RegionView(_constant(region.name), region.offset, _region_text(region.name, region.bytes))
+            for region in hopper.shared
+        ),
+        swizzle={64: 1, 32: 2}[hopper.box_columns],
+        work_bytes=WORK_BYTES,
+        argument_lines=_argument_lines(plan.arguments),
+        uses_hk_in_spans=_uses("hk", spans),
+        uses_whole_tiles=_uses("whole_tiles", spans),
+        uses_q_hi=_uses("q_hi", spans),
+        span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
+        span_lines=found.lines,
+        span_values=", ".join(found.values[end] for pair in (*found.visible, *found.full) for end in pair),
+        count=_count(found, "spans"),
+        sees_any=f"{_count(found, 'mine')} > 0",
+        tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
+        whole=_inside(found.full, "mine"),
+        seen=_inside(found.visible, "mine"),
+        word_lines=listed,
+        seqlen_q="work.seqlen_q" if plan.varlen else "seqlen_q",
+        head_dim_v_chunks=plan.head_dim_v // 8,
+        out_row=f"(out_ptr + {head}work.h * stride_out_h + ({head_rows}) * stride_out_s)",
+        lse_row=f"lse_ptr[{lse if plan.varlen else dense_lse}]",
+        swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
+        later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
+        work_lines=_work_lines(plan, [*code.work, *code.row, *code.partial, *code.full], code.work),
+        row_lines=code.row,
+        partial_lines=code.partial,
+        full_lines=code.full,
+        uses_kv=_uses("kv", texts),
+        logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
+        multiplier=code.multiplier,
+        classifier=_classifier(plan) if plan.classifier else None,
+    )
+
+
+def _classifier(plan: Plan) -> ClassifierView:
+    assert plan.classifier is not None
+    code = elements(plan)
+    texts = "\n".join([*code.hoisted, *code.lines, code.visible])
+    return ClassifierView(
+        threads=32 * plan.classifier.num_warps,
+        argument_lines=_argument_lines(plan.classifier.arguments, reading_map=False),
+        uses_packed=_uses("q_begin", texts) or _uses("k_begin", texts),
+        uses_hk=_uses("hk", texts),
+        hoisted=code.hoisted,
+        element_lines=code.lines,
+        visible=code.visible,
+    )
+
+
+def _uses(name: str, text: str) -> bool:
+    return re.search(rf"\b{name}\b", text) is not None
+
+
+def _constant(region: str) -> str:
+    """Return the name of a region's address: ``k_full`` is ``kKFull``."""
+    return "k" + "".join(part.capitalize() for part in region.split("_"))
+
+
+def _region_text(name: str, size: int) -> str:
+    text = _REGION_TEXTS.get(name, "barriers")
+    return f"{size} B: {text}"
+
+
+def _padding(columns: Columns) -> str:
+    return "" if columns.used == columns.width else f"  // {columns.used} columns and zeros"
+
+
+def _argument_lines(arguments: tuple[Argument, ...], *, reading_map: bool = True) -> tuple[str, ...]:
+    """Return the parameter list, related arguments on one line."""
+    lines = argument_groups(arguments, lambda a: _declaration(a, reading_map=reading_map), width=110)
+    return (*lines[:-1], lines[-1].removesuffix(","))
+
+
+def _declaration(argument: Argument, *, reading_map: bool = True) -> str:
+    if argument.kind == "descriptor":
+        return f"const __grid_constant__ TensorMap {argument.name},"
+    if argument.type.startswith("*"):
+        written = argument.of in ("out", "lse", "tile_counter") or (argument.of == "tile_map" and not reading_map)
+        name = argument.type.removeprefix("*")
+        element = _TYPES.get(name) or _ELEMENTS.get(name) or name
+        if (argument.of or "").startswith("tensor:"):
+            element = _ELEMENTS[_dtype_of_triton(name)]
+        return f"{'' if written else 'const '}{element}* {argument.name},"
+    return f"{_TYPES[argument.type]} {argument.name},"
+
+
+def _dtype_of_triton(name: str) -> str:
+    return next(row for row in _ELEMENTS if dtype(row).triton == name)
+
+
+def _work_lines(plan: Plan, used_in: Sequence[str], own: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines that name what expressions use of a tile of work."""
+    texts = "\n".join(used_in)
+    lines = ["const int seqlen_k = work.seqlen_k;"]
+    if plan.varlen and _uses("seqlen_q", texts):
+        lines.append("const int seqlen_q = work.seqlen_q;")
+    for name in ("b", "h", "q_begin", "k_begin"):
+        if _uses(name, texts) or (name == "h" and _uses("hk", texts)):
+            lines.append(f"const int {name} = work.{name};")
+    if _uses("hk", texts):
+        lines.append("const int hk = h / group;")
+    if _uses("q_first", texts):
+        lines.append("const int q_first = work.q_start + 64 * warpgroup + row_in_group;")
+    return (*lines, *own)
+
+
+# --- ranges of tiles ----------------------------------------------------------------------------------------
+
+
+def _count(found: Tiles, spans: str) -> str:
+    """Return the number of visible tiles; ranges are disjoint."""
+    return " + ".join(f"max({spans}.{hi} - {spans}.{lo}, 0)" for lo, hi in found.visible) or "0"
+
+
+def _inside(pairs: Sequence[tuple[str, str]], spans: str) -> str:
+    tests = [f"tile >= {spans}.{lo} && tile < {spans}.{hi}" for lo, hi in pairs]
+    return tests[0] if len(tests) == 1 else " || ".join(f"({test})" for test in tests) or "false"
+
+
+def _tile_lines(found: Tiles) -> tuple[str, ...]:
+    """Return the lines that find a tile by its place, counted from the first visible one."""
+    (lo, hi), *others = found.visible
+    if not others:
+        return (f"const int tile = all.{lo} + remaining - 1;",)
+    lines = [f"int tile = all.{lo} + remaining - 1, before = max(all.{hi} - all.{lo}, 0);"]
+    for number, (low, high) in enumerate(others):
+        lines.append(f"if (remaining > before) tile = all.{low} + remaining - 1 - before;")
+        if number < len(others) - 1:
+            lines.append(f"before += max(all.{high} - all.{low}, 0);")
+    return tuple(lines)

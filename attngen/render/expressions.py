@@ -1,0 +1,197 @@
+"""What the templates of all languages share of the user's mathematics: bindings, tensors, and ends of tile ranges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from attngen.lang.bands import Bands, Interval
+from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
+from attngen.lang.facts import Facts
+from attngen.lang.intervals import bounds
+from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var
+from attngen.lang.ranges import Range
+from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
+from attngen.lang.targets import Target
+from attngen.plan.arguments import KERNEL_NAMES, argument_name, extent_name, pointer_name, strides
+from attngen.plan.model import Plan
+
+TILE_N = Var("BLOCK_N", Type.INT)
+WHOLE_TILES = Var("whole_tiles", Type.INT)
+KV_TILES = Var("kv_tiles", Type.INT)
+SEQLEN_K = Var("seqlen_k", Type.INT)
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """How the templates of a target call what is the same in all, and how it makes an int32 of an int64."""
+
+    target: Target
+    tile_n: str
+    log2e: str
+    narrow: Callable[[str], str]
+
+
+TRITON = Language(
+    Target.TRITON,
+    "BLOCK_N",
+    "LOG2E",
+    lambda text: f"{text}.to(tl.int32)" if text.isidentifier() else f"({text}).to(tl.int32)",
+)
+CUDA = Language(Target.CUDA, "kBlockN", "kLog2e", lambda text: f"static_cast<int>({text})")
+
+
+def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
+    """Return the bindings of what is the same for a whole block."""
+    plain = ("b", "h", "hk", "heads", "kv_heads", "seqlen_q", "seqlen_k", "total_q", "total_k", "softmax_scale")
+    bound = {name: Binding(name) for name in plain}
+    bound["LOG2E"] = Binding(language.log2e)
+    for scalar in plan.variant.arguments:
+        name = argument_name(scalar.name)
+        bound[scalar.name] = Binding(f"({name} != 0)" if scalar.dtype == "bool" else name, wide=scalar.dtype == "int64")
+    return bound
+
+
+def corner_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
+    """Return the bindings of the box symbols of the tile analysis."""
+    names = ("q_hi", "q_pos_lo", "q_pos_hi", "kv_lo", "kv_hi", WHOLE_TILES.name, KV_TILES.name)
+    return scalar_bindings(plan, language) | {
+        "q_lo": Binding("q_start"),
+        **{name: Binding(name) for name in names},
+        "q_start": Binding("q_begin"),
+        "kv_start": Binding("k_begin"),
+        TILE_N.name: Binding(language.tile_n),
+    }
+
+
+def tensor_bindings(plan: Plan) -> dict[str, TensorBinding]:
+    """Return pointer, strides and extents of each of the variant's tensors."""
+    return {
+        tensor.name: TensorBinding(
+            pointer=pointer_name(tensor.name),
+            strides=tuple(strides(tensor)),
+            extents=tuple(extent_name(tensor, axis) for axis in range(len(tensor.shape))),
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+        )
+        for tensor in plan.variant.tensors
+    }
+
+
+def emit_for(
+    plan: Plan,
+    language: Language,
+    exprs: Sequence[Expr],
+    bound: Mapping[str, Binding],
+    *,
+    prefix: str = "",
+    taken: Iterable[str] = (),
+    labels: Mapping[Expr, str] | None = None,
+) -> EmittedMany:
+    """Return expressions as text of a kernel; temporaries avoid ``taken`` and every name of the kernel."""
+    return emit_many(
+        exprs,
+        language.target,
+        bound,
+        tensor_bindings(plan),
+        prefix=prefix,
+        fast_math=plan.fast_math,
+        ranges=known_ranges(plan),
+        labels={**plan.variant.labels, **(labels or {})},
+        taken={*taken, *KERNEL_NAMES, *(argument.name for argument in plan.arguments)} - set((labels or {}).values()),
+    )
+
+
+def known_ranges(plan: Plan) -> dict[str, Range]:
+    """Return the ranges of all names of a kernel's expressions."""
+    return {
+        **plan.variant.ranges,
+        TILE_N.name: (plan.tile_n, plan.tile_n),
+        WHOLE_TILES.name: (0, MAX_SEQLEN // plan.tile_n),
+        KV_TILES.name: (0, MAX_SEQLEN // plan.tile_n + 1),
+    }
+
+
+def facts_of(plan: Plan) -> Facts:
+    """Return what is known of a kernel's names and tensors."""
+    facts = Facts.of(plan.variant)
+    return Facts(known_ranges(plan), facts.tensors)
+
+
+def numbered(kind: str, spans: Sequence[tuple[Expr, Expr]]) -> dict[str, Expr]:
+    """Return the ends of ranges by name: ``full_lo``, or ``full_lo_0`` where there are several."""
+    named: dict[str, Expr] = {}
+    for number, (lo, hi) in enumerate(spans):
+        suffix = f"_{number}" if len(spans) > 1 else ""
+        named |= {f"{kind}_lo{suffix}": lo, f"{kind}_hi{suffix}": hi}
+    return named
+
+
+def inward(interval: Interval) -> tuple[Expr, Expr]:
+    """Return the whole tiles inside an interval of keys."""
+    lo = integer(0) if interval.lo is None else ceildiv(maximum(interval.lo, integer(0)), TILE_N)
+    if interval.hi is None:
+        return lo, WHOLE_TILES
+    return lo, minimum(floordiv(maximum(interval.hi, integer(0)), TILE_N), WHOLE_TILES)
+
+
+def settled(plan: Plan, end: Expr) -> Expr:
+    """Return a bound of tiles that reads well: whole tiles by their name, and dividends clamped to 0.
+
+    Tiles are numbered from 0, so that clamping changes no range, and what is not negative divides plainly.
+    """
+    known = known_ranges(plan)
+
+    def clamped(x: Expr) -> Expr:
+        return maximum(x, integer(0)) if bounds(x, known)[0] < 0 else x
+
+    match end:
+        case Op(op="floordiv", args=(x, divisor)) if divisor == TILE_N:
+            return WHOLE_TILES if x == SEQLEN_K else Op("floordiv", (clamped(x), divisor), Type.INT)
+        case Op(op="add", args=(Op(op="floordiv", args=(x, divisor)), Const(value=1))) if divisor == TILE_N:
+            rounded_up = add(x, integer(1))
+            if rounded_up == SEQLEN_K:
+                return KV_TILES
+            return Op("floordiv", (add(clamped(rounded_up), sub(divisor, integer(1))), divisor), Type.INT)
+        case Op(op="min" | "max", args=(x, y)):
+            x, y = settled(plan, x), settled(plan, y)
+            # what is clamped already needs no 0 beside it
+            return x if end.op == "max" and y == integer(0) and bounds(x, known)[0] >= 0 else make(end.op, x, y)
+    return end
+
+
+def hull_ends(plan: Plan, found: Bands) -> dict[str, Expr]:
+    """Return the tiles between the first and the last visible key, as ``visible_lo`` and ``visible_hi``."""
+    lows = [integer(0) if interval.lo is None else interval.lo for interval in found.visible] or [integer(0)]
+    highs = [SEQLEN_K if interval.hi is None else interval.hi for interval in found.visible] or [integer(0)]
+    first = floordiv(reduce(minimum, lows), TILE_N)
+    last = ceildiv(minimum(reduce(maximum, highs), SEQLEN_K), TILE_N)
+    return {"visible_lo": settled(plan, first), "visible_hi": settled(plan, last)}
+
+
+def emit_named(plan: Plan, language: Language, values: Mapping[str, Expr]) -> tuple[dict[str, str], list[str]]:
+    """Return the text of each value, and the lines that give them their names."""
+    labels: dict[Expr, str] = {}
+    for name, value in values.items():
+        labels.setdefault(value, name)
+    code = emit_for(plan, language, list(values.values()), corner_bindings(plan, language), labels=labels)
+    dialect = language.target.dialect
+    lines = list(code.hoisted)
+    texts = {}
+    for (name, value), text in zip(values.items(), code.results, strict=True):
+        if _is_wide(value):
+            text = language.narrow(text)
+        if not re.fullmatch(r"\w+", text):
+            lines.append(dialect.declare(name, Type.INT, False, text))
+            text = name
+        texts[name] = text
+    return texts, lines
+
+
+def _is_wide(value: Expr) -> bool:
+    """Whether the text of a value is an int64: tile numbers fit int32, and tensor maps ask for that."""
+    if not isinstance(value, Op) or value.type is not Type.INT:
+        return False
+    return value.wide or any(_is_wide(argument) for argument in value.args)

@@ -1,0 +1,32 @@
+"""Counters from which the blocks of a persistent kernel take tiles: one word per stream, 0 between launches.
+
+A kernel leaves its counter at 0 again, so that nothing has to be cleared. Launches of one stream follow each other and
+may share a counter; those of different streams may not. A graph that is being captured will run on streams unknown,
+beside what its own capture stream runs, and gets a counter of its own out of the graph's pool.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+_COUNTERS: dict[tuple[int, int], Tensor] = {}
+_LOCK = threading.Lock()
+
+
+def address(stream: int, device: int) -> int:
+    """Return the address of the counter for a launch on a stream of a device."""
+    if torch.cuda.is_current_stream_capturing():
+        return _in_graph(device)
+    counter = _COUNTERS.get((device, stream))
+    if counter is None:
+        with _LOCK:
+            counter = _COUNTERS.setdefault((device, stream), torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}"))
+    return counter.data_ptr()
+
+
+def _in_graph(device: int) -> int:
+    """Return the address of a new counter in the pool of the graph, which clears it at the start of each replay."""
+    return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}").data_ptr()

@@ -1,0 +1,118 @@
+"""The kernels of a spec beside the libraries that are installed, in one process, case by case."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from attngen.errors import LoadError
+from attngen.runtime.module import Kernel, read_kernel
+from attngen.spec import load_spec
+from attngen.store.store import Store
+from attngen.tools.bench_cases import TOKENS, BenchCase, bench_cases
+from attngen.tools.bench_kernels import Team, chosen, reason_against, teams
+from attngen.tools.bench_machine import Monitor, ceilings, gpu_facts, versions
+from attngen.tools.bench_peers import peers
+from attngen.tools.bench_race import Track, foresee
+from attngen.tools.bench_report import BenchReport
+from attngen.tools.bench_timing import CudaClock
+from attngen.tools.build import compile_kernels, prepare
+from attngen.tools.verify_gpu import Gpu
+
+_MAX_SEED = 2**31
+
+#: Called after each case with all that is known, and with how many cases there will be.
+Observer = Callable[[BenchReport, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is raced, and how. ``part`` is part of a kernel's name; without ``seqlens`` the cases have their own."""
+
+    part: str | None = None
+    variants: Sequence[str] = ()
+    tokens: int = TOKENS
+    seqlens: Sequence[int] = ()
+    rounds: int = 7
+    check: bool = True
+    jobs: int | None = None
+
+
+def dry_run(spec: str | Path, options: Options) -> BenchReport:
+    """Return the cases and who would be in them, without figures; needs no GPU.
+
+    Raises SpecError if the spec is wrong, CallError if the options name no kernel of it.
+    """
+    capability = Gpu.current().capability if torch.cuda.is_available() else None
+    report, cases = _planned(spec, options, capability)
+    rows = tuple(foresee(team, peers(), case) for team, case in cases)
+    return replace(report, rows=rows)
+
+
+def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport:
+    """Race the kernels of a spec that this GPU runs; those that the cache lacks are compiled first.
+
+    Raises LoadError without a GPU, SpecError if the spec is wrong, CallError if the options name no kernel of it.
+    """
+    if not torch.cuda.is_available():
+        raise LoadError("bench needs an NVIDIA GPU, and torch finds none; --dry-run lists the cases without one")
+    gpu = Gpu.current()
+    report, cases = _planned(spec, options, gpu.capability)
+    kernels, errors = _compiled([team for team, _ in cases], options.jobs)
+    clock, seed = CudaClock(), secrets.randbelow(_MAX_SEED)
+    facts = gpu_facts(gpu)
+    generator = torch.Generator(gpu.device).manual_seed(seed)
+    track = Track(gpu.device, facts["l2_bytes"], clock, peers(), options.rounds, options.check, generator)
+    with torch.no_grad(), Monitor(gpu) as monitor:
+        if cases:
+            report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
+        report = replace(report, gpu=facts, versions=versions(), rounds=options.rounds, seed=seed)
+        for team, case in cases:
+            began = time.monotonic()
+            row = track.measure(team, kernels, errors, case)
+            report = replace(report, rows=(*report.rows, replace(row, reading=monitor.since(began))))
+            if not gpu.answers():
+                report = replace(report, stopped=f"the GPU does not answer since {case.name}")
+            observer(report, len(cases))
+            if report.stopped is not None:
+                break
+            torch.cuda.empty_cache()
+    return report
+
+
+def _planned(
+    spec: str | Path, options: Options, capability: int | None
+) -> tuple[BenchReport, list[tuple[Team, BenchCase]]]:
+    """Return a report without rows, and the cases with the kernels that race in each."""
+    loaded = load_spec(spec)
+    left_out, kept = {}, []
+    for kernel in chosen(prepare(loaded), options.part, options.variants):
+        reason = reason_against(kernel.plan, capability)
+        if reason is None:
+            kept.append(kernel)
+        else:
+            left_out[kernel.plan.name] = reason
+    cases = [
+        (team, case)
+        for team in teams(kept)
+        for case in bench_cases(
+            team.variant.name, team.dtype, team.head_dim_qk, team.head_dim_v,
+            tokens=options.tokens, seqlens=options.seqlens,
+        )
+    ]  # fmt: skip
+    cases.sort(key=lambda planned: planned[1].suite)  # grid before variants
+    return BenchReport(str(spec), loaded.package, (), left_out), cases
+
+
+def _compiled(racing: Sequence[Team], jobs: int | None) -> tuple[dict[str, Kernel], dict[str, str]]:
+    """Return the kernels by name, and what is wrong with those that do not compile."""
+    members = {member.plan.name: member for team in racing for member in team.members.values()}
+    store = Store()
+    built, failures = compile_kernels(list(members.values()), store=store, jobs=jobs)
+    kernels = {name: read_kernel(store.path(kernel.key)) for name, kernel in built.items()}
+    return kernels, {failure.name: str(failure.error) for failure in failures}

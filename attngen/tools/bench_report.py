@@ -1,0 +1,192 @@
+"""What a race found: figures, ratios to the best peer, geometric means, and all of it as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from attngen.tools.bench_cases import BenchCase
+from attngen.tools.bench_machine import Ceilings, Reading
+from attngen.tools.bench_timing import Timing
+
+#: Version of the JSON document.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one contestant in one case.
+
+    ``status`` is measured, planned (a dry run), unsupported (``reason`` says why) or failed. ``kernel`` names a kernel
+    of ours; a peer has none. ``error`` is relative to float64.
+    """
+
+    contestant: str
+    kernel: str | None = None
+    status: str = "planned"
+    reason: str | None = None
+    timing: Timing | None = None
+    tflops: float | None = None
+    error: float | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether a kernel of the spec ran."""
+        return self.kernel is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as the report holds it."""
+        timing = self.timing
+        return {
+            "contestant": self.contestant,
+            "kernel": self.kernel,
+            "status": self.status,
+            "reason": self.reason,
+            "tflops": self.tflops,
+            "relative_error": self.error,
+            "milliseconds": timing and timing.milliseconds,
+            "samples": list(timing.samples) if timing else [],
+            "host_microseconds": timing and timing.host_us,
+            "host_bound": timing and timing.host_bound,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case. ``pairs`` and ``flops`` are None in a dry run, ``reading`` also where nothing could be read."""
+
+    case: BenchCase
+    results: tuple[Result, ...]
+    pairs: float | None = None
+    input_sets: int | None = None
+    reading: Reading | None = None
+
+    @property
+    def best_peer(self) -> Result | None:
+        """The fastest peer; None if none was measured."""
+        peers = [result for result in self.results if not result.ours and result.tflops is not None]
+        return max(peers, key=lambda result: result.tflops or 0.0, default=None)
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The speed of each kernel of ours by that of the best peer."""
+        best = self.best_peer
+        if best is None or best.tflops is None:
+            return {}
+        return {r.contestant: r.tflops / best.tflops for r in self.results if r.ours and r.tflops is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as the report holds it."""
+        case, best = self.case, self.best_peer
+        return {
+            "name": case.name,
+            "suite": case.suite,
+            "variant": case.variant,
+            "dtype": case.dtype,
+            "head_dim_qk": case.head_dim_qk,
+            "head_dim_v": case.head_dim_v,
+            "batch": case.batch,
+            "seqlen": case.seqlen,
+            "heads": case.heads,
+            "kv_heads": case.kv_heads,
+            "visible_pairs": self.pairs,
+            "flops": None if self.pairs is None else case.flops(self.pairs),
+            "input_sets": self.input_sets,
+            "gpu": None if self.reading is None else asdict(self.reading),
+            "best_peer": best and best.contestant,
+            "ratios": self.ratios,
+            "results": [result.to_dict() for result in self.results],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Geometric mean and least of the ratios of each of our contestants over some cases, and over how many."""
+
+    of: str
+    ratios: Mapping[str, float]
+    least: Mapping[str, float]
+    cases: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as the report holds it."""
+        return asdict(self)
+
+
+def mean_of(of: str, rows: Iterable[Row]) -> Mean | None:
+    """Return the means over the cases in which a contestant and a peer were measured; None if none has two of them."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        for name, ratio in row.ratios.items():
+            ratios.setdefault(name, []).append(ratio)
+    several = {name: found for name, found in ratios.items() if len(found) > 1}
+    if not several:
+        return None
+    return Mean(
+        of,
+        {name: statistics.geometric_mean(found) for name, found in several.items()},
+        {name: min(found) for name, found in several.items()},
+        {name: len(found) for name, found in several.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """All that a race found. ``left_out`` maps kernels to the reason; ``stopped`` says why the race did not end."""
+
+    spec: str
+    package: str
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    gpu: Mapping[str, Any] | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
+    rounds: int | None = None
+    seed: int | None = None
+    stopped: str | None = None
+
+    @property
+    def groups(self) -> dict[str, list[Row]]:
+        """The rows that differ in their lengths only, in their order."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.case.group, []).append(row)
+        return found
+
+    @property
+    def means(self) -> tuple[Mean, ...]:
+        """The means of each group and of each suite, as far as they have two cases or more."""
+        suites = {suite: [row for row in self.rows if row.case.suite == suite] for suite in ("grid", "variants")}
+        found = (mean_of(of, rows) for of, rows in [*self.groups.items(), *suites.items()])
+        return tuple(mean for mean in found if mean is not None)
+
+    @property
+    def results(self) -> list[Result]:
+        """The results of all cases."""
+        return [result for row in self.rows for result in row.results]
+
+    @property
+    def ok(self) -> bool:
+        """Whether a kernel of ours was measured, and none failed."""
+        ours = [result.status for result in self.results if result.ours]
+        return self.stopped is None and "measured" in ours and "failed" not in ours
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return {
+            "format": FORMAT,
+            "spec": self.spec,
+            "package": self.package,
+            "ok": self.ok,
+            "stopped": self.stopped,
+            "gpu": None if self.gpu is None else dict(self.gpu),
+            "versions": dict(self.versions),
+            "ceilings": None if self.ceilings is None else asdict(self.ceilings),
+            "rounds": self.rounds,
+            "seed": self.seed,
+            "rows": [row.to_dict() for row in self.rows],
+            "means": [mean.to_dict() for mean in self.means],
+            "left_out": dict(self.left_out),
+        }

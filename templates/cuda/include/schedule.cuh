@@ -1,0 +1,48 @@
+// Which tile of work comes next, and where data put its bounds.
+#pragma once
+
+#include "types.cuh"
+
+// What consumers are told of a KV tile, in one word: its number, a bit for each consumer that needs the mask, and a bit
+// for each that sees nothing of it.
+constexpr int kPartialBit = 20, kSkippedBit = 24;
+constexpr int kTileMask = (1 << kPartialBit) - 1;
+
+// Finds the unit (batch x head) and the query tile of an index: the units of one section share L2, longest tiles first.
+__device__ __forceinline__ void place_tile(
+    int index, int q_tiles, int units, int section, int& unit, int& q_tile) {
+  const int units_before = index / (section * q_tiles) * section;
+  const int width = min(section, units - units_before);
+  const int rest = index - units_before * q_tiles;
+  unit = units_before + rest % width;
+  q_tile = q_tiles - 1 - rest / width;
+}
+
+// The next tile that no block has taken. The counter runs from 0 and wraps when every block has come away empty once,
+// so that it is 0 again for the next launch.
+__device__ __forceinline__ int take_tile(uint32_t* counter, int tiles, int lane) {
+  int index = 0;
+  if (lane == 0) index = gridDim.x + atomicInc(counter, tiles - 1);
+  return __shfl_sync(~0u, index, 0);
+}
+
+// First position in [0, length] whose element is >= value (> value if strict); elements ascend. Eight lanes probe eight
+// places at once, each group of eight for itself: five rounds for 32,768 elements.
+template <typename Number, typename Value>
+__device__ __forceinline__ int first_at_least(
+    const Number* elements, long long stride, int length, Value value, bool strict) {
+  const int lane = threadIdx.x % 8, group = threadIdx.x % 32 / 8;
+  int low = 0, high = length;
+  while (__any_sync(~0u, low < high)) {
+    const int step = (high - low + 7) / 8;
+    const int probe = low + (lane + 1) * step - 1;
+    bool below = false;
+    if (low < high && probe < high) {
+      const auto element = elements[probe * stride];
+      below = strict ? element <= value : element < value;
+    }
+    low += __popc(__ballot_sync(~0u, below) >> 8 * group & 0xff) * step;
+    high = min(low + max(step - 1, 0), high);
+  }
+  return low;
+}

@@ -1,0 +1,84 @@
+// The softmax of one tile, on the registers of a warpgroup: a thread holds two rows, each shared by four lanes.
+//
+// Logits come as `s * scale` in units of log2. A row keeps a reference in those units, from which exponents are
+// measured, and the sum of its probabilities so far; each lane sums its own columns. Masked logits are -inf.
+#pragma once
+
+#include "types.cuh"
+
+// Reference of a row that has seen no key: any visible logit lies far above, and a masked one gives exp2(-inf) = 0.
+constexpr float kUnseen = -3.4028234663852886e38f;
+
+constexpr float kMasked = __builtin_bit_cast(float, 0xff800000u);  // -inf
+
+// One instruction, relative error 2^-22 (PTX ISA, ex2.approx.ftz.f32).
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Row of the element i of a thread: 0 is the upper one, 1 lies 8 rows below.
+constexpr int row_of(int i) { return i / 2 % 2; }
+
+// The largest logit of each row, in units of log2.
+template <int kCount>
+__device__ __forceinline__ void find_maximum(const float (&s)[kCount], float scale, float (&maximum)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float largest = s[2 * row];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (row_of(i) == row) largest = fmaxf(largest, s[i]);
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    maximum[row] = scale * fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  }
+}
+
+// Raises the references to these maxima, and returns in `alpha` what multiplies everything before.
+__device__ __forceinline__ void raise_reference(const float (&maximum)[2], float (&reference)[2], float (&alpha)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float raised = fmaxf(reference[row], maximum[row]);
+    alpha[row] = exp2_approx(reference[row] - raised);
+    reference[row] = raised;
+  }
+}
+
+// P = exp2(S * scale - reference) in 16 bits, as the A operand of the next product; adds to the sums of its rows.
+template <typename Element, int kFrom, int kTo, int kCount>
+__device__ __forceinline__ void exponentiate(
+    const float (&s)[kCount], float scale, const float (&reference)[2], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
+#pragma unroll
+  for (int i = kFrom; i < kTo; i += 2) {
+    const float low = exp2_approx(fmaf(s[i], scale, -reference[row_of(i)]));
+    const float high = exp2_approx(fmaf(s[i + 1], scale, -reference[row_of(i)]));
+    sum[row_of(i)] += low + high;
+    p[i / 2] = pack<Element>(low, high);
+  }
+}
+
+// Multiplies the rows of an accumulator.
+template <int kCount>
+__device__ __forceinline__ void rescale(float (&acc)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) acc[i] *= factor[row_of(i)];
+}
+
+// The whole sums of the rows from their four lanes, and their inverses, which are 0 for rows that saw no key.
+__device__ __forceinline__ void finish_sum(float (&sum)[2], float (&inverse)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    sum[row] += __shfl_xor_sync(~0u, sum[row], 1);
+    sum[row] += __shfl_xor_sync(~0u, sum[row], 2);
+    float quotient;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(sum[row]));  // relative error 2^-23
+    inverse[row] = sum[row] == 0.0f ? 0.0f : quotient;
+  }
+}
+
+// Logarithm of the sum of exponentials of a row, natural; -inf for a row that saw no key.
+__device__ __forceinline__ float log_sum_exp(float reference, float sum) {
+  return sum == 0.0f ? kMasked : (reference + log2f(sum)) * kLn2;
+}

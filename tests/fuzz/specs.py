@@ -1,0 +1,62 @@
+"""Random valid specs of one kernel each, by a seed: a fuzzed variant, and whatever fields Triton kernels accept."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import yaml
+
+from attngen.errors import PlanError
+from attngen.spec import load_spec_text
+from attngen.tools.build import Prepared, prepare
+from tests.fuzz.variants import banded, typed
+
+#: The sample that is compiled, and compared with the reference.
+SEEDS = range(100)
+
+
+def prepared(seed: int, **fields: Any) -> Prepared:
+    """Return the rendered kernel of a seed; ``fields`` replaces fields of its spec."""
+    chance = random.Random(seed)
+    variant = (banded if chance.random() < 0.3 else typed)(chance)
+    while True:
+        text = _text(f"fuzzed_{seed}", variant, _kernel(chance) | fields)
+        try:
+            (kernel,) = prepare(load_spec_text(text, "fuzzed.yaml"))
+        except PlanError as error:
+            if "Shared memory" not in str(error):
+                raise
+            continue
+        return kernel
+
+
+def _text(name: str, variant: dict[str, Any], kernel: dict[str, Any]) -> str:
+    spec = {
+        "schema": 1,
+        "package": "fuzzed",
+        "arch": ["sm90a"],
+        "variants": {name: variant},
+        "kernels": [{"variant": name, "backend": "triton", **kernel}],
+    }
+    return yaml.safe_dump(spec, sort_keys=False)
+
+
+def _kernel(chance: random.Random) -> dict[str, Any]:
+    dims = [chance.choice([16, 32, 48, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256]) for _ in ("qk", "v")]
+    fields: dict[str, Any] = {
+        "head_dim": dims[0] if chance.random() < 0.7 else {"qk": dims[0], "v": dims[1]},
+        "dtype": chance.choice(["bf16", "bf16", "fp16", "fp16", "fp32"]),
+        "layout": chance.choice(["dense", "varlen"]),
+        "loads": chance.choice(["descriptor", "descriptor", "pointer"]),
+        "tile_map": chance.choice(["auto", "auto", "always", "never"]),
+        "fast_math": chance.random() < 0.7,
+        "allow": ["spill", "serialized_wgmma"],  # what costs speed only
+    }
+    if fields["loads"] == "pointer" and chance.random() < 0.5:
+        fields["alignment"] = "element"
+    if fields["dtype"] != "fp32" and chance.random() < 0.3:  # products of float32 fill the registers with less
+        fields["tile"] = {"m": chance.choice([64, 128]), "n": chance.choice([16, 32, 64])}
+        fields["warps"] = chance.choice([4, 8])
+        fields["pipeline"] = {"stages": chance.choice([1, 2, 3])}
+    return fields
