@@ -13,14 +13,14 @@ class DType:
     torch: str
     triton: str  # as in a Triton signature; also the attribute of triton.language, save for i1/iN/uN/fpN
     triton_language: str
-    cuda: str
+    cuda: str  # bf16 and fp16 are those of templates/cuda/include/types.cuh
     bytes: int
     kind: str
 
 
 _ROWS = (
-    DType("bf16", "bfloat16", "bf16", "bfloat16", "__nv_bfloat16", 2, "float"),
-    DType("fp16", "float16", "fp16", "float16", "__half", 2, "float"),
+    DType("bf16", "bfloat16", "bf16", "bfloat16", "bf16", 2, "float"),
+    DType("fp16", "float16", "fp16", "float16", "fp16", 2, "float"),
     DType("fp32", "float32", "fp32", "float32", "float", 4, "float"),
     DType("bool", "bool", "i8", "int8", "unsigned char", 1, "bool"),
     DType("int8", "int8", "i8", "int8", "signed char", 1, "int"),

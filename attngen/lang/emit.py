@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, rewrite
+from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, holds_int64, rewrite
 from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range
@@ -205,7 +205,7 @@ class _Emission:
     def temporary(self, node: Expr, role: str, text: str) -> Piece:
         """Store an intermediate result of a node."""
         name = self._fresh(role)
-        self._lines(node).append(self.dialect.declare(name, node.type, _wide(node), text))
+        self._lines(node).append(self.dialect.declare(name, node.type, holds_int64(node), text))
         return Piece(name, self.dialect.atom)
 
     def _write(self, node: Expr) -> Piece:
@@ -228,7 +228,7 @@ class _Emission:
 
     def _declare(self, node: Expr, text: str) -> Piece:
         name = self._fresh(self.labels.get(node) or describe(node, self.axes(node)))
-        self._lines(node).append(self.dialect.declare(name, node.type, _wide(node), text))
+        self._lines(node).append(self.dialect.declare(name, node.type, holds_int64(node), text))
         return Piece(name, self.dialect.atom)
 
     def _load(self, node: Load) -> Piece:
@@ -311,10 +311,6 @@ class _Emission:
             name, number = f"{base}_{number}", number + 1
         self._taken.add(name)
         return name
-
-
-def _wide(node: Expr) -> bool:
-    return isinstance(node, Op) and node.wide
 
 
 def _trivial(node: Op) -> bool:

@@ -198,3 +198,10 @@ def names(node: Expr) -> frozenset[str]:
 def tensors(node: Expr) -> frozenset[str]:
     """Return the names of all tensors that an expression reads."""
     return frozenset(n.tensor for n in walk(node) if isinstance(n, Load | Search))
+
+
+def holds_int64(node: Expr) -> bool:
+    """Whether the value of an integer node is an int64 in languages that promote, since it or a part of it is wide."""
+    if not isinstance(node, Op) or node.type is not Type.INT:
+        return False
+    return node.wide or (node.op != "to_int" and any(holds_int64(argument) for argument in node.args))

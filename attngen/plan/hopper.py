@@ -12,6 +12,7 @@ from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
 from attngen.lang.simplify import TRUE
 from attngen.plan.model import Columns, Hopper, Region
+from attngen.plan.traits import gathers, is_light
 from attngen.spec.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
@@ -29,20 +30,24 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What kernels of up to ``head_dim`` get."""
+    """What kernels of a family get, up to ``head_dim``."""
 
+    family: str
     head_dim: int
     consumers: int
     tile_n: int
     schedule: str
 
 
-#: First match wins. Measured on an H200 (docs/performance.md); the rows for 96 and 192 follow from the budgets.
+#: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
+#: whose addresses take registers. Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
 _TABLE = (
-    _Choice(64, 3, 128, "pingpong"),
-    _Choice(128, 2, 128, "pingpong"),
-    _Choice(192, 2, 96, "pingpong"),
-    _Choice(256, 2, 64, "pingpong"),
+    _Choice("light", 64, 3, 128, "pingpong"),
+    _Choice("gather", 128, 2, 64, "pingpong"),
+    _Choice("gather", 256, 2, 32, "pingpong"),
+    _Choice("any", 128, 2, 128, "pingpong"),
+    _Choice("any", 192, 2, 96, "pingpong"),
+    _Choice("any", 256, 2, 64, "pingpong"),
 )
 
 #: Sum of a lane's probabilities that asks for a new reference: far below the largest float16, and below float32's
@@ -68,7 +73,8 @@ def widths(head_dim: int) -> Columns:
 def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
     """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had."""
     qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
-    choice = next(row for row in _TABLE if max(qk, v) <= row.head_dim)
+    families = _families(spec)
+    choice = next(row for row in _TABLE if row.family in families and max(qk, v) <= row.head_dim)
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m, tile_n = _ROWS * consumers, spec.tile_n or choice.tile_n
@@ -103,6 +109,16 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
         shared=(),
     )
     return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, tile_m, tile_n, stages, qk, v))
+
+
+def _families(spec: KernelSpec) -> frozenset[str]:
+    """Return the families of the table that a kernel belongs to."""
+    found = {"any"}
+    if is_light(spec.variant) and spec.layout == "dense":
+        found.add("light")
+    if gathers(spec.variant):
+        found.add("gather")
+    return frozenset(found)
 
 
 def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:

@@ -7,14 +7,14 @@ from attngen.dtypes import ATTENTION_DTYPES, dtype
 from attngen.errors import PlanError
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
-from attngen.lang.ir import Load, names, walk
-from attngen.lang.variant import Variant
+from attngen.lang.ir import names
 from attngen.plan import arguments, budget, naming
 from attngen.plan.catalogue import SCHEDULES, Schedule
 from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_arguments
 from attngen.plan.hopper import hopper_tile, refusal, widths
 from attngen.plan.model import Argument, Classifier, Plan
 from attngen.plan.tiles import Tile, columns, default_tile, family, padded_width
+from attngen.plan.traits import gathers, reads_data_per_key
 from attngen.spec.expand import KernelSpec
 
 _TILE_SIZES = (16, 32, 64, 128, 256)
@@ -40,11 +40,11 @@ def plan(spec: KernelSpec) -> Plan:
         loads=schedule.loads,
         aligned=alignment == 16,
         element_bytes=element.bytes,
-        gathers=_gathers(spec.variant),
+        gathers=gathers(spec.variant),
     )
     tile = _tile(spec, arch, default_tile(rows, max(widths)), widths, element.bytes)
     driver = _driver(spec)
-    in_registers = schedule.loads == "descriptor" and not _gathers(spec.variant)
+    in_registers = schedule.loads == "descriptor" and not gathers(spec.variant)
     name = naming.kernel_name(
         direction=spec.direction,
         arch=spec.arch,
@@ -275,29 +275,9 @@ def _driver(spec: KernelSpec) -> str:
         return "tile_map"
     if bands(spec.variant.mask, Facts.of(spec.variant), over="kv").exact:
         return "ranges"
-    if spec.tile_map == "auto" and _reads_data_per_key(spec.variant):
+    if spec.tile_map == "auto" and reads_data_per_key(spec.variant):
         return "tile_map"
     return "classified"
-
-
-def _reads_data_per_key(variant: Variant) -> bool:
-    """Whether the mask reads a tensor at an index that depends on the key: no interval rule can bound that."""
-    return any(
-        isinstance(node, Load) and any("kv" in names(index) or "kv_global" in names(index) for index in node.indices)
-        for node in walk(variant.mask)
-    )
-
-
-def _gathers(variant: Variant) -> bool:
-    """Whether mask or score load a value for each pair of query and key."""
-    rows, keys = {"q", "q_pos", "q_global"}, {"kv", "kv_global"}
-    for expression in (variant.mask, variant.score):
-        for node in walk(expression) if expression is not None else ():
-            if isinstance(node, Load):
-                used = frozenset[str]().union(*(names(index) for index in node.indices))
-                if used & rows and used & keys:
-                    return True
-    return False
 
 
 def _classifier(draft: Plan, own: tuple[Argument, ...]) -> Classifier:

@@ -17,10 +17,6 @@ _REGION_TEXTS = {
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
 _TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t"}
-_ELEMENTS = {
-    "bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short", "int32": "int",
-    "int64": "long long", "fp32": "float", "fp16": "fp16", "bf16": "bf16",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +58,7 @@ class CudaView:
     work_bytes: int
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
+    uses_kv_tiles: bool
     uses_whole_tiles: bool
     uses_q_hi: bool
     span_fields: tuple[str, ...]
@@ -115,8 +112,9 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         ),
         swizzle={64: 1, 32: 2}[hopper.box_columns],
         work_bytes=WORK_BYTES,
-        argument_lines=_argument_lines(plan.arguments),
+        argument_lines=_argument_lines(plan, plan.arguments),
         uses_hk_in_spans=_uses("hk", spans),
+        uses_kv_tiles=_uses("kv_tiles", spans),
         uses_whole_tiles=_uses("whole_tiles", spans),
         uses_q_hi=_uses("q_hi", spans),
         span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
@@ -151,7 +149,7 @@ def _classifier(plan: Plan) -> ClassifierView:
     texts = "\n".join([*code.hoisted, *code.lines, code.visible])
     return ClassifierView(
         threads=32 * plan.classifier.num_warps,
-        argument_lines=_argument_lines(plan.classifier.arguments, reading_map=False),
+        argument_lines=_argument_lines(plan, plan.classifier.arguments, reading_map=False),
         uses_packed=_uses("q_begin", texts) or _uses("k_begin", texts),
         uses_hk=_uses("hk", texts),
         hoisted=code.hoisted,
@@ -178,27 +176,23 @@ def _padding(columns: Columns) -> str:
     return "" if columns.used == columns.width else f"  // {columns.used} columns and zeros"
 
 
-def _argument_lines(arguments: tuple[Argument, ...], *, reading_map: bool = True) -> tuple[str, ...]:
+def _argument_lines(plan: Plan, arguments: tuple[Argument, ...], *, reading_map: bool = True) -> tuple[str, ...]:
     """Return the parameter list, related arguments on one line."""
-    lines = argument_groups(arguments, lambda a: _declaration(a, reading_map=reading_map), width=110)
+    lines = argument_groups(arguments, lambda a: _declaration(plan, a, reading_map=reading_map), width=110)
     return (*lines[:-1], lines[-1].removesuffix(","))
 
 
-def _declaration(argument: Argument, *, reading_map: bool = True) -> str:
+def _declaration(plan: Plan, argument: Argument, *, reading_map: bool = True) -> str:
     if argument.kind == "descriptor":
         return f"const __grid_constant__ TensorMap {argument.name},"
     if argument.type.startswith("*"):
         written = argument.of in ("out", "lse", "tile_counter") or (argument.of == "tile_map" and not reading_map)
         name = argument.type.removeprefix("*")
-        element = _TYPES.get(name) or _ELEMENTS.get(name) or name
-        if (argument.of or "").startswith("tensor:"):
-            element = _ELEMENTS[_dtype_of_triton(name)]
+        tensor = (argument.of or "").removeprefix("tensor:")
+        name = next((own.dtype for own in plan.variant.tensors if own.name == tensor), name)
+        element = _TYPES.get(name) or dtype(name).cuda
         return f"{'' if written else 'const '}{element}* {argument.name},"
     return f"{_TYPES[argument.type]} {argument.name},"
-
-
-def _dtype_of_triton(name: str) -> str:
-    return next(row for row in _ELEMENTS if dtype(row).triton == name)
 
 
 def _work_lines(plan: Plan, used_in: Sequence[str], own: Sequence[str]) -> tuple[str, ...]:

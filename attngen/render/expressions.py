@@ -11,8 +11,8 @@ from attngen.lang.bands import Bands, Interval
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.facts import Facts
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var
-from attngen.lang.ranges import Range
+from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, tensors
+from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
 from attngen.lang.targets import Target
 from attngen.plan.arguments import KERNEL_NAMES, argument_name, extent_name, pointer_name, strides
@@ -173,15 +173,17 @@ def hull_ends(plan: Plan, found: Bands) -> dict[str, Expr]:
 
 def emit_named(plan: Plan, language: Language, values: Mapping[str, Expr]) -> tuple[dict[str, str], list[str]]:
     """Return the text of each value, and the lines that give them their names."""
+    values = {name: _reachable(plan, value) for name, value in values.items()}
     labels: dict[Expr, str] = {}
     for name, value in values.items():
-        labels.setdefault(value, name)
+        if language.target is not Target.CUDA or not holds_int64(value):  # there a name has one type
+            labels.setdefault(value, name)
     code = emit_for(plan, language, list(values.values()), corner_bindings(plan, language), labels=labels)
     dialect = language.target.dialect
     lines = list(code.hoisted)
     texts = {}
     for (name, value), text in zip(values.items(), code.results, strict=True):
-        if _is_wide(value):
+        if holds_int64(value) or _reads_int64(plan, value):
             text = language.narrow(text)
         if not re.fullmatch(r"\w+", text):
             lines.append(dialect.declare(name, Type.INT, False, text))
@@ -190,8 +192,15 @@ def emit_named(plan: Plan, language: Language, values: Mapping[str, Expr]) -> tu
     return texts, lines
 
 
-def _is_wide(value: Expr) -> bool:
-    """Whether the text of a value is an int64: tile numbers fit int32, and tensor maps ask for that."""
-    if not isinstance(value, Op) or value.type is not Type.INT:
-        return False
-    return value.wide or any(_is_wide(argument) for argument in value.args)
+def _reachable(plan: Plan, tile: Expr) -> Expr:
+    """Return a tile that fits int32: all that lie beyond the last key are alike, and none lies before the first."""
+    low, high = bounds(tile, known_ranges(plan))
+    tile = tile if high <= INT32[1] else minimum(tile, add(KV_TILES, integer(1)))
+    return tile if low >= INT32[0] else maximum(tile, integer(0))
+
+
+def _reads_int64(plan: Plan, value: Expr) -> bool:
+    """Whether a scalar or a tensor of int64 is part of a value, which is then one itself."""
+    wide = {scalar.name for scalar in plan.variant.scalars if scalar.dtype == "int64"}
+    wide |= {tensor.name for tensor in plan.variant.tensors if tensor.dtype == "int64"}
+    return not wide.isdisjoint(names(value) | tensors(value))

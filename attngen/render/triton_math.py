@@ -299,13 +299,15 @@ def words(plan: Plan) -> Words:
             needs_mask,
         )
     may, must = classify(plan.variant.mask, facts_of(plan))
-    code = emit_for(plan, TRITON, [may, must], corner_bindings(plan, TRITON), prefix="tiles_")
+    bound = corner_bindings(plan, TRITON) | {name: Binding(name, _KV) for name in ("kv_lo", "kv_hi")}
+    code = emit_for(plan, TRITON, [may, must], bound, prefix="tiles_")
     lines = ["tiles = word * 32 + tl.arange(0, 32)"]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
         lines += ["kv_lo = tiles * BLOCK_N", "kv_hi = kv_lo + (BLOCK_N - 1)"]
     listed = "(tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))"
     lines += [
         *code.hoisted,
+        *code.body,
         f"seen = {listed}" if may == TRUE else f"seen = {listed} & ({code.results[0]})",
         "bit = 1 << tl.arange(0, 32)",
         "visible_word = tl.sum(tl.where(seen, bit, 0))",

@@ -182,13 +182,13 @@ _SHIM = """
 #define __forceinline__ inline
 #define __int_as_float(bits) std::numeric_limits<float>::infinity()
 using std::min; using std::max; using std::abs;
-struct __half { uint16_t bits; };
-struct __nv_bfloat16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+struct bf16 { uint16_t bits; };
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-static inline float __bfloat162float(__nv_bfloat16 x) {
+static inline float to_float(bf16 x) {
   uint32_t bits = uint32_t(x.bits) << 16; float y; memcpy(&y, &bits, 4); return y;
 }
-static inline float __half2float(__half x) {
+static inline float to_float(fp16 x) {
   const int exponent = (x.bits >> 10) & 31, mantissa = x.bits & 1023;
   const float value = exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
   return x.bits >> 15 ? -value : value;

@@ -262,8 +262,8 @@ def test_cuda_declares_types() -> None:
     code = mask("0 <= q_pos - kv < window and pad[b, kv]", Target.CUDA)
     assert "const int q_pos_minus_kv = " in "\n".join(code.body)
     assert "const bool pad_kv = " in "\n".join(code.body)
-    assert "const float slope_h = __bfloat162float(slope_ptr[" in score("s + slope[h]", Target.CUDA).hoisted[0]
-    assert "const float bias = __half2float(*bias_ptr);" in score("s + bias", Target.CUDA).hoisted
+    assert "const float slope_h = to_float(slope_ptr[" in score("s + slope[h]", Target.CUDA).hoisted[0]
+    assert "const float bias = to_float(*bias_ptr);" in score("s + bias", Target.CUDA).hoisted
 
 
 def test_a_name_without_a_binding() -> None:

@@ -1,0 +1,39 @@
+"""What masks and scores are made of, as far as it decides which schedule and which tile suit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.lang.ir import Expr, Load, Op, names, walk
+from attngen.lang.variant import Variant
+
+_ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
+
+
+def reads_data_per_key(variant: Variant) -> bool:
+    """Whether the mask reads a tensor at an index that depends on the key: no interval rule can bound that."""
+    return any(names(index) & _KEYS for node in walk(variant.mask) if isinstance(node, Load) for index in node.indices)
+
+
+def gathers(variant: Variant) -> bool:
+    """Whether mask or score load a value for each pair of query and key."""
+    for node in _nodes(variant):
+        if isinstance(node, Load):
+            used = frozenset[str]().union(*(names(index) for index in node.indices))
+            if used & _ROWS and used & _KEYS:
+                return True
+    return False
+
+
+def is_light(variant: Variant) -> bool:
+    """Whether there is no score, and the mask takes no registers to speak of: comparisons of sums, nothing else."""
+    heavy = ("floordiv", "mod", "truediv", "pow")
+    if variant.score is not None:
+        return False
+    return not any(isinstance(node, Load) or (isinstance(node, Op) and node.op in heavy) for node in _nodes(variant))
+
+
+def _nodes(variant: Variant) -> Iterator[Expr]:
+    for expression in (variant.mask, variant.score):
+        if expression is not None:
+            yield from walk(expression)

@@ -1,0 +1,162 @@
+"""``attngen bench``: the dry run, what it prints of a race, and what it says where there is nothing to race on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner, Result
+
+from attngen import cli
+from attngen.commands import bench as command
+from attngen.tools import bench as tool
+from attngen.tools.bench_report import BenchReport, Row
+from attngen.tools.bench_report import Result as Figure
+from tests.tools.test_bench_report import SCHEMA, report
+
+SPEC = """
+schema: 1
+package: mine
+arch: [sm90a]
+kernels:
+  - {variant: [causal, alibi], head_dim: 64}
+  - {variant: causal, head_dim: 64, layout: varlen}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = tmp_path / "mine.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli.group, ["bench", *map(str, arguments)])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_without_a_gpu_nothing_can_be_measured(spec: Path) -> None:
+    result = run(spec, code=cli.EXIT_FAILURE)
+    assert result.stderr == "bench needs an NVIDIA GPU, and torch finds none; --dry-run lists the cases without one\n"
+
+
+def test_a_dry_run_lists_cases_contestants_and_reasons(spec: Path, tmp_path: Path) -> None:
+    output = run(spec, "--dry-run", "--json", tmp_path / "plan.json").stdout
+    lines = output.splitlines()
+    assert lines[0].split() == ["case", "shape", "FlexAttention", "attngen", "triton"]
+    assert [line.split("  ")[0] for line in lines[2:7]] == [
+        "causal d64 bf16 1k", "causal d64 bf16 4k", "causal d64 bf16 16k", "causal d64 bf16 h64/16 16k",
+        "alibi d64 bf16 h64/16 16k",
+    ]  # fmt: skip
+    assert "b16 s1024 h32/32" in lines[2]
+    assert "not in 5 cases: FlashAttention-3: not installed; pip install fa3-fwd" in lines
+    assert "left out: 1 kernel: only dense calls are raced" in lines
+    assert lines[-1] == "mine: 5 cases; nothing was measured"
+    document = json.loads((tmp_path / "plan.json").read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert len(document["rows"]) == 5
+
+
+def test_options_choose_cases(spec: Path) -> None:
+    output = run(spec, "--dry-run", "--variant", "causal", "--seqlen", 512, "--seqlen", 2048, "--tokens", 4096).stdout
+    assert "mine: 4 cases" in output
+    assert "b8 s512 h32/32" in output
+    assert "mine: 1 cases" in run(spec, "--dry-run", "--kernel", "alibi").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--variant", "casual"), 1, "no kernel of variant 'casual'; did you mean 'causal'?"),
+        (("--kernel", "d65"), 1, "no kernel 'd65'"),
+        (("--seqlen", "0"), 2, "--seqlen"),
+        (("--json", "no/such/folder/figures.json"), 2, "there is no folder no/such/folder"),
+    ],
+)
+def test_mistakes(spec: Path, arguments: tuple[str, ...], code: int, says: str) -> None:
+    assert says in run(spec, "--dry-run", *arguments, code=code).stderr
+
+
+def test_a_spec_that_is_wrong(spec: Path) -> None:
+    spec.write_text(SPEC.replace("variant:", "varaint:"))
+    assert "did you mean 'variant'?" in run(spec, "--dry-run", code=cli.EXIT_USAGE).stderr
+
+
+def test_a_picture_needs_matplotlib(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr(command, "import_module", lacking)
+    result = run(spec, "--plot", spec.with_suffix(".png"), code=cli.EXIT_FAILURE)
+    assert result.stderr == "this needs matplotlib, which is not installed; pip install 'attngen[bench]'\n"
+
+
+def raced(monkeypatch: pytest.MonkeyPatch, found: BenchReport) -> list[tool.Options]:
+    """Let a race find this, case by case, and return the options that it was run with."""
+    seen: list[tool.Options] = []
+
+    def bench(spec: Path, options: tool.Options, observer: tool.Observer) -> BenchReport:
+        seen.append(options)
+        for count in range(1, len(found.rows) + 1):
+            observer(BenchReport(found.spec, found.package, found.rows[:count]), len(found.rows))
+        return found
+
+    monkeypatch.setattr(tool, "bench", bench)
+    return seen
+
+
+def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = raced(monkeypatch, report())
+    result = run(spec, "--no-check", "--rounds", 5, "--json", tmp_path / "figures.json")
+    assert seen == [tool.Options(rounds=5, check=False)]
+    table = [line.split() for line in result.stdout.splitlines()]
+    assert table[0] == [
+        "TFLOP/s", "flash", "flex", "attngen", "cuda", "attngen", "triton", "cuda", "/", "best", "peer", "triton", "/",
+        "best", "peer",
+    ]  # fmt: skip
+    assert table[2] == ["causal", "d128", "bf16", "1k", "400", "300", "600", "500", "1.50", "1.25"]
+    assert table[4] == ["causal", "d128", "bf16", "16k", "600", "400", "480", "0.80"]
+    assert table[5] == ["causal", "d128", "bf16:", "geometric", "mean", "1.10", "1.06"]
+    assert table[8] == ["grid:", "geometric", "mean", "1.10", "1.06"]
+    assert table[9] == ["variants:", "geometric", "mean", "1.48"]
+    assert "not in 1 case: flash: knows no ALiBi" in result.stdout
+    assert "mine on a card: bf16 matrix product 750 TFLOP/s, copy 4300 GB/s; medians of 3 rounds" in result.stdout
+    assert "[1/5] causal d128 bf16 1k: flash 400, flex 300, attngen cuda 600, attngen triton 500" in result.stderr
+    assert "bound by the host" not in result.stdout
+    document = json.loads((tmp_path / "figures.json").read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert len(document["rows"]) == 5
+    assert document["gpu"] == {"name": "a card"}
+
+
+def test_a_kernel_that_fails(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report()
+    wrong = Figure("attngen cuda", "fwd", "failed", "wrong: relative error 1.0e+00 exceeds 1e-02")
+    raced(monkeypatch, BenchReport("mine.yaml", "mine", (*found.rows, Row(found.rows[0].case, (wrong,)))))
+    result = run(spec, code=cli.EXIT_FAILURE)
+    assert "causal d128 bf16 1k: attngen cuda: wrong: relative error 1.0e+00 exceeds 1e-02" in result.stderr
+
+
+def test_nothing_measured(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raced(monkeypatch, BenchReport("mine.yaml", "mine", (), {"fwd": "built for sm80, this GPU is sm90"}))
+    result = run(spec, code=cli.EXIT_FAILURE)
+    assert result.stdout == "left out: 1 kernel: built for sm80, this GPU is sm90\n"
+    assert result.stderr == "no kernel was measured\n"
+
+
+def test_figures_that_the_host_bounds_are_marked(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.tools.test_bench_report import result
+
+    fast = result("attngen cuda", 1e5, ours=True)  # 15 µs, of which the host takes 12
+    slow = result("flash", 1.2e5)
+    raced(monkeypatch, BenchReport("mine.yaml", "mine", (Row(report().rows[0].case, (slow, fast)),)))
+    output = run(spec).stdout
+    assert "120000*" in output
+    assert "100000*" not in output
+    assert "* bound by the host" in output

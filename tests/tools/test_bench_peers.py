@@ -1,0 +1,130 @@
+"""Other libraries: which cases they support, and how they are called."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.errors import CallError, NoKernelError
+from attngen.runtime.module import Kernel
+from attngen.runtime.registry import registry
+from attngen.spec import load_spec_text, preset
+from attngen.tools import bench_kernels, bench_machine, bench_peers, bench_race
+from attngen.tools.bench_cases import BenchCase, bench_cases
+from attngen.tools.bench_check import Oracle
+from attngen.tools.bench_kernels import Team, chosen, teams
+from attngen.tools.bench_machine import Memory, Monitor, Reading, parse_reading
+from attngen.tools.bench_peers import Peer, Tensors, reason_against
+from attngen.tools.bench_race import Track, foresee
+from attngen.tools.bench_report import Result
+from attngen.tools.bench_timing import Contestant, race
+from attngen.tools.bench_workloads import Terms, Workload, terms_of, workload
+from attngen.tools.build import Prepared, prepare
+from attngen.tools.interpreter import kernel_of
+
+def reasons(name: str, dtype: str = "bf16", head_dim: int = 128) -> dict[str, str | None]:
+    (*_, case) = bench_cases(name, dtype, head_dim, head_dim, tokens=64)
+    terms = terms_of(preset(name), case, "cpu")
+    return {peer.name: reason_against(peer, case, terms) for peer in bench_peers.peers()}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every library were there."""
+    monkeypatch.setattr(bench_peers.metadata, "version", lambda name: "1.0")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+FLASHES = ("SDPA flash", "SDPA cuDNN", "FlashAttention-3", "FlashAttention-4")
+
+
+@pytest.mark.usefixtures("installed")
+def test_who_supports_what() -> None:
+    assert list(reasons("full")) == [
+        "SDPA flash",
+        "SDPA cuDNN",
+        "FlexAttention",
+        "FlashAttention-3",
+        "FlashAttention-4",
+    ]
+    for name in ("full", "causal"):
+        assert set(reasons(name).values()) == {None}
+    assert [n for n, reason in reasons("softcap").items() if reason is None] == ["FlexAttention", *FLASHES[2:]]
+    assert [n for n, reason in reasons("sliding_window").items() if reason is None] == ["FlexAttention", FLASHES[3]]
+    assert reasons("sliding_window")["FlashAttention-3"] == "fa3-fwd is built without windows"
+    for name in ("alibi", "prefix_lm", "packed_documents"):
+        assert [n for n, reason in reasons(name).items() if reason is None] == ["FlexAttention"]
+    assert reasons("causal", "fp16")["FlashAttention-3"] == "knows bf16 only"
+    assert [n for n, reason in reasons("causal", "fp32").items() if reason is None] == ["FlexAttention"]
+    assert set(reasons("chunked").values()) == {"nobody wrote chunked in its terms"}
+
+
+def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise bench_peers.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(bench_peers.metadata, "version", version)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    found = reasons("chunked")
+    assert found["FlashAttention-3"] == "not installed; pip install fa3-fwd"
+    assert found["FlashAttention-4"] == "not installed; pip install flash-attn-4"
+    assert found["SDPA flash"] == found["SDPA cuDNN"] == "this build of torch lacks it"
+    assert found["FlexAttention"] == "nobody wrote chunked in its terms"
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "sliding_window", "softcap"])
+def test_flash_functions_get_the_flags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, inputs = racing(preset(name), name, 30)
+    terms = work.terms
+    assert terms is not None
+    seen: list[dict[str, Any]] = []
+
+    class Module:
+        @staticmethod
+        def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **flags: Any) -> Any:
+            seen.append(flags)
+            return q, "the log-sum-exp"
+
+    monkeypatch.setattr(bench_peers, "import_module", lambda name: Module)
+    out = bench_peers.FlashAttention4().enter(work, terms, inputs).first()
+    assert out is inputs[0].q
+    window = (1023, 0) if name == "sliding_window" else (None, None)
+    softcap = 30.0 if name == "softcap" else 0.0
+    assert seen.pop() == {"causal": name != "full", "softcap": softcap, "window_size": window}
+    if name != "sliding_window":
+        bench_peers.FlashAttention3().enter(work, terms, inputs).first()
+        assert seen.pop() == {"causal": name != "full", "softcap": softcap}
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "packed_documents", "alibi"])
+def test_flex_attention_and_sdpa_compute_the_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both run on the CPU, uncompiled and on the plain backend: what is tested is how they are called."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(bench_race.bench_kernels, "attention", None)
+    work, inputs = racing(preset(name), name, 1400, torch.float32)
+    assert work.terms is not None
+    oracle = Oracle(work, inputs[0].q, inputs[0].k, inputs[0].v)
+    contestants = [bench_peers.FlexAttention().enter(work, work.terms, inputs)]
+    if name in ("full", "causal"):
+        contestants.append(bench_peers.Sdpa("SDPA", "MATH").enter(work, work.terms, inputs))
+    for contestant in contestants:
+        assert oracle.error(contestant.first()) < 1e-5
+
+
+def test_a_dry_run_knows_who_is_in(team: Team, small: BenchCase) -> None:
+    row = foresee(team, [StubPeer("good"), StubPeer("absent", absent="not installed")], small)
+    assert [(r.contestant, r.status, r.reason, r.ours) for r in row.results] == [
+        ("good", "planned", None, False),
+        ("absent", "unsupported", "not installed", False),
+        ("attngen triton", "planned", None, True),
+    ]

@@ -1,0 +1,83 @@
+"""Figures of a race: ratios, geometric means, the JSON document, the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from attngen.tools.bench_cases import bench_cases
+from attngen.tools.bench_machine import Ceilings, Reading
+from attngen.tools.bench_report import BenchReport, Result, Row, mean_of
+from attngen.tools.bench_timing import Timing
+
+
+def test_ratios_are_to_the_best_peer_of_the_case() -> None:
+    rows = report().rows
+    assert [row.best_peer and row.best_peer.contestant for row in rows] == ["flash"] * 4 + ["flex"]
+    assert rows[0].ratios == {"attngen cuda": 600 / 400, "attngen triton": 500 / 400}
+    assert rows[2].ratios == {"attngen cuda": 480 / 600}
+    assert rows[4].ratios == {"attngen cuda": 2.0}
+
+
+def test_no_peer_no_ratio() -> None:
+    row = Row(report().rows[0].case, (result("flash", None), result("attngen cuda", 500, ours=True)))
+    assert row.best_peer is None
+    assert row.ratios == {}
+
+
+def test_geometric_means() -> None:
+    found = {mean.of: mean for mean in report().means}
+    assert set(found) == {"causal d128 bf16", "grid", "variants"}
+    grid = found["grid"]
+    assert grid.ratios["attngen cuda"] == pytest.approx((1.5 * 1.1 * 0.8) ** (1 / 3))
+    assert grid.ratios["attngen triton"] == pytest.approx((1.25 * 0.9) ** 0.5)
+    assert grid.least == {"attngen cuda": 0.8, "attngen triton": 0.9}
+    assert grid.cases == {"attngen cuda": 3, "attngen triton": 2}
+    assert found["variants"].ratios == {"attngen cuda": pytest.approx((1.1 * 2) ** 0.5)}
+    assert mean_of("one", report().rows[:1]) is None
+
+
+def test_a_report_is_good_if_something_was_measured_and_nothing_failed() -> None:
+    assert report().ok
+    assert not report(stopped="the GPU does not answer").ok
+    rows = report().rows
+    assert not BenchReport("s", "p", ()).ok
+    assert not BenchReport("s", "p", (Row(rows[0].case, (result("flash", 400),)),)).ok
+    failed = Result("attngen triton", "fwd", "failed", "wrong")
+    assert not BenchReport("s", "p", (*rows, Row(rows[0].case, (failed,)))).ok
+    theirs = Result("flash", None, "failed", "wrong")
+    assert BenchReport("s", "p", (*rows, Row(rows[0].case, (theirs,)))).ok
+
+
+def test_the_document_keeps_its_schema() -> None:
+    document = json.loads(json.dumps(report().to_dict(), allow_nan=False))
+    jsonschema.validate(document, SCHEMA)
+    first = document["rows"][0]
+    assert (first["name"], first["batch"], first["seqlen"]) == ("causal d128 bf16 1k", 16, 1024)
+    assert first["flops"] == 4 * 1e9 * 128
+    assert first["gpu"] == {"sm_mhz": 1500.0, "watts": 690.0, "celsius": 60.0}
+    assert first["best_peer"] == "flash"
+    flash = first["results"][0]
+    assert (flash["milliseconds"], flash["samples"]) == (3.75, [2.5, 5.0, 3.75])
+    assert (flash["host_bound"], flash["status"], flash["kernel"]) == (False, "measured", None)
+    assert document["ceilings"] == {"matrix_tflops": 750.0, "copy_gbps": 4300.0}
+    planned = BenchReport("s", "p", (Row(report().rows[0].case, (Result("flash"),)),)).to_dict()
+    jsonschema.validate(json.loads(json.dumps(planned, allow_nan=False)), SCHEMA)
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from attngen.tools.bench_plot import plot
+
+    path = tmp_path / "figures.png"
+    plot(report(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    plot(report(ceilings=None, gpu=None), tmp_path / "figures.svg")
+    drawn = (tmp_path / "figures.svg").read_text()
+    for text in ("causal d128 bf16", "alibi d128 bf16 h32/8", "attngen cuda"):
+        assert f"<!-- {text} -->" in drawn
+    assert "bf16 matrix product" not in drawn
