@@ -88,8 +88,10 @@ def command(
 def _write(report: BenchReport, path: Path | None) -> None:
     if path is None:
         return
+    unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        path.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(path)
     except OSError as error:
         raise click.FileError(str(path), hint=error.strerror) from error
 
@@ -170,13 +172,17 @@ def _print_plan(report: BenchReport) -> None:
     if rows:
         print_table(["case", "shape", *names], rows)
     _print_reasons(report)
-    click.echo(f"{report.package}: {len(rows)} cases; nothing was measured")
+    click.echo(f"{report.package}: {_count(len(rows), 'case')}; nothing was measured")
 
 
 def _print_reasons(report: BenchReport) -> None:
     """Print who is not in the race, and why."""
     unsupported = [(result.contestant, result.reason) for result in report.results if result.status == "unsupported"]
     for (name, reason), count in Counter(unsupported).items():
-        click.echo(f"not in {count} case{'' if count == 1 else 's'}: {name}: {reason}")
+        click.echo(f"not in {_count(count, 'case')}: {name}: {reason}")
     for reason, count in Counter(report.left_out.values()).items():
-        click.echo(f"left out: {count} kernel{'' if count == 1 else 's'}: {reason}")
+        click.echo(f"left out: {_count(count, 'kernel')}: {reason}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

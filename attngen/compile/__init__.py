@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attngen.compile.artifact import Artifact
+from attngen.errors import CompileError
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
@@ -27,6 +28,8 @@ def compile_source(plan: Plan, source: Source) -> Artifact:
         from attngen.compile.triton import compile_triton
 
         return compile_triton(plan, source)
-    from attngen.compile.cuda import compile_cuda
+    if source.backend == "cuda":
+        from attngen.compile.cuda import compile_cuda
 
-    return compile_cuda(plan, source)
+        return compile_cuda(plan, source)
+    raise CompileError(f"{plan.name}: no compiler for backend '{source.backend}'; there are those for triton and cuda")

@@ -22,10 +22,10 @@ _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
 _WORK_BYTES = 320
 
-#: Registers that a consumer needs beside S, P and O: addresses, references, sums, indices, and early exponentials.
+#: Registers that a consumer needs beside S, P and O: addresses, references, indices and sums.
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
-_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+_REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,6 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
         box_columns=box,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
-        early=16,
         redo_above=_REDO_ABOVE[spec.dtype],
         redo_growth="4.0f",
         softmax=softmax,

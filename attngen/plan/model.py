@@ -81,7 +81,6 @@ class Hopper:
     box_columns: int  # columns of one copy
     out_columns: int  # columns of O that are staged at once
     lookahead: int  # steps before the end of a tile at which the next one is taken
-    early: int  # exponentials of a lane that are taken before the product with V ends
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
     softmax: str

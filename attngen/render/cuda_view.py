@@ -75,6 +75,7 @@ class CudaView:
     out_row: str
     lse_row: str
     swizzled_row: str
+    pending_stage: str
     later_columns: tuple[int, ...]
     work_lines: tuple[str, ...]
     row_lines: tuple[str, ...]
@@ -131,6 +132,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         out_row=f"(out_ptr + {head}work.h * stride_out_h + ({head_rows}) * stride_out_s)",
         lse_row=f"lse_ptr[{lse if plan.varlen else dense_lse}]",
         swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
+        pending_stage="held_stage" if hopper.skips else "v_stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=_work_lines(plan, [*code.work, *code.row, *code.partial, *code.full], code.work),
         row_lines=code.row,

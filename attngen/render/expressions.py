@@ -98,7 +98,8 @@ def emit_for(
         tensor_bindings(plan),
         prefix=prefix,
         fast_math=plan.fast_math,
-        ranges=known_ranges(plan),
+        # what does not depend on the key is computed for sequences without keys, too
+        ranges=known_ranges(plan) | {"seqlen_k": (0, MAX_SEQLEN)},
         labels={**plan.variant.labels, **(labels or {})},
         taken={*taken, *KERNEL_NAMES, *(argument.name for argument in plan.arguments)} - set((labels or {}).values()),
     )

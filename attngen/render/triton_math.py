@@ -304,11 +304,11 @@ def words(plan: Plan) -> Words:
     lines = ["tiles = word * 32 + tl.arange(0, 32)"]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
         lines += ["kv_lo = tiles * BLOCK_N", "kv_hi = kv_lo + (BLOCK_N - 1)"]
-    listed = "(tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))"
     lines += [
         *code.hoisted,
         *code.body,
-        f"seen = {listed}" if may == TRUE else f"seen = {listed} & ({code.results[0]})",
+        "seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))",
+        *([f"seen &= {code.results[0]}"] if may != TRUE else []),
         "bit = 1 << tl.arange(0, 32)",
         "visible_word = tl.sum(tl.where(seen, bit, 0))",
         "visible_count = tl.sum(seen.to(tl.int32))",

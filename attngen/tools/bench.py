@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,18 +63,17 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
     gpu = Gpu.current()
     report, cases = _planned(spec, options, gpu.capability)
     kernels, errors = _compiled([team for team, _ in cases], options.jobs)
-    clock, seed = CudaClock(), secrets.randbelow(_MAX_SEED)
-    facts = gpu_facts(gpu)
+    facts, clock, seed = gpu_facts(gpu), CudaClock(), secrets.randbelow(_MAX_SEED)
     generator = torch.Generator(gpu.device).manual_seed(seed)
-    track = Track(gpu.device, facts["l2_bytes"], clock, peers(), options.rounds, options.check, generator)
+    report = replace(report, gpu=facts, versions=versions(), rounds=options.rounds, seed=seed)
     with torch.no_grad(), Monitor(gpu) as monitor:
+        track = Track(
+            gpu.device, facts["l2_bytes"], clock, peers(), options.rounds, options.check, generator, monitor.since
+        )
         if cases:
             report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
-        report = replace(report, gpu=facts, versions=versions(), rounds=options.rounds, seed=seed)
         for team, case in cases:
-            began = time.monotonic()
-            row = track.measure(team, kernels, errors, case)
-            report = replace(report, rows=(*report.rows, replace(row, reading=monitor.since(began))))
+            report = replace(report, rows=(*report.rows, track.measure(team, kernels, errors, case)))
             if not gpu.answers():
                 report = replace(report, stopped=f"the GPU does not answer since {case.name}")
             observer(report, len(cases))

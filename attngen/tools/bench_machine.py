@@ -25,12 +25,12 @@ from attngen.tools.bench_timing import Clock, Contestant, race
 from attngen.tools.verify_gpu import Gpu
 
 #: Side of the matrix product, and bytes of the copy, by which ceilings are measured.
-MATRIX, COPY_BYTES = 8192, 2**31
+MATRIX, COPY_BYTES = 8192, 2**30
 
 #: Distributions whose versions a report holds, as far as they are installed.
 DISTRIBUTIONS = ("torch", "triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
 
-_QUERY_MS = 200
+_QUERY_MS = 100
 
 
 @dataclass(frozen=True, slots=True)

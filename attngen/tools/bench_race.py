@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from attngen.tools import bench_kernels
 from attngen.tools.bench_cases import BenchCase
 from attngen.tools.bench_check import Oracle
 from attngen.tools.bench_kernels import Team
-from attngen.tools.bench_machine import Memory
+from attngen.tools.bench_machine import Memory, Reading
 from attngen.tools.bench_peers import Peer, Tensors, reason_against
 from attngen.tools.bench_report import Result, Row
 from attngen.tools.bench_timing import Clock, Contestant, race
@@ -30,7 +31,10 @@ _REASON = 300
 
 @dataclass(frozen=True)
 class Track:
-    """Where races take place, and by which rules. ``l2_bytes`` is what inputs must exceed."""
+    """Where races take place, and by which rules.
+
+    ``l2_bytes`` is what inputs must exceed; ``readings`` tells how the card did since a moment of ``time.monotonic``.
+    """
 
     device: torch.device
     l2_bytes: int
@@ -39,6 +43,7 @@ class Track:
     rounds: int
     check: bool
     generator: torch.Generator
+    readings: Callable[[float], Reading | None]
 
     def measure(self, team: Team, kernels: Mapping[str, Kernel], errors: Mapping[str, str], case: BenchCase) -> Row:
         """Race a case. ``kernels`` holds those that compiled, by name, and ``errors`` what is wrong with others."""
@@ -58,8 +63,9 @@ class Track:
                 entered.append(_enter(Result(label, name), make, oracle, memory))
             else:
                 entered.append((Result(label, name, "failed", errors[name]), None))
+        began = time.monotonic()  # after whatever compiles
         results = self._timed(work, entered, memory)
-        return Row(case, results, work.pairs, len(inputs))
+        return Row(case, results, work.pairs, len(inputs), self.readings(began))
 
     def _inputs(self, case: BenchCase) -> list[Tensors]:
         """Return as many sets of random inputs as exceed twice the L2 cache."""

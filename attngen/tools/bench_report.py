@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ class Result:
     """What became of one contestant in one case.
 
     ``status`` is measured, planned (a dry run), unsupported (``reason`` says why) or failed. ``kernel`` names a kernel
-    of ours; a peer has none. ``error`` is relative to float64.
+    of ours; a peer has none. ``error`` is relative to float64, infinite for a NaN.
     """
 
     contestant: str
@@ -45,7 +46,7 @@ class Result:
             "status": self.status,
             "reason": self.reason,
             "tflops": self.tflops,
-            "relative_error": self.error,
+            "relative_error": self.error if self.error is not None and math.isfinite(self.error) else None,
             "milliseconds": timing and timing.milliseconds,
             "samples": list(timing.samples) if timing else [],
             "host_microseconds": timing and timing.host_us,

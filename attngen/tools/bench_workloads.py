@@ -84,9 +84,10 @@ def workload(variant: Variant, case: BenchCase, device: torch.device | str) -> W
     """
     terms = terms_of(variant, case, device)
     if terms is not None:
-        pairs = visible_pairs(variant, case, terms.arguments, device)
         if terms.flags == Flags(causal=True):  # half of the square, as every library counts it
             pairs = case.batch * case.heads * case.seqlen**2 / 2
+        else:
+            pairs = visible_pairs(variant, case, terms.arguments, device)
         return Workload(case, variant, terms.arguments, pairs, terms)
     raised: IndexError | None = None
     for calm in _CALM:

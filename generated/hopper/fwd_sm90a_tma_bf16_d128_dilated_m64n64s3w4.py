@@ -91,17 +91,19 @@ def fwd_sm90a_tma_bf16_d128_dilated_m64n64s3w4(
         tiles = word * 32 + tl.arange(0, 32)
         kv_lo = tiles * BLOCK_N
         kv_hi = kv_lo + (BLOCK_N - 1)
+        tiles_window_times_dilation = window * dilation
+        tiles_dilation_minus_1 = dilation - 1
         tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo
         tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi
-        tiles_window_times_dilation = window * dilation
-        tiles_condition = tiles_q_pos_lo_minus_kv_hi // dilation - (tiles_q_pos_lo_minus_kv_hi % dilation < 0).to(tl.int32) == tiles_q_pos_hi_minus_kv_lo // dilation - (tiles_q_pos_hi_minus_kv_lo % dilation < 0).to(tl.int32)
+        tiles_column_condition = tiles_q_pos_lo_minus_kv_hi // dilation - (tiles_q_pos_lo_minus_kv_hi % dilation < 0).to(tl.int32) == tiles_q_pos_hi_minus_kv_lo // dilation - (tiles_q_pos_hi_minus_kv_lo % dilation < 0).to(tl.int32)
         tiles_remainder = tiles_q_pos_lo_minus_kv_hi % dilation
         tiles_remainder_2 = tiles_q_pos_hi_minus_kv_lo % dilation
-        seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles)) & ((0 <= tiles_q_pos_hi_minus_kv_lo) & (tiles_q_pos_lo_minus_kv_hi < tiles_window_times_dilation) & (tl.where(tiles_condition, tl.where(tiles_remainder < 0, tiles_remainder + dilation, tiles_remainder), 0) <= 0))
+        seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))
+        seen &= (0 <= tiles_q_pos_hi_minus_kv_lo) & (tiles_q_pos_lo_minus_kv_hi < tiles_window_times_dilation) & (tl.where(tiles_column_condition, tl.where(tiles_remainder < 0, tiles_remainder + dilation, tiles_remainder), 0) <= 0)
         bit = 1 << tl.arange(0, 32)
         visible_word = tl.sum(tl.where(seen, bit, 0))
         visible_count = tl.sum(seen.to(tl.int32))
-        seen_whole = (0 <= tiles_q_pos_lo_minus_kv_hi) & (tiles_q_pos_hi_minus_kv_lo < tiles_window_times_dilation) & (tl.where(tiles_condition, tl.where(tiles_remainder_2 < 0, tiles_remainder_2 + dilation, tiles_remainder_2), dilation - 1) <= 0)
+        seen_whole = (0 <= tiles_q_pos_lo_minus_kv_hi) & (tiles_q_pos_hi_minus_kv_lo < tiles_window_times_dilation) & (tl.where(tiles_column_condition, tl.where(tiles_remainder_2 < 0, tiles_remainder_2 + dilation, tiles_remainder_2), tiles_dilation_minus_1) <= 0)
         partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))
         for _ in tl.range(0, visible_count, num_stages=STAGES):
             index = lowest_bit(visible_word)

@@ -72,7 +72,7 @@ def fwd_sm90a_tma_bf16_d64_neighbourhood_2d_m64n64s3w4(
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
-    visible_lo = tl.maximum((q_start // width - radius).to(tl.int64) * width, 0) // BLOCK_N
+    visible_lo = tl.minimum(tl.maximum((q_start // width - radius).to(tl.int64) * width, 0) // BLOCK_N, kv_tiles + 1)
     visible_hi = (tl.minimum(((q_hi // width).to(tl.int64) + radius) * width + width, seqlen_k) + BLOCK_N - 1) // BLOCK_N
     visible_lo = visible_lo.to(tl.int32)
     visible_hi = visible_hi.to(tl.int32)
@@ -92,21 +92,22 @@ def fwd_sm90a_tma_bf16_d64_neighbourhood_2d_m64n64s3w4(
         kv_lo = tiles * BLOCK_N
         kv_hi = kv_lo + (BLOCK_N - 1)
         tiles_q_lo_div_width = q_start // width
-        tiles_kv_hi_div_width = kv_hi // width
-        tiles_kv_lo_div_width = kv_lo // width
         tiles_q_hi_div_width = q_hi // width
         tiles_q_lo_div_width_eq_q_hi_div_width = tiles_q_lo_div_width == tiles_q_hi_div_width
         tiles_value = tl.where(tiles_q_lo_div_width_eq_q_hi_div_width, q_start % width, 0)
-        tiles_condition = tiles_kv_lo_div_width == tiles_kv_hi_div_width
         tiles_width_minus_1 = width - 1
-        tiles_value_2 = tl.where(tiles_condition, kv_hi % width, tiles_width_minus_1)
-        tiles_value_3 = tl.where(tiles_condition, kv_lo % width, 0)
-        tiles_value_4 = tl.where(tiles_q_lo_div_width_eq_q_hi_div_width, q_hi % width, tiles_width_minus_1)
-        seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles)) & ((tl.maximum(tl.maximum(tiles_q_lo_div_width - tiles_kv_hi_div_width, tiles_kv_lo_div_width - tiles_q_hi_div_width), 0) <= radius) & (tl.maximum(tl.maximum(tiles_value - tiles_value_2, tiles_value_3 - tiles_value_4), 0) <= radius))
+        tiles_value_2 = tl.where(tiles_q_lo_div_width_eq_q_hi_div_width, q_hi % width, tiles_width_minus_1)
+        tiles_kv_hi_div_width = kv_hi // width
+        tiles_kv_lo_div_width = kv_lo // width
+        tiles_column_condition = tiles_kv_lo_div_width == tiles_kv_hi_div_width
+        tiles_column_value = tl.where(tiles_column_condition, kv_hi % width, tiles_width_minus_1)
+        tiles_column_value_2 = tl.where(tiles_column_condition, kv_lo % width, 0)
+        seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))
+        seen &= (tl.maximum(tl.maximum(tiles_q_lo_div_width - tiles_kv_hi_div_width, tiles_kv_lo_div_width - tiles_q_hi_div_width), 0) <= radius) & (tl.maximum(tl.maximum(tiles_value - tiles_column_value, tiles_column_value_2 - tiles_value_2), 0) <= radius)
         bit = 1 << tl.arange(0, 32)
         visible_word = tl.sum(tl.where(seen, bit, 0))
         visible_count = tl.sum(seen.to(tl.int32))
-        seen_whole = (tl.maximum(tiles_q_hi_div_width - tiles_kv_lo_div_width, tiles_kv_hi_div_width - tiles_q_lo_div_width) <= radius) & (tl.maximum(tiles_value_4 - tiles_value_3, tiles_value_2 - tiles_value) <= radius)
+        seen_whole = (tl.maximum(tiles_q_hi_div_width - tiles_kv_lo_div_width, tiles_kv_hi_div_width - tiles_q_lo_div_width) <= radius) & (tl.maximum(tiles_value_2 - tiles_column_value_2, tiles_column_value - tiles_value) <= radius)
         partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))
         for _ in tl.range(0, visible_count, num_stages=STAGES):
             index = lowest_bit(visible_word)

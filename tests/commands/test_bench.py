@@ -8,14 +8,14 @@ from typing import Any
 
 import jsonschema
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from click.testing import Result as Outcome
 
 from attngen import cli
 from attngen.commands import bench as command
 from attngen.tools import bench as tool
-from attngen.tools.bench_report import BenchReport, Row
-from attngen.tools.bench_report import Result as Figure
-from tests.tools.test_bench_report import SCHEMA, report
+from attngen.tools.bench_report import BenchReport, Result, Row
+from tests.tools.bench_support import SCHEMA, report, result, without_libraries
 
 SPEC = """
 schema: 1
@@ -30,20 +30,21 @@ kernels:
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    without_libraries(monkeypatch)
     path = tmp_path / "mine.yaml"
     path.write_text(SPEC)
     return path
 
 
-def run(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli.group, ["bench", *map(str, arguments)])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
+def run(*arguments: object, code: int = 0) -> Outcome:
+    done = CliRunner().invoke(cli.group, ["bench", *map(str, arguments)])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done
 
 
 def test_without_a_gpu_nothing_can_be_measured(spec: Path) -> None:
-    result = run(spec, code=cli.EXIT_FAILURE)
-    assert result.stderr == "bench needs an NVIDIA GPU, and torch finds none; --dry-run lists the cases without one\n"
+    done = run(spec, code=cli.EXIT_FAILURE)
+    assert done.stderr == "bench needs an NVIDIA GPU, and torch finds none; --dry-run lists the cases without one\n"
 
 
 def test_a_dry_run_lists_cases_contestants_and_reasons(spec: Path, tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_options_choose_cases(spec: Path) -> None:
     output = run(spec, "--dry-run", "--variant", "causal", "--seqlen", 512, "--seqlen", 2048, "--tokens", 4096).stdout
     assert "mine: 4 cases" in output
     assert "b8 s512 h32/32" in output
-    assert "mine: 1 cases" in run(spec, "--dry-run", "--kernel", "alibi").stdout
+    assert "mine: 1 case;" in run(spec, "--dry-run", "--kernel", "alibi").stdout
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,8 @@ def test_a_picture_needs_matplotlib(spec: Path, monkeypatch: pytest.MonkeyPatch)
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
     monkeypatch.setattr(command, "import_module", lacking)
-    result = run(spec, "--plot", spec.with_suffix(".png"), code=cli.EXIT_FAILURE)
-    assert result.stderr == "this needs matplotlib, which is not installed; pip install 'attngen[bench]'\n"
+    done = run(spec, "--plot", spec.with_suffix(".png"), code=cli.EXIT_FAILURE)
+    assert done.stderr == "this needs matplotlib, which is not installed; pip install 'attngen[bench]'\n"
 
 
 def raced(monkeypatch: pytest.MonkeyPatch, found: BenchReport) -> list[tool.Options]:
@@ -113,9 +114,9 @@ def raced(monkeypatch: pytest.MonkeyPatch, found: BenchReport) -> list[tool.Opti
 
 def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = raced(monkeypatch, report())
-    result = run(spec, "--no-check", "--rounds", 5, "--json", tmp_path / "figures.json")
+    done = run(spec, "--no-check", "--rounds", 5, "--json", tmp_path / "figures.json")
     assert seen == [tool.Options(rounds=5, check=False)]
-    table = [line.split() for line in result.stdout.splitlines()]
+    table = [line.split() for line in done.stdout.splitlines()]
     assert table[0] == [
         "TFLOP/s", "flash", "flex", "attngen", "cuda", "attngen", "triton", "cuda", "/", "best", "peer", "triton", "/",
         "best", "peer",
@@ -125,10 +126,10 @@ def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert table[5] == ["causal", "d128", "bf16:", "geometric", "mean", "1.10", "1.06"]
     assert table[8] == ["grid:", "geometric", "mean", "1.10", "1.06"]
     assert table[9] == ["variants:", "geometric", "mean", "1.48"]
-    assert "not in 1 case: flash: knows no ALiBi" in result.stdout
-    assert "mine on a card: bf16 matrix product 750 TFLOP/s, copy 4300 GB/s; medians of 3 rounds" in result.stdout
-    assert "[1/5] causal d128 bf16 1k: flash 400, flex 300, attngen cuda 600, attngen triton 500" in result.stderr
-    assert "bound by the host" not in result.stdout
+    assert "not in 1 case: flash: knows no ALiBi" in done.stdout
+    assert "mine on a card: bf16 matrix product 750 TFLOP/s, copy 4300 GB/s; medians of 3 rounds" in done.stdout
+    assert "[1/5] causal d128 bf16 1k: flash 400, flex 300, attngen cuda 600, attngen triton 500" in done.stderr
+    assert "bound by the host" not in done.stdout
     document = json.loads((tmp_path / "figures.json").read_text())
     jsonschema.validate(document, SCHEMA)
     assert len(document["rows"]) == 5
@@ -137,22 +138,20 @@ def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_a_kernel_that_fails(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = report()
-    wrong = Figure("attngen cuda", "fwd", "failed", "wrong: relative error 1.0e+00 exceeds 1e-02")
+    wrong = Result("attngen cuda", "fwd", "failed", "wrong: relative error 1.0e+00 exceeds 1e-02")
     raced(monkeypatch, BenchReport("mine.yaml", "mine", (*found.rows, Row(found.rows[0].case, (wrong,)))))
-    result = run(spec, code=cli.EXIT_FAILURE)
-    assert "causal d128 bf16 1k: attngen cuda: wrong: relative error 1.0e+00 exceeds 1e-02" in result.stderr
+    done = run(spec, code=cli.EXIT_FAILURE)
+    assert "causal d128 bf16 1k: attngen cuda: wrong: relative error 1.0e+00 exceeds 1e-02" in done.stderr
 
 
 def test_nothing_measured(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raced(monkeypatch, BenchReport("mine.yaml", "mine", (), {"fwd": "built for sm80, this GPU is sm90"}))
-    result = run(spec, code=cli.EXIT_FAILURE)
-    assert result.stdout == "left out: 1 kernel: built for sm80, this GPU is sm90\n"
-    assert result.stderr == "no kernel was measured\n"
+    done = run(spec, code=cli.EXIT_FAILURE)
+    assert done.stdout == "left out: 1 kernel: built for sm80, this GPU is sm90\n"
+    assert done.stderr == "no kernel was measured\n"
 
 
 def test_figures_that_the_host_bounds_are_marked(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.tools.test_bench_report import result
-
     fast = result("attngen cuda", 1e5, ours=True)  # 15 µs, of which the host takes 12
     slow = result("flash", 1.2e5)
     raced(monkeypatch, BenchReport("mine.yaml", "mine", (Row(report().rows[0].case, (slow, fast)),)))

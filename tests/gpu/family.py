@@ -54,19 +54,21 @@ def of_variants(*variants: str) -> list[str]:
     return [name for name in _prepared() if name.split("-")[0] in variants]
 
 
+def for_this_gpu(kernel: Prepared) -> Prepared:
+    """Return a kernel as it is, or planned anew for the GPU that is here."""
+    major, minor = torch.cuda.get_device_capability()
+    arch = arch_of(10 * major + minor)
+    assert arch is not None
+    return kernel if kernel.plan.arch.runs_on(10 * major + minor) else retarget(kernel, arch)
+
+
 @cache
 def kernels() -> dict[str, Kernel]:
     """Compile what the cache lacks, and return every kernel by its label.
 
     The cache is that of ``ATTNGEN_CACHE``. No index is written: only this process sees the package.
     """
-    major, minor = torch.cuda.get_device_capability()
-    arch = arch_of(10 * major + minor)
-    assert arch is not None
-    here = {
-        name: kernel if kernel.plan.arch.runs_on(10 * major + minor) else retarget(kernel, arch)
-        for name, kernel in _prepared().items()
-    }
+    here = {name: for_this_gpu(kernel) for name, kernel in _prepared().items()}
     store = Store()
     built, failures = compile_kernels(list(here.values()), store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)

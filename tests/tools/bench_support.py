@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from attngen.errors import CallError, NoKernelError
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import registry
-from attngen.spec import load_spec_text, preset
-from attngen.tools import bench_kernels, bench_machine, bench_peers, bench_race
+from attngen.lang.variant import Variant
+from attngen.tools import bench_peers
 from attngen.tools.bench_cases import BenchCase, bench_cases
-from attngen.tools.bench_check import Oracle
-from attngen.tools.bench_kernels import Team, chosen, teams
-from attngen.tools.bench_machine import Memory, Monitor, Reading, parse_reading
-from attngen.tools.bench_peers import Peer, Tensors, reason_against
-from attngen.tools.bench_race import Track, foresee
-from attngen.tools.bench_report import Result
-from attngen.tools.bench_timing import Contestant, race
-from attngen.tools.bench_workloads import Terms, Workload, terms_of, workload
-from attngen.tools.build import Prepared, prepare
-from attngen.tools.interpreter import kernel_of
+from attngen.tools.bench_machine import Ceilings, Reading
+from attngen.tools.bench_peers import Tensors
+from attngen.tools.bench_report import BenchReport, Result, Row
+from attngen.tools.bench_timing import Contestant, Timing
+from attngen.tools.bench_workloads import Terms, Workload, workload
 
-from tests.tools.x import y
 SPEC = """
 schema: 1
 package: mine
@@ -61,14 +48,16 @@ class FakeClock:
 
 
 class TickClock(FakeClock):
-    """Every mark is a millisecond after the one before."""
+    """Every mark is 20 milliseconds after the one before, so that samples are of two calls."""
 
     def mark(self) -> float:
-        self.gpu += 1.0
+        self.gpu += 20.0
         return self.gpu
 
 
-def racing(variant: Any, name: str, seqlen: int, dtype: torch.dtype = torch.float16) -> tuple[Workload, list[Tensors]]:
+def racing(
+    variant: Variant, name: str, seqlen: int, dtype: torch.dtype = torch.float16
+) -> tuple[Workload, list[Tensors]]:
     case = BenchCase("variants", name, "fp16", 32, 16, 2, seqlen, 4, 2)
     shapes = ((4, 32), (2, 32), (2, 16))
     inputs = [Tensors(*(torch.randn(2, seqlen, *shape, dtype=dtype) for shape in shapes)) for _ in range(2)]
@@ -127,58 +116,59 @@ def report(**fields: Any) -> BenchReport:
     return BenchReport("mine.yaml", "mine", tuple(rows), **{**given, **fields})
 
 
-NUMBER, TEXT = {"type": ["number", "null"]}, {"type": ["string", "null"]}
-SCHEMA = {
-    "type": "object",
-    "required": [
-        "format", "spec", "package", "ok", "stopped", "gpu", "versions", "ceilings", "rounds", "seed", "rows", "means",
-        "left_out",
-    ],
-    "properties": {
-        "format": {"const": 1},
-        "ceilings": {"type": ["object", "null"], "required": ["matrix_tflops", "copy_gbps"]},
-        "versions": {"type": "object", "additionalProperties": TEXT},
-        "left_out": {"type": "object", "additionalProperties": {"type": "string"}},
-        "means": {"type": "array", "items": {"type": "object", "required": ["of", "ratios", "least", "cases"]}},
-        "rows": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "additionalProperties": False,
-                "properties": {
-                    **dict.fromkeys(("name", "variant", "dtype"), {"type": "string"}),
-                    "suite": {"enum": ["grid", "variants"]},
-                    **dict.fromkeys(
-                        ("head_dim_qk", "head_dim_v", "batch", "seqlen", "heads", "kv_heads"),
-                        {"type": "integer", "minimum": 1},
-                    ),
-                    **dict.fromkeys(("visible_pairs", "flops", "input_sets"), NUMBER),
-                    "gpu": {"type": ["object", "null"], "required": ["sm_mhz", "watts", "celsius"]},
-                    "best_peer": TEXT,
-                    "ratios": {"type": "object", "additionalProperties": {"type": "number"}},
-                    "results": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "additionalProperties": False,
-                            "properties": {
-                                "contestant": {"type": "string"},
-                                "status": {"enum": ["measured", "planned", "unsupported", "failed"]},
-                                **dict.fromkeys(("kernel", "reason"), TEXT),
-                                **dict.fromkeys(
-                                    ("tflops", "relative_error", "milliseconds", "host_microseconds"), NUMBER
-                                ),
-                                "samples": {"type": "array", "items": {"type": "number"}},
-                                "host_bound": {"type": ["boolean", "null"]},
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
-}  # fmt: skip
-for _schema in (SCHEMA["properties"]["rows"]["items"], SCHEMA["properties"]["rows"]["items"]["properties"]["results"]["items"]):  # type: ignore[index]  # fmt: skip  # noqa: E501
-    _schema["required"] = list(_schema["properties"])
+NUMBER, TEXT, SIZE = {"type": ["number", "null"]}, {"type": ["string", "null"]}, {"type": "integer", "minimum": 1}
 
 
+def _object(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with exactly these entries."""
+    return {
+        "type": "object", "required": list(properties), "additionalProperties": False, "properties": properties,
+    }  # fmt: skip
+
+
+def _each(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema}
+
+
+def _map(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": schema}
+
+
+def _or_none(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+#: The document that ``attngen bench --json`` writes.
+SCHEMA = _object(
+    format={"const": 1},
+    spec={"type": "string"}, package={"type": "string"}, ok={"type": "boolean"}, stopped=TEXT,
+    gpu={"type": ["object", "null"]}, versions=_map(TEXT),
+    ceilings=_or_none(_object(matrix_tflops=NUMBER, copy_gbps=NUMBER)),
+    rounds=NUMBER, seed=NUMBER,
+    rows=_each(_object(
+        name={"type": "string"}, suite={"enum": ["grid", "variants"]}, variant={"type": "string"},
+        dtype={"type": "string"}, head_dim_qk=SIZE, head_dim_v=SIZE, batch=SIZE, seqlen=SIZE, heads=SIZE,
+        kv_heads=SIZE, visible_pairs=NUMBER, flops=NUMBER, input_sets=NUMBER,
+        gpu=_or_none(_object(sm_mhz=NUMBER, watts=NUMBER, celsius=NUMBER)),
+        best_peer=TEXT, ratios=_map({"type": "number"}),
+        results=_each(_object(
+            contestant={"type": "string"}, kernel=TEXT,
+            status={"enum": ["measured", "planned", "unsupported", "failed"]}, reason=TEXT,
+            tflops=NUMBER, relative_error=NUMBER, milliseconds=NUMBER, samples=_each({"type": "number"}),
+            host_microseconds=NUMBER, host_bound={"type": ["boolean", "null"]},
+        )),
+    )),
+    means=_each(_object(of={"type": "string"}, ratios=_map(NUMBER), least=_map(NUMBER), cases=_map(SIZE))),
+    left_out=_map({"type": "string"}),
+)  # fmt: skip
+
+
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no peer but FlexAttention be there."""
+
+    def version(name: str) -> str:
+        raise bench_peers.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(bench_peers.metadata, "version", version)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from attngen.errors import CallError, NoKernelError
-from attngen.runtime.module import Kernel
+from attngen.errors import CallError
 from attngen.runtime.registry import registry
-from attngen.spec import load_spec_text, preset
-from attngen.tools import bench_kernels, bench_machine, bench_peers, bench_race
-from attngen.tools.bench_cases import BenchCase, bench_cases
-from attngen.tools.bench_check import Oracle
-from attngen.tools.bench_kernels import Team, chosen, teams
-from attngen.tools.bench_machine import Memory, Monitor, Reading, parse_reading
-from attngen.tools.bench_peers import Peer, Tensors, reason_against
-from attngen.tools.bench_race import Track, foresee
-from attngen.tools.bench_report import Result
-from attngen.tools.bench_timing import Contestant, race
-from attngen.tools.bench_workloads import Terms, Workload, terms_of, workload
-from attngen.tools.build import Prepared, prepare
+from attngen.spec import preset
+from attngen.tools import bench_kernels
+from attngen.tools.bench_kernels import chosen, teams
+from attngen.tools.build import Prepared
 from attngen.tools.interpreter import kernel_of
-
-@pytest.fixture
-def prepared() -> list[Prepared]:
-    return prepare(load_spec_text(SPEC))
-
-
-@pytest.fixture
-def clean_registry() -> Iterator[None]:
-    registry.clear()
-    yield
-    registry.clear()
+from tests.tools.bench_support import racing
 
 
 def test_kernels_that_compute_the_same_make_a_team(prepared: list[Prepared]) -> None:
@@ -54,6 +30,13 @@ def test_kernels_that_compute_the_same_make_a_team(prepared: list[Prepared]) -> 
     assert first.startswith("attngen triton m")
     assert second.startswith("attngen triton m16n16")
     assert list(full.members) == list(alibi.members) == ["attngen triton"]
+
+
+def test_backends_are_named_apart(prepared: list[Prepared]) -> None:
+    (full,) = [kernel for kernel in prepared if kernel.plan.variant.name == "full"]
+    other = replace(full, plan=replace(full.plan, backend="cuda", name=full.plan.name + "_other"))
+    (team,) = teams([full, other])
+    assert list(team.members) == ["attngen triton", "attngen cuda"]
 
 
 def test_choosing_kernels(prepared: list[Prepared]) -> None:

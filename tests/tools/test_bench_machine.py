@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attngen.errors import CallError, NoKernelError
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import registry
-from attngen.spec import load_spec_text, preset
-from attngen.tools import bench_kernels, bench_machine, bench_peers, bench_race
-from attngen.tools.bench_cases import BenchCase, bench_cases
-from attngen.tools.bench_check import Oracle
-from attngen.tools.bench_kernels import Team, chosen, teams
+from attngen.tools import bench_machine
 from attngen.tools.bench_machine import Memory, Monitor, Reading, parse_reading
-from attngen.tools.bench_peers import Peer, Tensors, reason_against
-from attngen.tools.bench_race import Track, foresee
-from attngen.tools.bench_report import Result
-from attngen.tools.bench_timing import Contestant, race
-from attngen.tools.bench_workloads import Terms, Workload, terms_of, workload
-from attngen.tools.build import Prepared, prepare
-from attngen.tools.interpreter import kernel_of
+from attngen.tools.verify_gpu import Gpu
+from tests.tools.bench_support import TickClock
+
 
 def test_readings_of_nvidia_smi() -> None:
     assert parse_reading("1980, 698.31, 61\n") == Reading(1980, 698.31, 61)
@@ -60,7 +46,46 @@ def test_without_nvidia_smi_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> 
         assert monitor.since(0.0) is None
 
 
-def test_versions_name_what_is_missing() -> None:
+def test_versions_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_machine, "DISTRIBUTIONS", ("torch", "no-such-distribution"))
     found = bench_machine.versions()
     assert found["torch"] == torch.__version__
-    assert found["fa3-fwd"] is None
+    assert found["no-such-distribution"] is None
+
+
+def test_poisoned_memory_holds_nan_and_tells_it() -> None:
+    memory = Memory((3, 4), torch.bfloat16, torch.device("cpu"))
+    assert bool(memory._new().isnan().all())
+    assert memory._new().dtype == torch.bfloat16
+    out = torch.zeros(3, 4)
+    assert memory.intact(out)
+    out[2, 3] = torch.nan
+    assert not memory.intact(out)
+
+
+def test_ceilings_count_operations_and_bytes_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_machine, "MATRIX", 16)
+    monkeypatch.setattr(bench_machine, "COPY_BYTES", 1024)
+    found = bench_machine.ceilings(Gpu(torch.device("cpu"), 90, "a stand-in"), TickClock(), 2)  # 10 ms a call
+    assert found.matrix_tflops == pytest.approx(2 * 16**3 / 10e-3 / 1e12)
+    assert found.copy_gbps == pytest.approx(2 * 1024 / 10e-3 / 1e9)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_facts_are_those_of_this_very_card(answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        "assert sys.argv[1] == '--id=GPU-1234', sys.argv\n"
+        "assert sys.argv[2].startswith('--query-gpu=driver_version'), sys.argv\n"
+        f"print('580.159.04, 700.00, [N/A]')\nsys.exit({0 if answers else 9})\n"
+    )
+    tool.chmod(0o755)
+    properties = SimpleNamespace(uuid="1234", multi_processor_count=132, L2_cache_size=2**26, total_memory=2**37)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(bench_machine.shutil, "which", lambda name: str(tool))
+    assert bench_machine.gpu_facts(Gpu(torch.device("cpu"), 90, "a stand-in")) == {
+        "name": "a stand-in", "capability": 90, "multiprocessors": 132, "l2_bytes": 2**26, "memory_bytes": 2**37,
+        "driver": "580.159.04" if answers else None, "power_limit_watts": 700.0 if answers else None,
+        "max_sm_mhz": None,
+    }  # fmt: skip

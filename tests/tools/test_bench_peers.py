@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from attngen.errors import CallError, NoKernelError
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import registry
-from attngen.spec import load_spec_text, preset
-from attngen.tools import bench_kernels, bench_machine, bench_peers, bench_race
-from attngen.tools.bench_cases import BenchCase, bench_cases
+from attngen.spec import preset
+from attngen.tools import bench_peers
+from attngen.tools.bench_cases import bench_cases
 from attngen.tools.bench_check import Oracle
-from attngen.tools.bench_kernels import Team, chosen, teams
-from attngen.tools.bench_machine import Memory, Monitor, Reading, parse_reading
-from attngen.tools.bench_peers import Peer, Tensors, reason_against
-from attngen.tools.bench_race import Track, foresee
-from attngen.tools.bench_report import Result
-from attngen.tools.bench_timing import Contestant, race
-from attngen.tools.bench_workloads import Terms, Workload, terms_of, workload
-from attngen.tools.build import Prepared, prepare
-from attngen.tools.interpreter import kernel_of
+from attngen.tools.bench_peers import reason_against
+from attngen.tools.bench_workloads import terms_of
+from tests.tools.bench_support import racing, without_libraries
+
 
 def reasons(name: str, dtype: str = "bf16", head_dim: int = 128) -> dict[str, str | None]:
     (*_, case) = bench_cases(name, dtype, head_dim, head_dim, tokens=64)
@@ -69,12 +55,7 @@ def test_who_supports_what() -> None:
 
 
 def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        raise bench_peers.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(bench_peers.metadata, "version", version)
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    without_libraries(monkeypatch)
     found = reasons("chunked")
     assert found["FlashAttention-3"] == "not installed; pip install fa3-fwd"
     assert found["FlashAttention-4"] == "not installed; pip install flash-attn-4"
@@ -106,11 +87,11 @@ def test_flash_functions_get_the_flags(name: str, monkeypatch: pytest.MonkeyPatc
         assert seen.pop() == {"causal": name != "full", "softcap": softcap}
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["full", "causal", "packed_documents", "alibi"])
 def test_flex_attention_and_sdpa_compute_the_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both run on the CPU, uncompiled and on the plain backend: what is tested is how they are called."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(bench_race.bench_kernels, "attention", None)
     work, inputs = racing(preset(name), name, 1400, torch.float32)
     assert work.terms is not None
     oracle = Oracle(work, inputs[0].q, inputs[0].k, inputs[0].v)
@@ -119,12 +100,3 @@ def test_flex_attention_and_sdpa_compute_the_case(name: str, monkeypatch: pytest
         contestants.append(bench_peers.Sdpa("SDPA", "MATH").enter(work, work.terms, inputs))
     for contestant in contestants:
         assert oracle.error(contestant.first()) < 1e-5
-
-
-def test_a_dry_run_knows_who_is_in(team: Team, small: BenchCase) -> None:
-    row = foresee(team, [StubPeer("good"), StubPeer("absent", absent="not installed")], small)
-    assert [(r.contestant, r.status, r.reason, r.ours) for r in row.results] == [
-        ("good", "planned", None, False),
-        ("absent", "unsupported", "not installed", False),
-        ("attngen triton", "planned", None, True),
-    ]

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from attngen.errors import CallError, NoKernelError
+from attngen.errors import NoKernelError
 from attngen.runtime.module import Kernel
-from attngen.runtime.registry import registry
 from attngen.spec import load_spec_text, preset
-from attngen.tools import bench_kernels, bench_machine, bench_peers, bench_race
+from attngen.tools import bench_kernels
 from attngen.tools.bench_cases import BenchCase, bench_cases
 from attngen.tools.bench_check import Oracle
-from attngen.tools.bench_kernels import Team, chosen, teams
-from attngen.tools.bench_machine import Memory, Monitor, Reading, parse_reading
-from attngen.tools.bench_peers import Peer, Tensors, reason_against
+from attngen.tools.bench_kernels import Team, teams
+from attngen.tools.bench_peers import Peer
 from attngen.tools.bench_race import Track, foresee
 from attngen.tools.bench_report import Result
-from attngen.tools.bench_timing import Contestant, race
-from attngen.tools.bench_workloads import Terms, Workload, terms_of, workload
 from attngen.tools.build import Prepared, prepare
 from attngen.tools.interpreter import kernel_of
-
-@pytest.fixture
-def prepared() -> list[Prepared]:
-    return prepare(load_spec_text(SPEC))
-
-
-@pytest.fixture
-def clean_registry() -> Iterator[None]:
-    registry.clear()
-    yield
-    registry.clear()
+from tests.tools.bench_support import SPEC, StubPeer, TickClock, racing
 
 
 def raising(error: Exception) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -51,7 +32,7 @@ def raising(error: Exception) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def track(*peers: Peer, check: bool = True, l2_bytes: int = 1) -> Track:
     generator = torch.Generator().manual_seed(5)
-    return Track(torch.device("cpu"), l2_bytes, TickClock(), peers, 3, check, generator)
+    return Track(torch.device("cpu"), l2_bytes, TickClock(), peers, 3, check, generator, lambda moment: None)
 
 
 @pytest.fixture
@@ -88,15 +69,16 @@ def test_a_case_with_contestants_of_all_kinds(team: Team, small: BenchCase) -> N
     assert [results[name].status for name in ("absent", "raises")] == ["unsupported"] * 2
     assert str(results["wrong"].reason).startswith("wrong: relative error 1.0e-02 exceeds 2e-03")
     assert results["nan"].reason == "wrong: relative error inf exceeds 2e-03"
+    assert results["nan"].to_dict()["relative_error"] is None  # JSON has no infinity
     for name in ("good", "attngen triton"):
         assert results[name].status == "measured"
         assert results[name].error is not None
         assert results[name].error < 1e-3
     assert results["attngen triton"].kernel == team.members["attngen triton"].plan.name
-    # two marks are a millisecond apart, and 25 calls make five of them: 0.2 ms each
     good = results["good"]
     assert good.timing is not None
-    assert good.tflops == pytest.approx(row.case.flops(row.pairs) / (good.timing.milliseconds * 1e-3) / 1e12)
+    assert good.timing.samples == (10.0, 10.0, 10.0)
+    assert good.tflops == pytest.approx(2 * (2 * 64 * 24 * 24) * (32 + 16) / 10e-3 / 1e12)
     assert row.best_peer is good
     assert row.pairs == 2 * 64 * 24 * 24
 
@@ -113,8 +95,8 @@ def test_kernels_of_ours_that_fail(team: Team, small: BenchCase, monkeypatch: py
     ):
         stub = StubPeer("attngen triton", change)
         monkeypatch.setattr(
-            bench_race.bench_kernels, "enter", lambda label, kernel, work, inputs, s=stub: s.enter(work, work.terms, inputs)
-        )  # fmt: skip
+            bench_kernels, "enter", lambda label, kernel, work, inputs, s=stub: s.enter(work, work.terms, inputs)
+        )
         results, row = measured(track(StubPeer("good")), team, small)
         assert results["attngen triton"].status == status
         assert str(results["attngen triton"].reason).startswith(reason)
@@ -173,6 +155,8 @@ def test_a_case_that_cannot_be_called(small: BenchCase) -> None:
     assert results["attngen triton"].status == "unsupported"
     assert "IndexError: tensor 'flag': index" in str(results["attngen triton"].reason)
     assert row.pairs is None
+
+
 def test_a_dry_run_knows_who_is_in(team: Team, small: BenchCase) -> None:
     row = foresee(team, [StubPeer("good"), StubPeer("absent", absent="not installed")], small)
     assert [(r.contestant, r.status, r.reason, r.ours) for r in row.results] == [

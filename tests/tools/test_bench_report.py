@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 
 from attngen.tools.bench_cases import bench_cases
-from attngen.tools.bench_machine import Ceilings, Reading
 from attngen.tools.bench_report import BenchReport, Result, Row, mean_of
-from attngen.tools.bench_timing import Timing
+from tests.tools.bench_support import SCHEMA, report, result
 
 
 def test_ratios_are_to_the_best_peer_of_the_case() -> None:
@@ -76,8 +75,11 @@ def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "figures.png"
     plot(report(), path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    plot(report(ceilings=None, gpu=None), tmp_path / "figures.svg")
+    (other,) = (Row(case, report().rows[4].results) for case in bench_cases("alibi", "bf16", 64, 64))
+    found = report(ceilings=None, gpu=None)
+    plot(replace(found, rows=(*found.rows, other)), tmp_path / "figures.svg")
     drawn = (tmp_path / "figures.svg").read_text()
+    assert drawn.count('id="matplotlib.axis_') == 2 * 4  # four panels of six are drawn
     for text in ("causal d128 bf16", "alibi d128 bf16 h32/8", "attngen cuda"):
         assert f"<!-- {text} -->" in drawn
     assert "bf16 matrix product" not in drawn

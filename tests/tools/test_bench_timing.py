@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from attngen.errors import CallError, NoKernelError
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import registry
-from attngen.spec import load_spec_text, preset
-from attngen.tools import bench_kernels, bench_machine, bench_peers, bench_race
-from attngen.tools.bench_cases import BenchCase, bench_cases
-from attngen.tools.bench_check import Oracle
-from attngen.tools.bench_kernels import Team, chosen, teams
-from attngen.tools.bench_machine import Memory, Monitor, Reading, parse_reading
-from attngen.tools.bench_peers import Peer, Tensors, reason_against
-from attngen.tools.bench_race import Track, foresee
-from attngen.tools.bench_report import Result
 from attngen.tools.bench_timing import Contestant, race
-from attngen.tools.bench_workloads import Terms, Workload, terms_of, workload
-from attngen.tools.build import Prepared, prepare
-from attngen.tools.interpreter import kernel_of
+from tests.tools.bench_support import FakeClock
+
 
 @dataclass
 class FakeOutputs:
@@ -129,13 +112,3 @@ def test_a_session_is_open_around_each_batch_and_outside_of_calls() -> None:
     race([Contestant("a", [runner("call", opened, clock, costs(9.0))], session)], clock, FakeOutputs(), 1)
     assert opened[:3] == ["in", "call", "out"]
     assert "".join(opened).count("incallcallout") == 2
-
-
-def test_poisoned_memory_holds_nan_and_tells_it() -> None:
-    memory = Memory((3, 4), torch.bfloat16, torch.device("cpu"))
-    assert bool(memory._new().isnan().all())
-    assert memory._new().dtype == torch.bfloat16
-    out = torch.zeros(3, 4)
-    assert memory.intact(out)
-    out[2, 3] = torch.nan
-    assert not memory.intact(out)

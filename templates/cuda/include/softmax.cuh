@@ -47,11 +47,11 @@ __device__ __forceinline__ void raise_reference(const float (&maximum)[2], float
 }
 
 // P = exp2(S * scale - reference) in 16 bits, as the A operand of the next product; adds to the sums of its rows.
-template <typename Element, int kFrom, int kTo, int kCount>
+template <typename Element, int kCount>
 __device__ __forceinline__ void exponentiate(
     const float (&s)[kCount], float scale, const float (&reference)[2], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
 #pragma unroll
-  for (int i = kFrom; i < kTo; i += 2) {
+  for (int i = 0; i < kCount; i += 2) {
     const float low = exp2_approx(fmaf(s[i], scale, -reference[row_of(i)]));
     const float high = exp2_approx(fmaf(s[i + 1], scale, -reference[row_of(i)]));
     sum[row_of(i)] += low + high;

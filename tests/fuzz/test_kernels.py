@@ -1,0 +1,52 @@
+"""Check 30: fuzzed specs become kernels that compute what the float64 reference computes.
+
+A few of the sample are interpreted here, and a few compiled; ``tests/gpu/test_fuzzed.py`` compiles and runs all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from attngen.spec import load_spec
+from attngen.store.store import Store
+from attngen.tools.build import Prepared, compile_kernels, prepare
+from attngen.tools.verify_interpreted import try_interpreted
+from tests.fuzz.specs import SEEDS, interpretable, prepared
+
+INTERPRETED, COMPILED = (10, 17, 27, 40, 59, 94), (15, 24, 70, 85)
+
+
+def found() -> list[Prepared]:
+    """Return the kernels that were wrong once."""
+    return prepare(load_spec(Path(__file__).with_name("found.yaml")))
+
+
+def problems(kernels: Sequence[Prepared]) -> dict[str, tuple[str, ...]]:
+    """Return what is wrong with kernels in the interpreter, by their names."""
+    verdicts = list(try_interpreted(kernels, 0, None, lambda name, total: None))
+    assert [verdict.plan.name for verdict in verdicts if verdict.status == "not run"] == []
+    return {verdict.plan.name: verdict.problems for verdict in verdicts if verdict.status == "failed"}
+
+
+def test_the_same_seed_gives_the_same_kernel() -> None:
+    assert prepared(3) == prepared(3)
+    assert prepared(3).source != prepared(4).source
+
+
+def test_a_few_keep_their_contract() -> None:
+    assert problems([*map(interpretable, INTERPRETED), *found()]) == {}
+
+
+@pytest.mark.slow
+def test_all_keep_their_contract() -> None:
+    assert problems([*map(interpretable, SEEDS)]) == {}
+
+
+def test_a_few_compile(tmp_path: Path) -> None:
+    kernels = [*map(prepared, COMPILED), *found()]
+    compiled, failures = compile_kernels(kernels, store=Store(tmp_path))
+    assert [str(failure.error) for failure in failures] == []
+    assert len(compiled) == len(kernels)

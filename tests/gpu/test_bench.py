@@ -1,0 +1,44 @@
+"""``attngen bench`` on the card that is here: small cases, whatever peers are installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from click.testing import CliRunner
+
+from attngen import cli
+from attngen.runtime.registry import registry
+from attngen.tools.retarget import arch_of
+from tests.tools.bench_support import SCHEMA
+
+
+def test_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    major, minor = torch.cuda.get_device_capability()
+    arch = arch_of(10 * major + minor)
+    assert arch is not None
+    spec, figures = tmp_path / "mine.yaml", tmp_path / "figures.json"
+    entry = "{variant: [causal, alibi, allowed], head_dim: 64}"
+    spec.write_text(f"schema: 1\npackage: mine\narch: {arch.name}\nkernels:\n  - {entry}\n")
+    sizes = ("--tokens", "4096", "--seqlen", "2048", "--rounds", "2")
+    registry.clear()
+    done = CliRunner().invoke(cli.group, ["bench", str(spec), "--json", str(figures), *sizes])
+    registry.clear()
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads(figures.read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert document["ok"]
+    ceiling = document["ceilings"]["matrix_tflops"]
+    for row in document["rows"]:
+        ours = {result["contestant"]: result for result in row["results"]}["attngen triton"]
+        assert ours["status"] == "measured", ours
+        assert 0 < ours["tflops"] < 1.5 * ceiling
+        assert ours["relative_error"] < 1e-2
+        flex = {result["contestant"]: result for result in row["results"]}["FlexAttention"]
+        assert (flex["status"] == "measured") == (row["variant"] != "allowed"), flex
+    assert document["ceilings"]["copy_gbps"] > 0
+    assert document["gpu"]["l2_bytes"] > 0

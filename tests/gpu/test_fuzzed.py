@@ -1,0 +1,52 @@
+"""Check 30: a hundred fuzzed specs, and those that were wrong once, are compiled and meet checks 1 to 4."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from attngen.runtime.arguments import Call
+from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.pinned import Buffers, Pinned
+from attngen.spec import load_spec
+from attngen.store.store import Store
+from attngen.tools.build import Prepared, compile_kernels, prepare
+from attngen.tools.trial import try_kernel
+from tests.fuzz.specs import SEEDS, prepared
+from tests.gpu.family import for_this_gpu
+
+FOUND = Path(__file__).parents[1] / "fuzz" / "found.yaml"
+LABELS = (*(f"fuzzed_{seed}" for seed in SEEDS), *load_spec(FOUND).variants)
+SEED = 30_000
+
+
+def fuzzed() -> dict[str, Prepared]:
+    """Return the whole sample by the names of its variants."""
+    kernels = [*map(prepared, SEEDS), *prepare(load_spec(FOUND))]
+    return {kernel.plan.variant.name: kernel for kernel in kernels}
+
+
+@cache
+def kernels() -> dict[str, Kernel | str]:
+    """Compile what the cache lacks, all at once; a kernel that could not be compiled is there by its error."""
+    here = {name: for_this_gpu(kernel) for name, kernel in fuzzed().items()}
+    store = Store()
+    built, failures = compile_kernels(list(here.values()), store=store)
+    errors = {failure.name: str(failure.error) for failure in failures}
+    return {
+        name: errors.get(kernel.plan.name) or read_kernel(store.path(built[kernel.plan.name].key))
+        for name, kernel in here.items()
+    }
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_check_30_fuzzed_specs(name: str) -> None:
+    kernel = kernels()[name]
+    assert not isinstance(kernel, str), kernel
+
+    def launch(call: Call, buffers: Buffers) -> None:
+        Pinned(kernel, call, buffers)()
+
+    assert try_kernel(kernel, launch, "cuda", SEED, small=True).problems == ()

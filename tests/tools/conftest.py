@@ -1,0 +1,24 @@
+"""Fixtures of the tests of races: a spec's kernels, and a registry that holds none of them before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from attngen.runtime.registry import registry
+from attngen.spec import load_spec_text
+from attngen.tools.build import Prepared, prepare
+from tests.tools.bench_support import SPEC
+
+
+@pytest.fixture
+def prepared() -> list[Prepared]:
+    return prepare(load_spec_text(SPEC))
+
+
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    registry.clear()
+    yield
+    registry.clear()
