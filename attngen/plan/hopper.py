@@ -12,7 +12,7 @@ from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
 from attngen.lang.simplify import TRUE
 from attngen.plan.model import Columns, Hopper, Region
-from attngen.plan.traits import gathers, is_light
+from attngen.plan.traits import gathers, is_light, reads_data_per_key
 from attngen.spec.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
@@ -40,11 +40,15 @@ class _Choice:
 
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
-#: whose addresses take registers. Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
+#: whose addresses take registers; a "score" does arithmetic on every logit, which three consumers hide better than two;
+#: a "listed" mask loads a value for each key. Measured on an H200 where docs/performance.md says so; the rest follows
+#: from budgets.
 _TABLE = (
     _Choice("light", 64, 3, 128, "pingpong"),
     _Choice("gather", 128, 2, 64, "pingpong"),
     _Choice("gather", 256, 2, 32, "pingpong"),
+    _Choice("score", 128, 3, 64, "pingpong"),
+    _Choice("listed", 128, 3, 64, "pingpong"),
     _Choice("any", 128, 2, 128, "pingpong"),
     _Choice("any", 192, 2, 96, "pingpong"),
     _Choice("any", 256, 2, 64, "pingpong"),
@@ -117,6 +121,10 @@ def _families(spec: KernelSpec) -> frozenset[str]:
         found.add("light")
     if gathers(spec.variant):
         found.add("gather")
+    if spec.variant.score is not None:
+        found.add("score")
+    if reads_data_per_key(spec.variant):
+        found.add("listed")
     return frozenset(found)
 
 

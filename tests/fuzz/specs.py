@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from attngen.errors import PlanError
-from attngen.spec import load_spec_text
+from attngen.spec import load_spec, load_spec_text
 from attngen.tools.build import Prepared, prepare
 from tests.fuzz.variants import banded, typed
 
 #: The sample that is compiled, and compared with the reference.
 SEEDS = range(100)
+
+#: What fuzzing found wrong before.
+FOUND = Path(__file__).with_name("found.yaml")
 
 
 def prepared(seed: int, **fields: Any) -> Prepared:
@@ -40,6 +44,11 @@ def _text(name: str, variant: dict[str, Any], kernel: dict[str, Any]) -> str:
         "kernels": [{"variant": name, "backend": "triton", **kernel}],
     }
     return yaml.safe_dump(spec, sort_keys=False)
+
+
+def found() -> list[Prepared]:
+    """Return the kernels that were wrong once."""
+    return prepare(load_spec(FOUND))
 
 
 def interpretable(seed: int) -> Prepared:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -12,19 +11,18 @@ from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.spec import load_spec
 from attngen.store.store import Store
-from attngen.tools.build import Prepared, compile_kernels, prepare
+from attngen.tools.build import Prepared, compile_kernels
 from attngen.tools.trial import try_kernel
-from tests.fuzz.specs import SEEDS, prepared
+from tests.fuzz.specs import FOUND, SEEDS, found, prepared
 from tests.gpu.family import for_this_gpu
 
-FOUND = Path(__file__).parents[1] / "fuzz" / "found.yaml"
 LABELS = (*(f"fuzzed_{seed}" for seed in SEEDS), *load_spec(FOUND).variants)
 SEED = 30_000
 
 
 def fuzzed() -> dict[str, Prepared]:
     """Return the whole sample by the names of its variants."""
-    kernels = [*map(prepared, SEEDS), *prepare(load_spec(FOUND))]
+    kernels = [*map(prepared, SEEDS), *found()]
     return {kernel.plan.variant.name: kernel for kernel in kernels}
 
 
