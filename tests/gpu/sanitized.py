@@ -25,6 +25,14 @@ SUBJECTS = (
     "causal-fp32-d64-dense-pointer",
     "sink_window-bf16-d80-dense-pointer",
     "sink_window-bf16-d80-varlen-pointer",
+    "causal-bf16-d64-dense-wgmma",
+    "packed_documents-bf16-d64-dense-wgmma",
+    "allowed-bf16-d64-dense-wgmma",
+    "dilated-bf16-d64-varlen-wgmma",
+    "sink_window-bf16-d80-dense-wgmma",
+    "sliding_window-bf16-d80-varlen-wgmma",
+    "sliding_window-bf16-d48-dense-wgmma",
+    "causal-bf16-d16-dense-wgmma",
 )
 SIZES = (1, 3, 63, 65, 127, 129)
 

@@ -100,7 +100,9 @@ def large_memory() -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("power", [31, 32])
-@pytest.mark.parametrize("name", ["causal-bf16-d64-dense-descriptor", "causal-bf16-d64-dense-pointer"])
+@pytest.mark.parametrize(
+    "name", ["causal-bf16-d64-dense-descriptor", "causal-bf16-d64-dense-pointer", "causal-bf16-d64-dense-wgmma"]
+)
 def test_check_19_offsets_beyond_int32(name: str, power: int, large_memory: Tensor) -> None:
     kernel = kernels()[name]
     q, k, v = qkv(batch=2)

@@ -95,6 +95,12 @@ RACES = [
     "causal-bf16-d64-varlen-descriptor",
     "causal-fp32-d64-dense-pointer",
     "sink_window-bf16-d80-dense-pointer",
+    "causal-bf16-d64-dense-wgmma",
+    "packed_documents-bf16-d64-varlen-wgmma",
+    "allowed-bf16-d128-dense-wgmma",
+    "causal-bf16-d192x128-dense-wgmma",
+    "sink_window-bf16-d80-dense-wgmma",
+    "sliding_window-bf16-d48-dense-wgmma",
 ]
 REPEATS = 1000
 
