@@ -48,15 +48,21 @@ def command(spec: Path, kernel: str | None, seqlens: tuple[int, ...], given: tup
 _COLUMNS = ("kernel", "tile", "stages", "shared B", "loop", "seqlen", "full tiles", "partial tiles", "efficiency")
 
 
+#: Only where some kernel has floors.
+_FLOORS = ("step clk", "bound by")
+
+
 def _print_many(explanations: Sequence[PlanExplanation]) -> None:
+    floors = any(explanation.hopper for explanation in explanations)
     rows = []
     for explanation in explanations:
         plan = explanation.plan
         rows.append(
-            [plan.name, f"{plan.tile_m}x{plan.tile_n}", plan.stages, explanation.memory.total, plan.driver]
+            [plan.name, f"{plan.tile_m}x{plan.tile_n}", plan.stages, explanation.shared_bytes, plan.driver]
             + (_efficiency(explanation)[-1] if explanation.visits else ["", "", "", ""])
+            + (_floor(explanation) if floors else [])
         )
-    print_table(_COLUMNS, rows)
+    print_table(_COLUMNS + _FLOORS if floors else _COLUMNS, rows)
     click.echo("name one of them for its bands and more: attngen explain SPEC KERNEL")
 
 
@@ -64,6 +70,9 @@ def _print(explanation: PlanExplanation) -> None:
     click.secho(explanation.plan.name, bold=True)
     for label, text in explanation.facts():
         click.echo(f"  {label:14s} {text}")
+    if explanation.hopper:
+        for line in explanation.hopper.floor_lines(explanation.visits):
+            click.echo(f"  {line}")
     click.echo("  keys that the queries q_lo to q_hi see; q_pos_lo and q_pos_hi are their positions")
     _print_bands("some query sees", explanation.visible)
     _print_bands("all queries see", explanation.full)
@@ -87,3 +96,11 @@ def _print_bands(label: str, found: Sequence[Band]) -> None:
 
 def _efficiency(explanation: PlanExplanation) -> list[list[object]]:
     return [[v.seqlen, v.full, v.partial, f"{100 * v.efficiency:.1f} %"] for v in explanation.visits]
+
+
+def _floor(explanation: PlanExplanation) -> list[object]:
+    """Return clocks of a step of the block, and what takes them."""
+    if explanation.hopper is None:
+        return ["", ""]
+    floor = explanation.hopper.floor
+    return [floor.block, ", ".join(floor.binding)]

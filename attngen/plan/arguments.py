@@ -28,11 +28,21 @@ unit q_tiles_of_all asked_phase tile_counter q_map k_map v_map out_map kv kv_fir
 kept normalize leader group_thread row_in_group out_rows advance wait_k skip next_work first_tile issue_qk issue_pv
 take_turn pass_turn sync_group finish_logits stage_out store_out chunk swizzled column bit partial skipped partial_word
 visible_word shared_work index_of_tile load_v load_step sees_any start bf16 fp16 min max
+TensorMap Value address before blind blockDim blockIdx box candidate floor_div floor_mod fminf held_for held_phase
+held_stage int4 k_phase k_stage q_first next_tile place_tile reinterpret_cast rs ss static_assert static_cast
+tanh_approx threadIdx turn_is_spent uint32_t arrive arrive_expecting wait wait_k wait_v wait_operands wait_products
+wait_stores_read settle commit_products commit_stores fence_async_proxy fence_barrier_init fence_products init_barrier
+named_arrive named_sync prefetch_map load_box store_box store_blocks pack rescale exponentiate find_maximum finish_sum
+raise_reference log_sum_exp grow_registers shrink_registers take_tile advance_v hold_v skip_v release_k release_v
+first_is_blind free_out give_up_turn write_out
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.
 KERNEL_NAMES: frozenset[str] = frozenset(_NAMES.split())
-_LOOP_NAME = re.compile(r"(full|partial|visible)_(lo|hi|until)_\d+")
+#: Patterns of such names: ends of ranges, other arguments, constants of CUDA, kernels; and what the suffix gives.
+_KERNEL_PATTERN = re.compile(
+    r"(full|partial|visible)_(lo|hi|until)_\d+|(stride|extent|fwd|bwd|classify)_\w+|\w+_ptr|k[A-Z]\w*|\w+_value"
+)
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 
 
@@ -112,7 +122,8 @@ def block_suffix(blocks: tuple[Columns, ...], index: int) -> str:
 
 def argument_name(name: str) -> str:
     """Return the name of a variant's scalar in the kernel: its own, unless the kernel needs that for itself."""
-    return f"{name}_value" if name in KERNEL_NAMES or _LOOP_NAME.fullmatch(name) or keyword.iskeyword(name) else name
+    taken = name in KERNEL_NAMES or _KERNEL_PATTERN.fullmatch(name) or keyword.iskeyword(name)
+    return f"{name}_value" if taken else name
 
 
 def pointer_name(tensor: str) -> str:

@@ -101,7 +101,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
         pingpong=schedule == "pingpong",
         overlap=roles.overlap is not False,
         persistent=spec.persistent is not False,
-        skips=driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m,
+        skips=driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - _ROWS,
         q_stages=1,
         box_columns=box,
         out_columns=v,

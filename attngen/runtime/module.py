@@ -94,7 +94,7 @@ class Kernel:
             self.section_keys: int = manifest["section_keys"]
             self.backend: str = manifest["backend"]
             self.loads: str = manifest["loads"]
-            self.persistent: bool = manifest["persistent"]
+            self.persistent = bool(manifest.get("persistent"))
             self.tile_m: int = manifest["tile_m"]
             self.tile_n: int = manifest["tile_n"]
             self.shared_memory: int = manifest["resources"]["shared_memory"]

@@ -46,25 +46,42 @@ class Request:
     backend: str | None = None
 
 
-def preferred(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Return the candidates in the order in which they are tried; equals keep the order of the registry."""
+#: Share of a tile's rows that may lie behind the last query before a kernel with smaller tiles is better.
+_MOST_WASTE = 0.05
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int]:
-        # The closest architecture first, then TMA, then the hand-written schedules.
+
+def preferred(kernels: Sequence[Kernel], seqlen_q: int | None = None) -> list[Kernel]:
+    """Return the candidates in the order in which they are tried; equals keep the order of the registry.
+
+    Of kernels that differ in their tile only, the one with more rows is the faster one, unless too many of its rows
+    would lie behind the ``seqlen_q`` queries of the call.
+    """
+
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, int]:
+        # The closest architecture first, then TMA, then the hand-written schedules, then the tile.
+        waste = _waste(kernel.tile_m, seqlen_q) if kernel.backend == "cuda" and seqlen_q else 0.0
         return (
             not kernel.arch.specific,
             kernel.loads != "descriptor",
             kernel.backend != "cuda",
             -kernel.arch.capability,
+            waste > _MOST_WASTE,
+            (kernel.tile_m if waste > _MOST_WASTE else -kernel.tile_m) if kernel.backend == "cuda" else 0,
         )
 
     return sorted(kernels, key=rank)
 
 
+def _waste(tile_m: int, seqlen_q: int) -> float:
+    """Return which share of the rows of all tiles lies behind the last query."""
+    rows = -(-seqlen_q // tile_m) * tile_m
+    return (rows - seqlen_q) / rows
+
+
 def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selection:
     """Return the first kernel that takes the call."""
     rejected: list[Rejection] = []
-    for kernel in preferred(kernels):
+    for kernel in preferred(kernels, request.call.seqlen_q):
         reason = reason_against(kernel, request, driver)
         if reason is None:
             return Selection(kernel, tuple(rejected))

@@ -18,6 +18,7 @@ from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
 from attngen.spec import load_spec
 from attngen.tools.build import prepare
+from attngen.tools.explain_hopper import HopperExplanation
 
 if TYPE_CHECKING:
     from attngen.lang.variant import Scalar
@@ -61,10 +62,17 @@ class PlanExplanation:
     memory: SharedMemory
     scalars: Mapping[str, bool | int | float]
     visits: tuple[Visits, ...] = ()
+    hopper: HopperExplanation | None = None  # of CUDA kernels
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, in bytes: operands, and all that the plan of a CUDA kernel lists beside them."""
+        return self.plan.hopper.shared_bytes if self.plan.hopper else self.memory.total
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen explain --json`` prints it."""
         plan = self.plan
+        regions = {"regions": self.hopper.regions()} if self.hopper else {}
         return {
             "plan": plan.to_dict(),
             "mask": canonical(plan.variant.mask),
@@ -79,8 +87,9 @@ class PlanExplanation:
                 "k": self.memory.k,
                 "v": self.memory.v,
                 "stages": self.memory.stages,
-                "total": self.memory.total,
+                "total": self.shared_bytes,
                 "limit": plan.arch.shared_memory,
+                **regions,
             },
             "scalars": dict(self.scalars),
             "efficiency": [
@@ -93,28 +102,43 @@ class PlanExplanation:
                 }
                 for found in self.visits
             ],
+            **({"hopper": self.hopper.to_dict(self.visits)} if self.hopper else {}),
         }
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return label and text of everything but bands and efficiency, for people."""
+        """Return label and text of everything but bands, floors and efficiency, for people."""
         plan = self.plan
         classifier = plan.classifier.name if plan.classifier else ""
+        told = self.hopper.facts() if self.hopper else {}
+        operands = f"{self.memory.total} B of {plan.arch.shared_memory} B: {self.memory}"
         return [
             ("variant", plan.variant.name),
             ("mask", canonical(plan.variant.mask)),
             ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
             ("takes", _takes(plan)),
-            ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}"),
+            (
+                "target",
+                f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}{', CUDA' if told else ''}",
+            ),
             ("head_dim", _head_dims(plan)),
             ("tile", f"{plan.tile_m} queries x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
             ("stages", f"{plan.stages} pairs of K and V tiles in flight"),
             ("loads", _loads(plan)),
-            ("shared memory", f"{self.memory.total} B of {plan.arch.shared_memory} B: {self.memory}"),
+            *_labelled("roles", told.get("roles", [])),
+            *_labelled("registers", told.get("registers", [])),
+            *_labelled("shared memory", told.get("shared memory", [operands])),
+            *_labelled("barriers", told.get("barriers", [])),
             ("softmax", f"{plan.softmax}{', approximate functions' if plan.fast_math else ', exact functions'}"),
             ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier)}"),
-            ("grid", f"ceil(seqlen_q / {plan.tile_m}) x heads x batch blocks; {_section(plan)}"),
-            *(("arguments" if n == 0 else "", line) for n, line in enumerate(argument_lines(plan.arguments))),
+            *_labelled("steps", told.get("steps", [])),
+            ("grid", self.hopper.grid(_section(plan)) if self.hopper else _grid(plan)),
+            *_labelled("arguments", argument_lines(plan.arguments)),
         ]
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Return lines under one label."""
+    return [("" if n else label, line) for n, line in enumerate(lines)]
 
 
 def _takes(plan: Plan) -> str:
@@ -153,6 +177,10 @@ def _loads(plan: Plan) -> str:
     if plan.loads == "descriptor":
         return f"by tensor descriptors (TMA); strides and addresses are multiples of {plan.alignment} B"
     return f"by pointers; strides and addresses are multiples of {plan.alignment} B"
+
+
+def _grid(plan: Plan) -> str:
+    return f"ceil(seqlen_q / {plan.tile_m}) x heads x batch blocks; {_section(plan)}"
 
 
 def _section(plan: Plan) -> str:
@@ -252,4 +280,4 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     )
     scalars, visits = measured.of(plan)
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
-    return PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits)
+    return PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, HopperExplanation.of(plan))

@@ -165,9 +165,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         wait(kWorkEmpty + 8 * slot, phase ^ 1);
         Work& shared_work = shared_at<Work>(kWork + slot * sizeof(Work));
-        if (lane == 0) shared_work = work;
+        if (lane == 0) {
+          shared_work = work;
+          arrive(kWorkFull + 8 * slot);
+        }
         __syncwarp();
-        if (lane == 0) arrive(kWorkFull + 8 * slot);
         slot ^= 1;
         phase ^= slot == 0;
         if (index >= q_tiles_of_all) break;
@@ -193,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         slot ^= 1;
         work_phase ^= slot == 0;
         if (__any_sync(~0u, tiles < 0)) break;
+        __syncwarp();
         if (lane == 0 && tiles <= kLookahead) arrive(kWorkAsked);
         int remaining = tiles, v_stage = 0, v_tile = 0;
         uint32_t v_phase = 0;

@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       init_barrier(kVEmpty + 8 * stage, kConsumers);
     }
     for (int slot = 0; slot < 2; ++slot) {
-      init_barrier(kWorkFull + 8 * slot, 1);
+      init_barrier(kWorkFull + 8 * slot, kConsumers + 1);
       init_barrier(kWorkEmpty + 8 * slot, kConsumers);
     }
     init_barrier(kWorkAsked, 1);
@@ -167,9 +167,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           shared_at<int4>(kWork + slot * sizeof(Work)) = {work.b, work.h, work.q_start, work.tiles};
           shared_at<int4>(kWork + slot * sizeof(Work) + 16) = {work.q_begin, work.k_begin, work.seqlen_q, work.seqlen_k};
         }
-        if (lane % 8 == 0 && part <= kConsumers) shared_work.spans[part] = spans;
+        if (lane % 8 == 0 && part <= kConsumers) {
+          shared_work.spans[part] = spans;
+          arrive(kWorkFull + 8 * slot);
+        }
         __syncwarp();
-        if (lane == 0) arrive(kWorkFull + 8 * slot);
         slot ^= 1;
         phase ^= slot == 0;
         if (index >= q_tiles_of_all) break;
@@ -195,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         slot ^= 1;
         work_phase ^= slot == 0;
         if (__any_sync(~0u, tiles < 0)) break;
+        __syncwarp();
         if (lane == 0 && tiles <= kLookahead) arrive(kWorkAsked);
         int remaining = tiles, v_stage = 0, v_tile = 0;
         uint32_t v_phase = 0;

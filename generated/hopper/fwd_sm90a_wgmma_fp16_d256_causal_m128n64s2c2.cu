@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
       init_barrier(kVEmpty + 8 * stage, kConsumers);
     }
     for (int slot = 0; slot < 2; ++slot) {
-      init_barrier(kWorkFull + 8 * slot, 1);
+      init_barrier(kWorkFull + 8 * slot, kConsumers + 1);
       init_barrier(kWorkEmpty + 8 * slot, kConsumers);
     }
     init_barrier(kWorkAsked, 1);
@@ -165,9 +165,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
           shared_at<int4>(kWork + slot * sizeof(Work)) = {work.b, work.h, work.q_start, work.tiles};
           shared_at<int4>(kWork + slot * sizeof(Work) + 16) = {work.q_begin, work.k_begin, work.seqlen_q, work.seqlen_k};
         }
-        if (lane % 8 == 0 && part <= kConsumers) shared_work.spans[part] = spans;
+        if (lane % 8 == 0 && part <= kConsumers) {
+          shared_work.spans[part] = spans;
+          arrive(kWorkFull + 8 * slot);
+        }
         __syncwarp();
-        if (lane == 0) arrive(kWorkFull + 8 * slot);
         slot ^= 1;
         phase ^= slot == 0;
         if (index >= q_tiles_of_all) break;
@@ -190,10 +192,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
         const int b = work.b, h = work.h, q_start = work.q_start, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
-        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         slot ^= 1;
         work_phase ^= slot == 0;
         if (__any_sync(~0u, tiles < 0)) break;
+        __syncwarp();
         if (lane == 0 && tiles <= kLookahead) arrive(kWorkAsked);
         int remaining = tiles, v_stage = 0, v_tile = 0;
         uint32_t v_phase = 0;
@@ -209,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
           }
           __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
         const auto load_step = [&](int tile, int tile_info) {
           wait(kKEmpty + 8 * stage, phase ^ 1);
           if (lane == 0) {
@@ -252,8 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
+          load_step(tile, tile | partial << kPartialBit);
         }
         load_v();
       }
@@ -305,40 +306,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
         k_phase ^= 1;
       }
     };
-    int held_stage = 0, held_for = 0;  // of V: the tile whose product is still to come, and how many were skipped since
-    uint32_t held_phase = 0;
-    const auto wait_v = [&] { wait(kVFull + 8 * held_stage, held_phase); };
+    const auto wait_v = [&] { wait(kVFull + 8 * v_stage, v_phase); };
     const auto release_v = [&] {
-      if (leader) arrive(kVEmpty + 8 * held_stage);
-    };
-    const auto advance_v = [&] {
+      if (leader) arrive(kVEmpty + 8 * v_stage);
       if (++v_stage == kStages) {
         v_stage = 0;
         v_phase ^= 1;
       }
     };
-    // Keeps the tile of V that belongs to these logits until its product.
-    const auto hold_v = [&] {
-      held_stage = v_stage;
-      held_phase = v_phase;
-      held_for = 0;
-      advance_v();
-    };
-    const auto skip_v = [&] {
-      wait(kVFull + 8 * v_stage, v_phase);
-      if (leader) arrive(kVEmpty + 8 * v_stage);
-      advance_v();
-    };
-    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       wait(kKFull + 8 * k_stage, k_phase);
       tile_info = shared_at<int>(kTileInfo + 4 * k_stage);
-      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
-    };
-    // Where no product keeps the warps of a consumer together, one of them must not run ahead of what others still read.
-    const auto give_up_turn = [&] {  // every consumer has one turn for each tile
-      take_turn();
-      pass_turn();
     };
     struct Place {
       int b, h, q_start, tiles, q_begin, k_begin, seqlen_q, seqlen_k;
@@ -356,28 +334,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
     Place work = next_work();
     bool more = __any_sync(~0u, work.tiles > 0);
     int left = work.tiles;
-    // The first tile: none of these rows may see it, as long as there is another.
-    const auto first_is_blind = [&] {
+    const auto wait_operands = [&] {
       wait(kQFull + 8 * q_stage, q_phase);
-      return wait_k() && __any_sync(~0u, left > 1);
+      wait_k();
     };
-    // Passes over the tiles that these rows do not see, and multiplies the first that they do.
-    const auto start = [&](bool blind, bool turn_is_spent) {
-      while (blind) {
-        if (!turn_is_spent) give_up_turn();
-        turn_is_spent = false;
-        release_k();
-        skip_v();
-        --left;
-        blind = wait_k() && __any_sync(~0u, left > 1);
-      }
+    const auto start = [&] {
+      wait_operands();
       take_turn();
       issue_qk(k_stage, q_stage);
       pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start(first_is_blind(), false);
+    if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
@@ -406,7 +375,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
 
       // The first tile.
       release_k();
-      hold_v();
       finish_logits();
       find_maximum(s, scale_log2e, maximum);
       raise_reference(maximum, reference, alpha);
@@ -414,18 +382,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
 
       // The others: the product of the last probabilities with V runs behind that of Q with the next K.
       while (__any_sync(~0u, --left > 0)) {
-        // What these rows do not see they skip, as long as there is room beside the tile of V that they hold.
-        if (wait_k() && __any_sync(~0u, held_for < kStages - 1)) {
-          give_up_turn();
-          release_k();
-          skip_v();
-          ++held_for;
-          continue;
-        }
+        wait_k();
         take_turn();
         issue_qk(k_stage, q_stage);
         wait_v();
-        issue_pv(held_stage);
+        issue_pv(v_stage);
         pass_turn();
         wait_products<1>();
         settle(s);
@@ -452,7 +413,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
-        hold_v();
       }
 
       if (leader) arrive(kQEmpty + 8 * q_stage);
@@ -509,24 +469,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      const bool blind = more && first_is_blind();
+      if (more) wait_operands();
       wait_v();
       take_turn();
-      if (blind) {
-        issue_pv(held_stage);
-        pass_turn();
-        free_out();
-        wait_products<0>();
-        write_out();
-        start(true, true);
-      } else {
-        issue_pv(held_stage);
-        issue_qk(k_stage, q_stage);
-        pass_turn();
-        free_out();
-        wait_products<1>();
-        write_out();
-      }
+      issue_pv(v_stage);
+      issue_qk(k_stage, q_stage);
+      pass_turn();
+      free_out();
+      wait_products<1>();
+      write_out();
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

@@ -1,4 +1,4 @@
-"""Rendered sources, and what their syntax trees say about names."""
+"""Rendered sources, and what the syntax trees of those in Python say about names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from attngen.spec import expand, load_spec
 #: Shipped specs; the golden set holds all but those that only repeat others at more head dims.
 SHIPPED = tuple(sorted(path.stem for path in specs_dir().glob("*.yaml")))
 GOLDEN = tuple(name for name in SHIPPED if not name.endswith("_all"))
+#: Those whose kernels are Python; what holds for CUDA is in tests/render/test_cuda_sources.py.
+TRITON = tuple(name for name in SHIPPED if name != "hopper")
 
 
 @cache

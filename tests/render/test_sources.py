@@ -1,4 +1,4 @@
-"""Every source of every shipped spec: it parses, binds no name of the user, names no path, and reads well."""
+"""Every Triton source of every shipped spec: it parses, binds no name of the user, names no path, and reads well."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from attngen.plan.arguments import KERNEL_NAMES, argument_name
 from attngen.render import render
 from attngen.resources import root
 from attngen.spec import KernelSpec, expand, load_spec_text, preset_names
-from tests.render.sources import SHIPPED, assigned, functions, kernels, parameters, rendered
+from tests.render.sources import TRITON, assigned, functions, kernels, parameters, rendered
 
 pytestmark = pytest.mark.filterwarnings("error")  # a backslash that Python warns of
 
 MAX_SOURCE_BYTES, MAX_LINE = 32_000, 320
 
 
-@pytest.mark.parametrize("spec", SHIPPED)
+@pytest.mark.parametrize("spec", TRITON)
 def test_sources_parse_and_take_the_planned_arguments(spec: str) -> None:
     for found, source in rendered(spec):
         by_name = {function.name: function for function in functions(source.text)}
@@ -34,7 +34,7 @@ def test_sources_parse_and_take_the_planned_arguments(spec: str) -> None:
             assert parameters(classifier) == [argument.name for argument in found.classifier.arguments]
 
 
-@pytest.mark.parametrize("spec", SHIPPED)
+@pytest.mark.parametrize("spec", TRITON)
 def test_no_kernel_binds_what_the_user_named(spec: str) -> None:
     for found, source in rendered(spec):
         own = {a.name for a in found.arguments if a.kind == "scalar" or (a.of or "").startswith("tensor:")}
@@ -74,7 +74,7 @@ def test_a_scalar_with_the_name_of_any_temporary_does_not_collide(preset: str) -
             assert not assigned(kernel) & set(parameters(kernel)) & {argument_name(name)}, name
 
 
-@pytest.mark.parametrize("spec", SHIPPED)
+@pytest.mark.parametrize("spec", TRITON)
 def test_names_are_bound_before_they_are_read(spec: str) -> None:
     for found, source in rendered(spec):
         tree = ast.parse(source.text)
@@ -86,7 +86,7 @@ def test_names_are_bound_before_they_are_read(spec: str) -> None:
             assert loads <= bound, f"{found.name}: {sorted(loads - bound)}"
 
 
-@pytest.mark.parametrize("spec", SHIPPED)
+@pytest.mark.parametrize("spec", TRITON)
 def test_sources_are_of_a_readable_size(spec: str) -> None:
     for found, source in rendered(spec):
         assert len(source.text) < MAX_SOURCE_BYTES, found.name
@@ -98,7 +98,7 @@ def test_sources_are_of_a_readable_size(spec: str) -> None:
         assert not source.text.endswith("\n\n")
 
 
-@pytest.mark.parametrize("spec", SHIPPED)
+@pytest.mark.parametrize("spec", TRITON)
 def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
     for found, source in rendered(spec):
         header = ast.get_docstring(ast.parse(source.text)) or ""
@@ -110,14 +110,14 @@ def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
         assert not re.search(r"\b20\d\d-\d\d-\d\d\b", source.text), "a date"
 
 
-@pytest.mark.parametrize("spec", SHIPPED)
+@pytest.mark.parametrize("spec", TRITON)
 def test_no_template_syntax_is_left(spec: str) -> None:
     for found, source in rendered(spec):
         assert not re.search(r"\$\{|<%|%>|<#|#>|#%|\bUndefined\b|= None\b", source.text), found.name
 
 
 def test_helpers_are_carried_only_where_they_are_called() -> None:
-    for found, source in rendered("hopper"):
+    for found, source in rendered("hopper_triton"):
         for function in functions(source.text):
             if function.name not in (found.name, found.classifier.name if found.classifier else ""):
                 assert source.text.count(f"{function.name}(") >= 2, f"{found.name}: {function.name} is never called"

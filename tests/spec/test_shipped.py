@@ -28,17 +28,33 @@ def test_loads_and_expands(path):
 
 @pytest.mark.parametrize(
     ("name", "least", "most"),
-    [("hopper", 45, 60), ("hopper_all", 408, 408), ("ampere", 8, 24), ("blackwell", 8, 24), ("portable", 8, 24)],
+    [
+        ("hopper", 45, 60),
+        ("hopper_triton", 45, 60),
+        ("hopper_all", 408, 408),
+        ("ampere", 8, 24),
+        ("blackwell", 8, 24),
+        ("portable", 8, 24),
+    ],
 )
 def test_sizes(name, least, most):
     assert least <= len(expand(load_spec(resources.specs_dir() / f"{name}.yaml"))) <= most
 
 
-@pytest.mark.parametrize("name", ["hopper", "hopper_all"])
+@pytest.mark.parametrize("name", ["hopper", "hopper_triton", "hopper_all"])
 def test_hopper_has_every_preset(name):
     kernels = expand(load_spec(resources.specs_dir() / f"{name}.yaml"))
     assert {kernel.variant.name for kernel in kernels} == set(preset_names())
     assert {kernel.arch for kernel in kernels} == {"sm90a"}
+
+
+def test_hopper_has_the_same_kernels_in_both_languages():
+    asked = []
+    for name, backend in (("hopper", "cuda"), ("hopper_triton", "triton")):
+        kernels = expand(load_spec(resources.specs_dir() / f"{name}.yaml"))
+        assert {kernel.backend for kernel in kernels} == {backend}
+        asked.append({(k.variant.name, k.head_dim_qk, k.head_dim_v, k.dtype, k.layout) for k in kernels})
+    assert asked[0] == asked[1]
 
 
 def test_presets():

@@ -1,0 +1,129 @@
+"""The least time that a Hopper kernel can take, from rates of the chip: in clocks of one multiprocessor.
+
+A step multiplies the query rows of every consumer by one tile of keys. Its floor is the longest of what the tensor
+cores, the exponentials and the reads of shared memory take, as if each ran alone; consumers share all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from attngen.plan.model import Plan
+
+ROWS = 64  # query rows of a consumer: M of wgmma
+_WGMMA_K = 16  # elements that one instruction sums over, of 16 bits each
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What the chip does in a unit of time, and who says so."""
+
+    name: str
+    value: int
+    unit: str
+    source: str
+
+
+FLOPS = Rate("tensor cores", 4096, "FLOP/clk/SM", "NVIDIA H100 white paper, dense bf16 and fp16")
+EXPONENTIALS = Rate("exponentials", 16, "1/clk/SM", "CUDA C++ Programming Guide, arithmetic throughput, 9.0")
+SHARED = Rate("shared memory", 128, "B/clk/SM", "CUDA C++ Programming Guide, 32 banks of 4 B")
+MULTIPROCESSORS = Rate("multiprocessors", 132, "SM", "NVIDIA H200 data sheet, SXM")
+MEMORY = Rate("HBM", 4_800_000_000_000, "B/s", "NVIDIA H200 data sheet, SXM")
+CLOCK = Rate("clock", 1_980_000_000, "1/s", "nvidia-smi, highest of an H200; less under load")
+
+RATES = (FLOPS, EXPONENTIALS, SHARED, MULTIPROCESSORS, MEMORY, CLOCK)
+
+#: Bytes from HBM per clock and multiprocessor when all of them load: 18.4.
+MEMORY_PER_CLOCK = Fraction(MEMORY.value, MULTIPROCESSORS.value * CLOCK.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The wgmma instructions of one matrix product of a consumer: ``count`` times m64 n``n`` k16."""
+
+    n: int
+    count: int
+
+    @property
+    def clocks(self) -> int:
+        """Clocks of the tensor cores: n / 2 for each instruction."""
+        return self.count * (2 * ROWS * self.n * _WGMMA_K // FLOPS.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Floors of a step. Counts and bytes are those of one consumer, save ``loaded``, which consumers share."""
+
+    consumers: int
+    qk: Product
+    pv: Product
+    exponentials: int
+    shared_reads: int  # bytes that the products read: Q and K, and V
+    loaded: int  # bytes of K and V
+    tile: int  # bytes of Q and O of all consumers, once for each tile of work
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Clocks of one consumer by what takes them."""
+        return {
+            "products": self.qk.clocks + self.pv.clocks,
+            "exponentials": ceil(self.exponentials / EXPONENTIALS.value),
+            "shared memory": ceil(self.shared_reads / SHARED.value),
+        }
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """The parts that take longest."""
+        return tuple(name for name, clocks in self.parts.items() if clocks == max(self.parts.values()))
+
+    @property
+    def clocks(self) -> int:
+        """Floor of a step of one consumer that has the multiprocessor to itself."""
+        return max(self.parts.values())
+
+    @property
+    def block(self) -> int:
+        """Floor of a step of all consumers."""
+        return self.consumers * self.clocks
+
+    @property
+    def uncached(self) -> int:
+        """Clocks that K and V of a step take if none of it is in L2."""
+        return ceil(self.loaded / MEMORY_PER_CLOCK)
+
+    @property
+    def cached_share(self) -> float:
+        """Share of K and V that L2 must hold lest HBM takes longer than the step."""
+        return max(0.0, 1 - self.block / float(self.loaded / MEMORY_PER_CLOCK))
+
+    @property
+    def tile_memory(self) -> int:
+        """Clocks that Q and O of a tile of work take, which no other tile shares."""
+        return ceil(self.tile / MEMORY_PER_CLOCK)
+
+    def call(self, steps: int, tiles: int) -> int:
+        """Clocks of one multiprocessor that so many tiles of work take, of so many steps in all."""
+        return max(steps * self.block, tiles * self.tile_memory)
+
+    def seconds(self, steps: int, tiles: int) -> float:
+        """The same, spread evenly over the chip."""
+        return self.call(steps, tiles) / (MULTIPROCESSORS.value * CLOCK.value)
+
+
+def floor(plan: Plan) -> Floor:
+    """Return the floors of a Hopper plan. Products run on the padding of head dims too, which memory does not hold."""
+    assert plan.hopper is not None
+    width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
+    element = plan.dtype.bytes
+    q, k, v = ROWS * width_qk * element, plan.tile_n * width_qk * element, plan.tile_n * width_v * element
+    return Floor(
+        consumers=plan.hopper.consumers,
+        qk=Product(plan.tile_n, width_qk // _WGMMA_K),
+        pv=Product(width_v, plan.tile_n // _WGMMA_K),
+        exponentials=ROWS * plan.tile_n,
+        shared_reads=q + k + v,
+        loaded=plan.tile_n * (plan.head_dim_qk + plan.head_dim_v) * element,
+        tile=plan.tile_m * (plan.head_dim_qk + plan.head_dim_v) * element,
+    )

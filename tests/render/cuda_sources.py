@@ -1,0 +1,44 @@
+"""CUDA sources by regular expression: their code without comments, kernels, parameters and identifiers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+
+from attngen.plan import Plan, plan
+from attngen.render import Source, render
+from attngen.resources import root
+from attngen.spec import expand, load_spec
+
+SPECS = ("specs/hopper.yaml", "tests/gpu/kernels.yaml")
+
+_KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (?P<name>\w+)\((?P<parameters>[^)]*)\) \{')
+_COMMENT = re.compile(r"//[^\n]*")
+
+
+@cache
+def rendered(spec: str) -> tuple[tuple[Plan, Source], ...]:
+    """Return every CUDA kernel of a spec, named from the root of the checkout, with its source."""
+    plans = [plan(kernel) for kernel in expand(load_spec(root() / spec)) if kernel.backend == "cuda"]
+    return tuple((found, render(found)) for found in plans)
+
+
+def code(text: str) -> str:
+    """Return a source without its comments."""
+    return _COMMENT.sub("", text)
+
+
+def kernels(text: str) -> dict[str, list[str]]:
+    """Return the names of the parameters of each kernel of a source, in order."""
+    found = {}
+    for match in _KERNEL.finditer(code(text)):
+        declarations = [" ".join(part.split()) for part in match["parameters"].split(",")]
+        found[match["name"]] = [re.split(r"[ *]+", declaration)[-1] for declaration in declarations]
+    return found
+
+
+def identifiers(text: str) -> Counter[str]:
+    """Return how often the code of a source says each identifier; directives and texts in quotes hold none."""
+    plain = re.sub(r'^ *#[^\n]*|"[^"\n]*"', "", code(text), flags=re.MULTILINE)
+    return Counter(re.findall(r"(?<![\w.])[A-Za-z_]\w*", plain))

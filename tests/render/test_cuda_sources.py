@@ -1,0 +1,177 @@
+"""Every CUDA source: it takes the planned arguments, names no user's text and no machine, and reads well."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.lang.printing import canonical
+from attngen.plan import plan
+from attngen.plan.arguments import argument_name
+from attngen.render import render
+from attngen.render.source import headers
+from attngen.resources import root
+from attngen.spec import KernelSpec
+from attngen.spec.names import check_symbol
+from tests.plan.specs import kernel_spec, planned
+from tests.render.cuda_sources import SPECS, code, identifiers, kernels, rendered
+from tests.render.test_sources import with_scalar
+
+MAX_BYTES = 40_000
+#: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
+MAX_LINE = 300
+
+both = pytest.mark.parametrize("spec", SPECS)
+
+
+@both
+def test_kernels_take_the_planned_arguments(spec: str) -> None:
+    for found, source in rendered(spec):
+        wanted = {found.name: [argument.name for argument in found.arguments]}
+        if found.classifier:
+            wanted[found.classifier.name] = [argument.name for argument in found.classifier.arguments]
+        assert kernels(source.text) == wanted
+        assert source.name == found.name
+        assert source.file_name == f"{found.name}.cu"
+
+
+@both
+def test_sources_are_of_a_readable_size(spec: str) -> None:
+    for found, source in rendered(spec):
+        assert len(source.text.encode()) <= MAX_BYTES, found.name
+        assert max(map(len, source.text.splitlines())) <= MAX_LINE, found.name
+        assert not re.search(r"[ \t]$|\t|\n\n\n", source.text, re.M), f"{found.name}: blanks"
+        assert source.text.endswith("}\n")
+
+
+@both
+def test_no_template_syntax_is_left(spec: str) -> None:
+    for found, source in rendered(spec):
+        assert not re.search(r"\$\{|<%|%>|<#|#>|//%|\bUndefined\b", source.text), found.name
+        assert not re.search(r"\b(None|True|False)\b", code(source.text)), found.name
+
+
+@both
+def test_brackets_balance(spec: str) -> None:
+    for found, source in rendered(spec):
+        open_ones = []
+        for character in code(source.text):
+            if character in "([{":
+                open_ones.append(character)
+            elif character in ")]}":
+                assert open_ones, found.name
+                assert open_ones.pop() + character in ("()", "[]", "{}"), found.name
+        assert not open_ones, found.name
+
+
+@both
+def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
+    for found, source in rendered(spec):
+        head = source.text.partition("#include")[0]
+        assert head.startswith(f"// {found.name}\n")
+        assert f"variant {found.variant.name}: mask `{canonical(found.variant.mask)}`" in head
+        assert f"Rendered from templates/cuda/forward.cu.j2 by `attngen build {spec}`." in head
+        assert str(root()) not in source.text
+        assert not re.search(r"(/home/|/root/|/tmp/|/work/|[A-Z]:\\)", source.text)
+        assert not re.search(r"\b20\d\d-\d\d-\d\d\b", source.text), "a date"
+
+
+@both
+def test_every_include_is_carried(spec: str) -> None:
+    for found, source in rendered(spec):
+        included = re.findall(r'^#include "([^"]*)"$', source.text, re.M)
+        assert source.text.count("#include") == len(included) >= 5, found.name
+        assert set(included) <= set(source.headers)
+    for text in headers().values():
+        assert set(re.findall(r'#include "([^"]*)"', text)) <= set(headers())
+        assert not re.search(r"#include *<", text), "a header of the toolkit, which a build may lack"
+
+
+def test_rendering_again_gives_the_same_bytes() -> None:
+    for variant in ("causal", "packed_documents", "allowed"):
+        one, other = (render(planned(variant, backend="cuda")) for _ in range(2))
+        assert one == other
+
+
+def test_the_users_own_text_reaches_no_source() -> None:
+    declared = (
+        "variants:\n  own:\n    description: 'thirty-three */ keys'\n"
+        '    mask: "(kv)  <=  ((q_pos))  and  not   kv  <  33"\n    score: "s   +   0.250"\n'
+    )
+    text = render(planned("own", backend="cuda", declared=declared)).text
+    for written in ("thirty", "(kv)  <=", "not   kv", "s   +", "0.250"):
+        assert written not in text
+    assert "0.25f" in text
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+
+#: Between them, these make every line of the templates.
+FORMS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("full", {}),
+    ("causal", {"layout": "varlen"}),
+    ("causal", {"warps": "{schedule: cooperative, overlap: false}", "persistent": "false", "softmax": "lazy"}),
+    ("causal", {"softmax": "exact_max", "head_dim": 256}),
+    ("causal_packed", {}),
+    ("softcap_window", {}),
+    ("relative_bias", {}),
+    ("dilated", {"layout": "varlen", "head_dim": 80}),
+    ("allowed", {}),
+    ("allowed", {"layout": "varlen"}),
+)
+
+
+def is_legal(name: str) -> bool:
+    try:
+        check_symbol(name)
+    except ValueError:
+        return False
+    return True
+
+
+def collisions(spec: KernelSpec) -> set[str]:
+    """Return the names of a source that a scalar may have and keep, and that mean something else there then.
+
+    A mask that reads one more scalar says its name a number of times; a source that says it more often has a use of
+    its own for the name.
+    """
+    own = {declared.name for declared in (*spec.variant.scalars, *spec.variant.tensors)}
+    free = identifiers(render(plan(with_scalar(spec, "unheard_of"))).text)
+    names = {name for name in free if is_legal(name) and argument_name(name) == name} - own - {"unheard_of"}
+    return {
+        name for name in names if identifiers(render(plan(with_scalar(spec, name))).text)[name] > free["unheard_of"]
+    }
+
+
+@pytest.mark.parametrize(("variant", "fields"), FORMS, ids=[f"{v}-{len(f)}" for v, f in FORMS])
+def test_a_scalar_with_the_name_of_anything_in_the_source_does_not_collide(
+    variant: str, fields: dict[str, object]
+) -> None:
+    assert not collisions(kernel_spec(variant, backend="cuda", **fields))  # type: ignore[arg-type]
+
+
+def test_a_collision_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngen.plan import arguments
+
+    monkeypatch.setattr(arguments, "KERNEL_NAMES", arguments.KERNEL_NAMES - {"held_stage"})
+    assert collisions(kernel_spec("causal", backend="cuda")) == {"held_stage"}
+
+
+@pytest.mark.parametrize("name", ["stage", "work", "wait", "kStages", "stride_out_b", "lse_ptr", "work_value"])
+def test_a_name_that_the_kernel_needs_gets_a_suffix(name: str) -> None:
+    declared = f'variants:\n  own:\n    mask: "kv < {name}[h]"\n    tensors: {{{name}: {{dtype: int32, shape: [h]}}}}\n'
+    found = planned("own", backend="cuda", declared=declared)
+    (parameters,) = kernels(render(found).text).values()
+    assert f"{name}_value_ptr" in parameters
+    assert f"extent_{name}_value_0" in parameters
+    assert len(set(parameters)) == len(parameters)
+
+
+def test_suffixed_names_differ() -> None:
+    declared = (
+        'variants:\n  own:\n    mask: "kv < work + work_value"\n'
+        "    scalars: {work: {type: int32}, work_value: {type: int32}}\n"
+    )
+    found = planned("own", backend="cuda", declared=declared)
+    assert [a.name for a in found.arguments if a.kind == "scalar"] == ["work_value", "work_value_value"]
