@@ -71,7 +71,7 @@ def _print(explanation: PlanExplanation) -> None:
     for label, text in explanation.facts():
         click.echo(f"  {label:14s} {text}")
     if explanation.hopper:
-        for line in explanation.hopper.floor_lines(explanation.visits):
+        for line in explanation.hopper.floor_lines():
             click.echo(f"  {line}")
     click.echo("  keys that the queries q_lo to q_hi see; q_pos_lo and q_pos_hi are their positions")
     _print_bands("some query sees", explanation.visible)

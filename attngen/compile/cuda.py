@@ -1,7 +1,7 @@
 """CUDA source → cubin by NVRTC, offline: no GPU, no driver, no header of the toolkit.
 
-NVRTC is reached through the bindings that come with CuPy (``cupy_backends``), without importing CuPy itself, which
-would look for a GPU.
+NVRTC is reached through the bindings that come with CuPy (``cupy_backends``), below CuPy's own compile functions, which
+would look for a GPU. The bindings import CuPy when they are first called.
 """
 
 from __future__ import annotations

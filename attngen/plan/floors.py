@@ -27,7 +27,7 @@ class Rate:
 
 
 FLOPS = Rate("tensor cores", 4096, "FLOP/clk/SM", "NVIDIA H100 white paper, dense bf16 and fp16")
-EXPONENTIALS = Rate("exponentials", 16, "1/clk/SM", "CUDA C++ Programming Guide, arithmetic throughput, 9.0")
+EXPONENTIALS = Rate("exponentials", 16, "op/clk/SM", "CUDA C++ Programming Guide, arithmetic throughput, 9.0")
 SHARED = Rate("shared memory", 128, "B/clk/SM", "CUDA C++ Programming Guide, 32 banks of 4 B")
 MULTIPROCESSORS = Rate("multiprocessors", 132, "SM", "NVIDIA H200 data sheet, SXM")
 MEMORY = Rate("HBM", 4_800_000_000_000, "B/s", "NVIDIA H200 data sheet, SXM")
@@ -104,11 +104,11 @@ class Floor:
         return ceil(self.tile / MEMORY_PER_CLOCK)
 
     def call(self, steps: int, tiles: int) -> int:
-        """Clocks of one multiprocessor that so many tiles of work take, of so many steps in all."""
-        return max(steps * self.block, tiles * self.tile_memory)
+        """Clocks of one multiprocessor for so many tiles of work; ``steps`` are those of their consumers in all."""
+        return max(steps * self.clocks, tiles * self.tile_memory)
 
     def seconds(self, steps: int, tiles: int) -> float:
-        """The same, spread evenly over the chip."""
+        """The same in seconds of the whole chip, over which work is spread evenly."""
         return self.call(steps, tiles) / (MULTIPROCESSORS.value * CLOCK.value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,12 @@ from attngen.lang.facts import Facts
 from attngen.lang.printing import canonical
 from attngen.lang.spans import Interval
 from attngen.plan.budget import SharedMemory, shared_memory
+from attngen.plan.floors import ROWS
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
 from attngen.spec import load_spec
 from attngen.tools.build import prepare
+from attngen.tools.explain_floor import HeadFloor
 from attngen.tools.explain_hopper import HopperExplanation
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ class PlanExplanation:
                 }
                 for found in self.visits
             ],
-            **({"hopper": self.hopper.to_dict(self.visits)} if self.hopper else {}),
+            **({"hopper": self.hopper.to_dict()} if self.hopper else {}),
         }
 
     def facts(self) -> list[tuple[str, str]]:
@@ -110,16 +112,14 @@ class PlanExplanation:
         plan = self.plan
         classifier = plan.classifier.name if plan.classifier else ""
         told = self.hopper.facts() if self.hopper else {}
+        target = f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}{', CUDA' if told else ''}"
         operands = f"{self.memory.total} B of {plan.arch.shared_memory} B: {self.memory}"
         return [
             ("variant", plan.variant.name),
             ("mask", canonical(plan.variant.mask)),
             ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
             ("takes", _takes(plan)),
-            (
-                "target",
-                f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}{', CUDA' if told else ''}",
-            ),
+            ("target", target),
             ("head_dim", _head_dims(plan)),
             ("tile", f"{plan.tile_m} queries x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
             ("stages", f"{plan.stages} pairs of K and V tiles in flight"),
@@ -267,6 +267,19 @@ class _Measured:
             self._known[key] = efficiency(plan, self._seqlens, scalars)
         return scalars, self._known[key]
 
+    def hopper(self, plan: Plan) -> HopperExplanation | None:
+        """Explain the roles of a CUDA kernel. A consumer takes the steps of its block or, if it skips, of its rows."""
+        found = HopperExplanation.of(plan)
+        if found is None:
+            return None
+        skips = found.hopper.skips
+        consumers = 1 if skips else found.hopper.consumers
+        heads = (
+            HeadFloor.of(plan, found.floor, v.seqlen, consumers * (v.full + v.partial), v.visible_pairs)
+            for v in self.of(replace(plan, tile_m=ROWS) if skips else plan)[1]
+        )
+        return replace(found, heads=tuple(heads))
+
 
 def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     found = bands(plan.variant.mask, Facts.of(plan.variant), over="kv")
@@ -280,4 +293,4 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     )
     scalars, visits = measured.of(plan)
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
-    return PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, HopperExplanation.of(plan))
+    return PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, measured.hopper(plan))

@@ -1,16 +1,14 @@
-"""The plan of a warp-specialized Hopper kernel in words and numbers: roles, registers, memory, barriers, loop, floor."""
+"""A warp-specialized Hopper kernel in words and numbers: roles, registers, shared memory, barriers, loop, floor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attngen.plan.floors import MEMORY_PER_CLOCK, MULTIPROCESSORS, RATES, ROWS, Floor, Product, floor
+from attngen.plan.floors import ROWS, Floor, floor
 from attngen.plan.model import Hopper, Plan
-
-if TYPE_CHECKING:
-    from attngen.tools.visits import Visits
+from attngen.tools.explain_floor import HeadFloor, floor_dict, floor_lines
 
 _WARPGROUP = 128  # threads
 
@@ -51,6 +49,7 @@ class HopperExplanation:
     registers: Registers
     barriers: tuple[Barrier, ...]
     floor: Floor
+    heads: tuple[HeadFloor, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> HopperExplanation | None:
@@ -60,9 +59,9 @@ class HopperExplanation:
         barriers = tuple(_barriers(plan, plan.hopper))
         return cls(plan, plan.hopper, _registers(plan, plan.hopper), barriers, floor(plan))
 
-    def to_dict(self, visits: Sequence[Visits]) -> dict[str, Any]:
-        """Return it as ``attngen explain --json`` prints it; clocks are those of one multiprocessor."""
-        hopper, low = self.hopper, self.floor
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``attngen explain --json`` prints it."""
+        hopper = self.hopper
         return {
             "roles": {
                 "consumers": hopper.consumers,
@@ -78,22 +77,7 @@ class HopperExplanation:
             "registers": asdict(self.registers),
             "barriers": [asdict(barrier) for barrier in self.barriers],
             "loop": dict(self.loop()),
-            "floor": {
-                "rates": [asdict(rate) for rate in RATES],
-                "qk": {**asdict(low.qk), "clocks": low.qk.clocks},
-                "pv": {**asdict(low.pv), "clocks": low.pv.clocks},
-                "consumer": {**low.parts, "step": low.clocks},
-                "block": {name: low.consumers * clocks for name, clocks in low.parts.items()} | {"step": low.block},
-                "bound_by": list(low.binding),
-                "exponentials": low.exponentials,
-                "shared_bytes": low.shared_reads,
-                "loaded_bytes": low.loaded,
-                "uncached_clocks": low.uncached,
-                "cached_share": low.cached_share,
-                "tile_bytes": low.tile,
-                "tile_clocks": low.tile_memory,
-                "calls": [_call(self.plan, low, found) for found in visits],
-            },
+            "floor": floor_dict(self.floor, self.heads),
         }
 
     def regions(self) -> list[dict[str, Any]]:
@@ -111,7 +95,7 @@ class HopperExplanation:
                 f"{total} B of {limit} B; offset, bytes and what is there:",
                 *(f"{r['offset']:6d} {r['bytes']:6d}  {r['name']:10s} {r['holds']}" for r in regions),
             ],
-            "barriers": [_barrier(barrier, self.hopper.consumers) for barrier in self.barriers],
+            "barriers": [_barrier(barrier) for barrier in self.barriers],
             "steps": [f"{name:10s} {text}" for name, text in self.loop()],
         }
 
@@ -127,77 +111,49 @@ class HopperExplanation:
 
     def loop(self) -> Iterator[tuple[str, str]]:
         """Yield the parts of a consumer's loop over keys, in order."""
-        hopper, plan = self.hopper, self.plan
+        hopper = self.hopper
         turn, passed = ("take the turn, ", ", pass the turn") if hopper.pingpong else ("", "")
-        softmax = _SOFTMAX[plan.softmax].format(above=hopper.redo_above, growth=hopper.redo_growth.rstrip("f"))
-        yield "order", "tiles of keys from the last to the first"
+        yield "order", "tiles of keys from the last that is seen to the first"
         yield "first tile", f"{turn}QK(0){passed}, wait; maximum and exponentials make P(0)"
         if hopper.overlap:
-            yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O; {softmax}"
+            yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
         else:
-            yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits; {softmax}"
-        yield "masks", _masks(plan)
+            yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
+        yield (
+            "softmax",
+            _SOFTMAX[self.plan.softmax].format(above=hopper.redo_above, growth=hopper.redo_growth.rstrip("f")),
+        )
+        yield "masks", _masks(self.plan)
         if hopper.skips:
-            yield (
-                "skips",
-                "a consumer passes over tiles that only other consumers see, up to "
-                + (f"{plan.stages - 1} while it holds V of the last one that it saw"),
-            )
+            held = f"up to {self.plan.stages - 1} while it holds V of the last that it saw"
+            yield "skips", f"a consumer passes over tiles that only other consumers see, {held}"
         else:
             yield "skips", "none: every consumer multiplies every tile of the block"
         if hopper.persistent:
-            yield (
-                "boundary",
-                "PV(last) and QK(0) of the next tile of work go out together; O is written under the latter",
-            )
+            yield "boundary", "PV(last) and QK(0) of the next tile of work go out together; O is written under the QK"
         else:
-            yield "boundary", "PV(last), then O is written: a block has one tile of work"
+            yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
 
-    def floor_lines(self, visits: Sequence[Visits]) -> Iterator[str]:
-        """Yield the lines of the floor: its arithmetic, what binds, and whole calls."""
-        low, tile_n = self.floor, self.plan.tile_n
-        detail = {
-            "products": f"QK {_product(low.qk)}; PV {_product(low.pv)}",
-            "exponentials": f"{ROWS} x {tile_n} at 16 per clock",
-            "shared memory": f"Q, K and V as operands: {low.shared_reads} B at 128 B per clock",
-        }
-        yield f"floor of a step, in clocks: a consumer ({ROWS} queries x {tile_n} keys), and the block that shares one chip"
-        for name, clocks in low.parts.items():
-            yield f"  {name:14s} {clocks:5d} {low.consumers * clocks:6d}  {detail[name]}"
-        names = " and ".join(low.binding)
-        yield f"  {'bound by':14s} {low.clocks:5d} {low.block:6d}  {names}"
-        rate = f"{float(MEMORY_PER_CLOCK):.1f} B per clock"
-        yield f"  {'K and V':14s} {'':5s} {low.uncached:6d}  {low.loaded} B at {rate} if all of it came from HBM"
-        if low.cached_share:
-            yield f"  {'':27s} so HBM binds unless L2 holds {100 * low.cached_share:.0f} % of it"
-        yield f"floor of a tile of work of n steps: n x {low.block} clk, at least {low.tile_memory} clk for " + (
-            f"{low.tile} B of Q and O"
-        )
-        for found in visits:
-            call = _call(self.plan, low, found)
-            yield f"  seqlen {found.seqlen:6d}: {call['steps']} steps of a head, {call['clocks']} clk; " + (
-                f"{call['us']:.2f} us over {MULTIPROCESSORS.value} multiprocessors, at most {call['tflops']:.0f} TFLOP/s"
-            )
-        yield "rates: " + "; ".join(f"{rate.name} {rate.value:.6g} {rate.unit} ({rate.source})" for rate in RATES)
+    def floor_lines(self) -> Iterator[str]:
+        """Yield the floor, for people."""
+        return floor_lines(self.plan, self.floor, self.heads)
 
     def _registers(self) -> list[str]:
         r, consumers = self.registers, self.hopper.consumers
-        rest = (
-            f"{r.others} left for addresses, references and sums" if r.others >= 0 else f"{-r.others} too few: spills"
-        )
+        rest = f"{r.others} for addresses, references and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
+        total = f"{r.threads} threads x {r.launch} = {r.pool}"
         return [
             f"a consumer's thread {r.consumer}: S {r.s} + P {r.p} + O {r.o} = {r.s + r.p + r.o}, {rest}",
             f"a producer's thread {r.producer}",
-            f"in all {_WARPGROUP} threads x ({r.producer} + {consumers} x {r.consumer}) = {r.used} of the launch's "
-            f"{r.threads} threads x {r.launch} = {r.pool}",
+            f"{_WARPGROUP} threads x ({r.producer} + {consumers} x {r.consumer}) = {r.used} of the launch's {total}",
         ]
 
 
 _SOFTMAX = {
-    "fixed_reference": "exponentials make P(j) from the old reference; again from a new maximum, with O rescaled, if a "
-    "lane's sum exceeds {above} or {growth} times what was there before",
-    "lazy": "maximum; O is rescaled only if a maximum grew by 2^8; exponentials make P(j)",
-    "exact_max": "maximum, O is rescaled, exponentials make P(j)",
+    "fixed_reference": "P(j) from the old reference; anew from a maximum if a lane's sum exceeds {above} or grows "
+    "{growth} times",
+    "lazy": "maximum; O is rescaled only if it has grown by 2^8; exponentials make P(j)",
+    "exact_max": "maximum, O rescaled, exponentials make P(j)",
 }
 
 
@@ -225,13 +181,13 @@ def _barriers(plan: Plan, hopper: Hopper) -> Iterator[Barrier]:
     sizes = {region.name: region.bytes // 8 for region in hopper.shared}
     scheduler = consumers + 1 if plan.driver == "ranges" else 1
     for name, arrivals, guards in (
-        ("q_full", 1, "a tile of Q has landed (the loader, and its bytes)"),
+        ("q_full", 1, "a tile of Q has landed (the loader arrives, and the bytes; so below)"),
         ("q_empty", consumers, "consumers have multiplied a tile of Q for the last time"),
         ("k_full", 1, "a tile of K has landed, and what each consumer does with it is written"),
         ("k_empty", consumers, "consumers are done with a tile of K"),
         ("v_full", 1, "a tile of V has landed"),
         ("v_empty", consumers, "consumers are done with a tile of V"),
-        ("work_full", scheduler, "the record of a tile of work is written"),
+        ("work_full", scheduler, "the scheduler has written the record of a tile of work"),
         ("work_empty", consumers, "consumers have read a record"),
         ("work_asked", 1, "the loader nears the end of a tile: the scheduler may take the next one"),
     ):
@@ -244,10 +200,8 @@ def _barriers(plan: Plan, hopper: Hopper) -> Iterator[Barrier]:
         yield Barrier("turn", consumers, 2 * _WARPGROUP, named=True, guards=turns)
 
 
-def _barrier(barrier: Barrier, consumers: int) -> str:
-    who = (
-        f"{barrier.arrivals} threads" if barrier.named else f"{barrier.arrivals} arrival{'s' * (barrier.arrivals > 1)}"
-    )
+def _barrier(barrier: Barrier) -> str:
+    who = f"{barrier.arrivals} {'threads' if barrier.named else 'arrivals' if barrier.arrivals > 1 else 'arrival'}"
     return f"{barrier.name:10s} {barrier.count} x {who:11s}  {barrier.guards}" + (" (named)" if barrier.named else "")
 
 
@@ -293,21 +247,3 @@ def _holds(plan: Plan, region: str) -> str:
         "work": "records of two tiles of work: place, and ranges of KV tiles",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
     }.get(region, "barriers, 8 B each")
-
-
-def _product(product: Product) -> str:
-    return f"{product.clocks} = {product.count} x m64n{product.n}k16 of {product.n // 2}"
-
-
-def _call(plan: Plan, low: Floor, found: Visits) -> dict[str, int | float]:
-    """Return the floor of one head among many: its steps, their clocks, time, and visible FLOP by it."""
-    steps, tiles = found.full + found.partial, -(-found.seqlen // plan.tile_m)
-    seconds = low.seconds(steps, tiles)
-    flops = 2 * found.visible_pairs * (plan.head_dim_qk + plan.head_dim_v)
-    return {
-        "seqlen": found.seqlen,
-        "steps": steps,
-        "clocks": low.call(steps, tiles),
-        "us": 1e6 * seconds,
-        "tflops": flops / seconds / 1e12,
-    }

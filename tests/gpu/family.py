@@ -40,7 +40,13 @@ def label(plan: Plan) -> str:
     """Name a kernel by what it computes, not by how."""
     dims = {plan.head_dim_qk, plan.head_dim_v}
     head_dim = "x".join(map(str, sorted(dims, reverse=True)))
-    parts = [plan.variant.name, plan.dtype_name, f"d{head_dim}", plan.layout, "wgmma" if plan.backend == "cuda" else plan.loads]
+    parts = [
+        plan.variant.name,
+        plan.dtype_name,
+        f"d{head_dim}",
+        plan.layout,
+        "wgmma" if plan.backend == "cuda" else plan.loads,
+    ]
     return "-".join(parts)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import math
+import struct
 
-from attngen.runtime.tensormap import TensorMap, reason_against, smem_box, usable_strides
+import pytest
+import torch
+
+from attngen.runtime.tensormap import TensorMap, reason_against, smem_box, usable_strides, windowed
 from tests.runtime.support import FakeDriver
 
 
@@ -48,3 +53,67 @@ def test_descriptors_are_encoded_once_per_address() -> None:
     assert first.at(8192) != first.at(4096)
     assert other.at(4096) != first.at(4096)
     assert driver.encoded == 3
+
+
+# --- windows --------------------------------------------------------------------------------------------------
+
+
+def box(memory: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], base: int, at: tuple[int, ...],
+        extent: tuple[int, ...]) -> torch.Tensor:  # fmt: skip
+    """Return what a copy of a box brings: the values at its coordinates, and zeros where one is out of bounds."""
+    found = torch.zeros(extent, dtype=memory.dtype)
+    for place in itertools.product(*map(range, extent)):
+        index = [start + step for start, step in zip(at, place, strict=True)]
+        if all(0 <= i < n for i, n in zip(index, shape, strict=True)):
+            found[place] = memory[base + sum(i * s for i, s in zip(index, strides, strict=True))]
+    return found
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_window_ends_where_a_sequence_ends(batched: bool) -> None:
+    """A box at (row + n, window - n) brings the rows from ``row`` on, and zeros from the n-th row on."""
+    rows, heads, width, window, pad = 7, 2, 4, 3, 100
+    shape = (2, rows, heads, width) if batched else (rows, heads, width)
+    count = math.prod(shape)
+    memory = torch.full((pad + count + pad,), -1, dtype=torch.int64)  # what lies around the tensor must never be seen
+    memory[pad : pad + count] = torch.arange(1, count + 1)
+    values = memory[pad : pad + count].view(shape)
+    strides = values.stride()
+    seen, steps = windowed(shape, strides, window)
+    assert len(seen) == len(shape) + 1
+    base = pad - window * strides[-3]
+    for row, n, head in itertools.product(range(rows), range(window + 1), range(heads)):
+        if row + n > rows:
+            continue  # a sequence ends inside the tensor
+        outer, extent = ((1,), (1,)) if batched else ((), ())
+        at = (*outer, row + n, window - n, head, 0)
+        found = box(memory, seen, steps, base, at, (*extent, 1, window, 1, width)).reshape(window, width)
+        wanted = torch.zeros(window, width, dtype=torch.int64)
+        wanted[:n] = (values[1] if batched else values)[row : row + n, head]
+        assert torch.equal(found, wanted), (row, n, head)
+
+
+def test_a_window_with_too_many_rows_would_be_seen() -> None:
+    """The same box without the window shows the neighbour's rows, so the test above can fail."""
+    memory = torch.arange(1, 29)
+    found = box(memory, (7, 1, 4), (4, 4, 1), 0, (5, 0, 0), (3, 1, 4))
+    assert found[:2].all()
+    assert box(memory, (7, 1, 4), (4, 4, 1), 0, (2, 0, 0), (3, 1, 4)).all()
+
+
+def test_a_windowed_descriptor_starts_a_window_before_the_tensor() -> None:
+    driver = FakeDriver()
+    shape, strides = (2, 8, 4, 64), (2048, 256, 64, 1)
+    found = TensorMap(driver, 0, "bf16", shape, strides, (1, 1, 3, 1, 64), 128, window=3).at(1 << 20)
+    address, rank = struct.unpack_from("<Qq", found)
+    extents = struct.unpack_from(f"<{rank}q", found, 16)
+    steps = struct.unpack_from(f"<{rank - 1}q", found, 16 + 8 * rank)
+    assert address == (1 << 20) - 3 * 256 * 2
+    assert extents == (64, 4, 3, 9, 2)
+    assert steps == (128, 512, 512, 4096)
+
+
+def test_a_windowed_descriptor_of_one_row_has_a_legal_stride() -> None:
+    found = TensorMap(FakeDriver(), 0, "bf16", (1, 1, 4, 64), (3, 5, 64, 1), (1, 1, 16, 1, 64), 128, window=16).at(4096)
+    _, rank = struct.unpack_from("<Qq", found)
+    assert all(step % 16 == 0 for step in struct.unpack_from(f"<{rank - 1}q", found, 16 + 8 * rank))

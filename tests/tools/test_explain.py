@@ -20,7 +20,7 @@ from attngen.tools.explain import explain_spec
 from attngen.tools.values import arguments_of
 from attngen.tools.visits import visits
 
-HOPPER = "specs/hopper.yaml"
+HOPPER = "specs/hopper_triton.yaml"
 
 
 def planned(variant: str, more: str = "") -> Plan:

@@ -1,0 +1,241 @@
+"""Compiling CUDA kernels offline: what comes out, that it is always the same, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from attngen.compile import Artifact, compile_source, cuda
+from attngen.compile.cuda import compile_text, planned_wgmma
+from attngen.compile.inspect import count_instructions, parameter_places
+from attngen.compile.triton import MAX_SPILLS
+from attngen.errors import CompileError
+from attngen.plan import Plan
+from attngen.render import render
+from attngen.resources import root
+from attngen.store import Store
+from attngen.tools.build import build
+from tests.plan.specs import planned
+
+ROOT = Path(__file__).parents[2]
+
+KERNELS: tuple[tuple[str, int], ...] = (
+    ("causal", 64),
+    ("causal", 128),
+    ("causal", 80),  # padded
+    ("packed_documents", 128),
+    ("allowed", 64),  # and its classifier
+)
+each = pytest.mark.parametrize(("variant", "head_dim"), KERNELS, ids=[f"{v}-{d}" for v, d in KERNELS])
+
+#: A log of ptxas as it is where nothing went wrong; what the tests below plant replaces parts of it.
+CLEAN = """ptxas info    : Compiling entry function 'NAME' for 'sm_90a'
+ptxas info    : Function properties for NAME
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers
+"""
+SERIALIZED = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient "
+    "register resources for the wgmma pipeline in the function 'NAME'\n"
+)
+
+
+@cache
+def compiled(variant: str, head_dim: int) -> tuple[Plan, Artifact]:
+    plan = planned(variant, backend="cuda", head_dim=head_dim)
+    return plan, compile_source(plan, render(plan))
+
+
+@each
+def test_kernels_keep_their_speed(variant: str, head_dim: int) -> None:
+    plan, artifact = compiled(variant, head_dim)
+    resources = artifact.manifest["resources"]
+    assert 0 <= resources["spills"] <= MAX_SPILLS
+    assert resources["serialized_wgmma"] is False
+    assert resources["wgmma"] == planned_wgmma(plan) == count_instructions(artifact.cubin, "HGMMA") > 0
+    assert plan.hopper is not None
+    assert resources["shared_memory"] == plan.hopper.shared_bytes
+    # what a launch reserves for each thread, before the roles share it out
+    assert 24 <= resources["registers"] <= 65536 // plan.threads
+    assert resources["cubin_bytes"] == len(artifact.cubin)
+    assert 0 < resources["compile_seconds"] < 120
+
+
+@each
+def test_parameters_are_those_of_the_cubin(variant: str, head_dim: int) -> None:
+    plan, artifact = compiled(variant, head_dim)
+    parts = [(plan.name, plan.arguments, artifact.manifest["parameters"])]
+    if plan.classifier:
+        parts.append((plan.classifier.name, plan.classifier.arguments, artifact.manifest["classifier"]["parameters"]))
+    for symbol, arguments, parameters in parts:
+        assert [p["name"] for p in parameters] == [argument.name for argument in arguments]
+        places = parameter_places(artifact.cubin, symbol)
+        assert [p["offset"] for p in parameters] == [offset for offset, _ in places]
+        end = 0
+        for parameter, (offset, size) in zip(parameters, places, strict=True):
+            kind = parameter["kind"]
+            wide = kind == "pointer" or parameter["type"] == "i64"
+            assert size == (128 if kind == "descriptor" else 8 if wide else 4), parameter["name"]
+            assert offset >= end, "parameters overlap"
+            end = offset + size
+
+
+def test_an_artifact_holds_what_it_says() -> None:
+    plan, artifact = compiled("allowed", 64)
+    manifest = artifact.manifest
+    assert artifact.cubin.startswith(b"\x7fELF")
+    assert manifest["sha256"] == sha256(artifact.cubin).hexdigest()
+    assert (artifact.name, manifest["symbol"], manifest["threads"]) == (plan.name, plan.name, plan.threads)
+    assert manifest["backend"] == "cuda"
+    assert manifest["persistent"] is True
+    assert manifest["toolchain"]["nvidia-cuda-nvrtc"]
+    assert manifest["cuda_major"] >= 12
+    assert manifest["min_driver"] >= 12000
+    assert artifact.texts["source.cu"] == render(plan).text
+    assert plan.classifier is not None
+    part = manifest["classifier"]
+    assert part["symbol"] == plan.classifier.name
+    assert part["sha256"] == sha256(artifact.classifier or b"").hexdigest()
+    assert part["resources"]["registers"] > 0
+    assert compiled("causal", 64)[1].classifier is None
+    assert json.dumps(json.loads(json.dumps(manifest))) == json.dumps(manifest)
+    assert pickle.loads(pickle.dumps(artifact)) == artifact
+
+
+def test_a_fresh_process_gives_the_same_bytes_and_needs_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from hashlib import sha256\n"
+        "from attngen.compile import compile_source\n"
+        "from attngen.render import render\n"
+        "from tests.plan.specs import planned\n"
+        "plan = planned('causal', backend='cuda', head_dim=128)\n"
+        "print(sha256(compile_source(plan, render(plan)).cubin).hexdigest(), 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [compiled("causal", 128)[1].manifest["sha256"], "False"]
+
+
+def test_no_path_of_this_machine_is_in_the_cubin() -> None:
+    for folder in ("/tmp", str(ROOT), str(Path.home()) + "/", sys.prefix):
+        assert folder.encode() not in compiled("causal", 128)[1].cubin
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_no_cuda_is_refused_with_the_log() -> None:
+    plan = planned(backend="cuda")
+    source = render(plan)
+    broken = replace(source, text=source.text.replace("int slot = 0", "int slot = nothing_of_that_name"))
+    with pytest.raises(CompileError) as caught:
+        compile_source(plan, broken)
+    message = str(caught.value)
+    assert message.startswith(f"{plan.name}: NVRTC refused the source")
+    assert "nothing_of_that_name" in message
+    assert any(line.startswith(f"{plan.name}.cu(") for line in message.splitlines())
+
+
+def with_log(monkeypatch: pytest.MonkeyPatch, plan: Plan, log: str) -> None:
+    """Let the compiler give the cubin of the kernel and this log."""
+    cubin = compiled("causal", 128)[1].cubin
+    monkeypatch.setattr(cuda, "compile_text", lambda *_: (cubin, log.replace("NAME", plan.name)))
+
+
+def test_a_spill_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = compiled("causal", 128)
+    with_log(monkeypatch, plan, CLEAN.replace("0 bytes spill stores", f"{MAX_SPILLS + 4} bytes spill stores"))
+    with pytest.raises(CompileError, match=rf"{MAX_SPILLS + 4} B of spills at 168 registers.*allow: \[spill\]"):
+        compile_source(plan, render(plan))
+    allowed = compile_source(replace(plan, allow=("spill",)), render(plan))
+    assert allowed.manifest["resources"]["spills"] == MAX_SPILLS + 4
+
+
+def test_a_few_bytes_of_spills_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = compiled("causal", 128)
+    with_log(monkeypatch, plan, CLEAN.replace("0 bytes spill stores", f"{MAX_SPILLS} bytes spill stores"))
+    assert compile_source(plan, render(plan)).manifest["resources"]["spills"] == MAX_SPILLS
+
+
+@pytest.mark.parametrize("log", [SERIALIZED + CLEAN, CLEAN + SERIALIZED], ids=["before", "behind"])
+def test_a_serialized_product_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch, log: str) -> None:
+    plan, _ = compiled("causal", 128)
+    with_log(monkeypatch, plan, log)
+    with pytest.raises(CompileError, match=r"ptxas serialized wgmma.*allow: \[serialized_wgmma\]"):
+        compile_source(plan, render(plan))
+    allowed = compile_source(replace(plan, allow=("serialized_wgmma",)), render(plan))
+    assert allowed.manifest["resources"]["serialized_wgmma"] is True
+
+
+def test_another_number_of_products_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = compiled("causal", 128)
+    found = planned_wgmma(plan)
+    monkeypatch.setattr(cuda, "planned_wgmma", lambda _: found + 1)
+    with_log(monkeypatch, plan, CLEAN)
+    with pytest.raises(CompileError, match=f"{found} wgmma instructions in the cubin, but {found + 1} were planned"):
+        compile_source(plan, render(plan))
+
+
+def test_other_parameters_than_planned_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = compiled("causal", 128)
+    with_log(monkeypatch, plan, CLEAN)
+    fewer = replace(plan, arguments=plan.arguments[:-1])
+    with pytest.raises(CompileError, match=r"\d+ parameters were planned, but the cubin has \d+"):
+        compile_source(fewer, render(plan))
+    first, *rest = plan.arguments
+    swapped = replace(plan, arguments=(*rest, first))
+    with pytest.raises(CompileError, match=r"parameter '\w+' takes \d+ B, but \d+ B in the cubin"):
+        compile_source(swapped, render(plan))
+
+
+def test_a_log_without_resources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = compiled("causal", 128)
+    with_log(monkeypatch, plan, "ptxas says nothing\n")
+    with pytest.raises(CompileError, match="no registers and spills in the log of ptxas"):
+        compile_source(plan, render(plan))
+
+
+def test_what_ptxas_spills_is_seen() -> None:
+    """A kernel that needs more registers than it may have: the log of the real compiler, read by the real reader."""
+    text = (
+        'extern "C" __global__ void __launch_bounds__(1024) NAME(float* x) {\n'
+        "  float a[256];\n#pragma unroll\n  for (int i = 0; i < 256; ++i) a[i] = x[i * 1024 + threadIdx.x];\n"
+        "  __syncthreads();\n#pragma unroll\n"
+        "  for (int i = 0; i < 256; ++i) x[i * 1024 + threadIdx.x] = a[i] * a[255 - i] + a[(7 * i) % 256];\n}\n"
+    ).replace("NAME", "greedy")
+    cubin, log = compile_text("greedy", text, {}, "sm90a")
+    assert cubin.startswith(b"\x7fELF")
+    assert cuda._resources_of("greedy", log).spills > MAX_SPILLS
+
+
+# --- all of them ----------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_of_the_hopper_spec_builds(tmp_path: Path) -> None:
+    """A minute on two cores: the one test that compiles all that ships for Hopper."""
+    report = build(root() / "specs" / "hopper.yaml", store=Store(tmp_path / "cache"))
+    assert not report.failures
+    assert len(report.kernels) > 40
+    for kernel in report.kernels:
+        resources = kernel.manifest["resources"]
+        assert 0 <= resources["spills"] <= MAX_SPILLS, kernel.name
+        assert resources["serialized_wgmma"] is False, kernel.name
+        assert resources["wgmma"] > 0, kernel.name
+        assert kernel.origin == "built"

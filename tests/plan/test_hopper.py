@@ -1,0 +1,253 @@
+"""The Hopper schedule: what a spec says of roles lands in the plan, budgets are kept, and refusals show their sums."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from attngen.errors import PlanError
+from attngen.plan import Plan
+from attngen.plan.hopper import widths
+from attngen.plan.model import Hopper
+from tests.plan.specs import planned
+
+HEAD_DIMS = range(16, 257, 16)
+MATRICES = ("q", "k", "v", "out")
+
+
+def on_hopper(variant: str = "causal", **fields: object) -> Plan:
+    return planned(variant, backend="cuda", **fields)
+
+
+def roles_of(plan: Plan) -> Hopper:
+    assert plan.hopper is not None
+    return plan.hopper
+
+
+# --- what a spec says -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_consumers_and_rows_follow_from_each_other(consumers: int) -> None:
+    by_roles = on_hopper(warps=f"{{consumer: {consumers}}}")
+    by_rows = on_hopper(tile=f"{{m: {64 * consumers}}}")
+    for plan in (by_roles, by_rows):
+        assert roles_of(plan).consumers == consumers
+        assert (plan.tile_m, plan.threads) == (64 * consumers, 128 * (consumers + 1))
+        assert roles_of(plan).pingpong == (consumers > 1)
+    assert by_roles == by_rows
+
+
+@pytest.mark.parametrize(("schedule", "pingpong"), [("pingpong", True), ("cooperative", False)])
+def test_the_schedule_is_that_of_the_spec(schedule: str, pingpong: bool) -> None:
+    assert roles_of(on_hopper(warps=f"{{schedule: {schedule}}}")).pingpong == pingpong
+
+
+def test_every_choice_of_a_spec_lands_in_the_plan() -> None:
+    plan = on_hopper(
+        tile="{m: 128, n: 80}",
+        pipeline="{stages: 3}",
+        warps="{overlap: false, registers: {producer: 24, consumer: 240}}",
+        softmax="lazy",
+        persistent="false",
+    )
+    roles = roles_of(plan)
+    assert (plan.tile_m, plan.tile_n, plan.stages, plan.softmax) == (128, 80, 3, "lazy")
+    assert (roles.producer_registers, roles.consumer_registers) == (24, 240)
+    assert not roles.overlap
+    assert not roles.persistent
+    assert "tile_counter" not in [argument.name for argument in plan.arguments]
+    assert "work_asked" not in [region.name for region in roles.shared]
+
+
+def test_what_a_spec_leaves_open_is_chosen() -> None:
+    plan = on_hopper()
+    roles = roles_of(plan)
+    assert plan.backend == "cuda"
+    assert plan.loads == "descriptor"
+    assert plan.softmax == roles.softmax == "fixed_reference"
+    assert roles.overlap
+    assert roles.persistent
+    assert plan.to_dict()["persistent"] is True
+    assert "tile_counter" in [argument.name for argument in plan.arguments]
+
+
+def test_names_tell_choices_apart() -> None:
+    choices: tuple[dict[str, object], ...] = (
+        {},
+        {"head_dim": 80},
+        {"dtype": "fp16"},
+        {"layout": "varlen"},
+        {"warps": "{consumer: 1}"},
+        {"warps": "{schedule: cooperative}"},
+        {"warps": "{overlap: false}"},
+        {"softmax": "lazy"},
+        {"softmax": "exact_max"},
+        {"persistent": "false"},
+        {"tile": "{n: 64}"},
+        {"pipeline": "{stages: 3}"},
+        {"fast_math": "false"},
+        {"variant": "full"},
+        {"variant": "allowed"},
+        {"variant": "allowed", "tile_map": "never"},
+    )
+    plans = [on_hopper(**choice) for choice in choices]  # type: ignore[arg-type]
+    for one, other in itertools.combinations(plans, 2):
+        assert one.name != other.name
+    assert all(found.name.isidentifier() and len(found.name) < 120 for found in plans)
+
+
+# --- budgets --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("variant", ["causal", "full", "alibi", "packed_documents", "allowed", "relative_bias"])
+def test_every_head_dim_has_a_tile_that_fits(variant: str, dtype: str) -> None:
+    for head_dim in HEAD_DIMS:
+        plan = on_hopper(variant, dtype=dtype, head_dim=head_dim)
+        roles = roles_of(plan)
+        assert roles.shared_bytes <= plan.arch.shared_memory, plan.name
+        threads = 128 * (roles.consumers + 1)
+        launched = min(65536 // threads // 8 * 8, 256)
+        granted = 128 * (roles.producer_registers + roles.consumers * roles.consumer_registers)
+        assert granted <= threads * launched <= 65536
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 160, 192, 256])
+def test_regions_of_shared_memory_follow_each_other(head_dim: int, layout: str) -> None:
+    plan = on_hopper(head_dim=head_dim, layout=layout)
+    regions = roles_of(plan).shared
+    end = 0
+    for region in regions:
+        assert region.offset == end, region.name
+        assert region.bytes > 0
+        assert region.offset % (1024 if region.name in MATRICES else 4) == 0, region.name
+        if region.name.endswith(("_full", "_empty", "_asked")):
+            assert region.offset % 8 == 0, region.name
+        if region.name == "work":
+            assert region.offset % 16 == 0
+        end = region.offset + region.bytes
+    assert roles_of(plan).shared_bytes == end
+    assert [region.name for region in regions][:4] == list(MATRICES)
+    size = {region.name: region.bytes for region in regions}
+    width = widths(head_dim).width
+    assert size["k"] == plan.stages * plan.tile_n * width * 2
+    assert size["q"] == roles_of(plan).q_stages * plan.tile_m * width * 2
+    assert size["k_full"] == size["v_empty"] == 8 * plan.stages
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_padded_head_dims(head_dim: int) -> None:
+    plan = on_hopper(head_dim=head_dim)
+    (columns,) = plan.columns_qk
+    roles = roles_of(plan)
+    assert (columns.start, columns.used) == (0, head_dim)
+    assert columns.width % 32 == 0
+    assert 0 <= columns.width - head_dim < 32
+    assert columns.width % roles.box_columns == 0
+    assert columns.width % roles.out_columns == 0
+    boxes = {a.of: (a.box, a.swizzle, a.window) for a in plan.arguments if a.kind == "descriptor"}
+    assert boxes["q"] == ((1, plan.tile_m, 1, roles.box_columns), 2 * roles.box_columns, None)
+    assert boxes["v"] == ((1, 1, plan.tile_n, 1, roles.box_columns), 2 * roles.box_columns, plan.tile_n)
+
+
+def test_varlen_kernels_store_without_a_descriptor() -> None:
+    described = [a.of for a in on_hopper(layout="varlen").arguments if a.kind == "descriptor"]
+    assert described == ["q", "k", "v"]
+    assert [a.of for a in on_hopper().arguments if a.kind == "descriptor"] == ["q", "k", "v", "out"]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"warps": "{consumer: 1, schedule: pingpong}"},
+            r"pingpong needs at least 2 consumers .* allowed: cooperative",
+        ),
+        ({"warps": "{consumer: 4}"}, r"4 consumers are not allowed; allowed: 1, 2, 3"),
+        ({"warps": "{producer: 2}"}, r"2 producers are not allowed; allowed: 1"),
+        ({"warps": 8}, r"cuda kernels have roles: give producer, consumer and schedule, not a count"),
+        ({"warps": "{registers: {consumer: 100}}"}, r"100 registers are no multiple of 8 from 24 to 256"),
+        ({"tile": "{n: 72}"}, r"tile\.n: 72 is no multiple of 16 from 16 to 256; nearest: (64|80)"),
+        ({"tile": "{n: 512}"}, r"tile\.n: 512 is no multiple of 16 from 16 to 256; nearest: 256"),
+        ({"tile": "{m: 96}"}, r"tile\.m: 96 is not allowed; allowed: 64, 128, 192 \(64 rows per consumer\)"),
+        ({"tile": "{m: 192}", "warps": "{consumer: 2}"}, r"192 rows are not 2 consumers x 64; nearest: 128"),
+        ({"pipeline": "{stages: 1}"}, r"pipeline\.stages: 1 is not allowed; allowed: 2 to 8"),
+        ({"arch": "sm80"}, r"backend: cuda kernels need wgmma, which sm80 lacks; allowed: triton"),
+        ({"arch": "sm100a"}, r"backend: cuda kernels need wgmma, which sm100a lacks; allowed: triton"),
+        ({"dtype": "fp32"}, r"dtype: cuda kernels take bf16 and fp16, not fp32"),
+        ({"loads": "pointer"}, r"loads: cuda kernels load through tensor descriptors; allowed: descriptor"),
+        ({"alignment": "element"}, r"alignment: tensor descriptors need alignment 16, not 2"),
+        ({"tile_map": "always"}, r"tile_map: cuda kernels classify tiles themselves; allowed: auto, never"),
+        ({"sinks": "true"}, r"sinks: CUDA kernels have no sinks"),
+        ({"dropout": "true"}, r"dropout: CUDA kernels have no dropout"),
+        ({"softmax_scale": 0.5}, r"softmax_scale: the scale is an argument of the call"),
+        ({"head_dim": 72}, r"head_dim 72 is no multiple of 16 from 16 to 256; nearest: (64|80)"),
+        ({"passes": "backward"}, r"passes: backward kernels do not exist yet; allowed: forward"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        on_hopper(**fields)  # type: ignore[arg-type]
+    assert str(caught.value).startswith("test.yaml:")
+
+
+def test_more_registers_than_a_launch_reserves_are_refused_with_their_sum() -> None:
+    with pytest.raises(PlanError) as caught:
+        on_hopper(warps="{consumer: 2, registers: {producer: 40, consumer: 240}}")
+    found = re.search(
+        r"128 threads x \((\d+) \+ (\d+) x (\d+)\) = (\d+) registers; a launch of (\d+) threads reserves (\d+) each, "
+        r"(\d+) in all",
+        str(caught.value),
+    )
+    assert found is not None
+    producer, consumers, consumer, total, threads, each, pool = map(int, found.groups())
+    assert (producer, consumers, consumer, threads) == (40, 2, 240, 384)
+    assert 128 * (producer + consumers * consumer) == total > pool == threads * each
+    assert pool <= 65536
+
+
+def test_a_consumer_without_room_for_its_tile_is_refused_with_the_sum() -> None:
+    fields: dict[str, object] = {"head_dim": 256, "tile": "{m: 128, n: 112}"}
+    with pytest.raises(PlanError) as caught:
+        on_hopper(**fields)  # type: ignore[arg-type]
+    found = re.search(
+        r"a consumer has (\d+) registers and needs (\d+): S (\d+) \+ P (\d+) \+ O (\d+) \+ others (\d+)",
+        str(caught.value),
+    )
+    assert found is not None
+    has, needs, s, p, o, others = map(int, found.groups())
+    assert (s, p, o) == (112 // 2, 112 // 4, 256 // 2)
+    assert s + p + o + others == needs
+    assert needs > has
+
+
+def test_more_shared_memory_than_there_is_is_refused_with_its_sum() -> None:
+    with pytest.raises(PlanError) as caught:
+        on_hopper(head_dim=128, tile="{m: 128, n: 128}", pipeline="{stages: 4}")
+    message = str(caught.value)
+    assert message.startswith("test.yaml:8: tile: ")
+    found = re.search(
+        r"Shared memory (\d+) B exceeds (\d+) B on sm90a: Q (\d+) \+ K (\d+) \+ V (\d+) \((\d) stages\) \+ O (\d+)",
+        message,
+    )
+    assert found is not None
+    total, limit, q, k, v, stages, out = map(int, found.groups())
+    assert limit == 227 * 1024 < total
+    assert (q, k, v, stages) == (128 * 128 * 2, 4 * 128 * 128 * 2, 4 * 128 * 128 * 2, 4)
+    assert 0 < total - (q + k + v + out) < 1024  # barriers and records
+
+
+def test_memory_is_given_up_in_order() -> None:
+    """Q twice where there is room, then once, then parts of O."""
+    small, large = roles_of(on_hopper(head_dim=64)), roles_of(on_hopper(head_dim=256))
+    assert (small.q_stages, small.out_columns) == (2, 64)
+    assert large.q_stages == 1
+    assert large.shared_bytes <= 227 * 1024

@@ -1,0 +1,128 @@
+"""Kernels whose blocks take tile after tile: their grid, and the counter that a launch hands to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen.runtime import counters
+from attngen.runtime.arguments import bind
+from attngen.runtime.module import Kernel
+from attngen.runtime.pinned import Buffers, Pinned
+from attngen.runtime.registry import package_of_kernels, registry
+from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
+
+MULTIPROCESSORS = 132
+
+
+def persistent_kernel(**fields: Any) -> Kernel:
+    """Return a kernel as CUDA builds write it, with a counter among its parameters."""
+    manifest = manifest_of(variant(), **fields)
+    row = {"name": "tile_counter", "kind": "pointer", "type": "*u32", "of": "tile_counter", "axis": None}
+    parameters = [row | {"divisibility": 4}, *manifest["parameters"]]
+    return kernel_of({**manifest, "backend": "cuda", "persistent": True, "parameters": parameters})
+
+
+def tensors(batch: int = 1, seqlen: int = 64, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, seqlen, heads, 64).to(torch.bfloat16) for _ in range(3))
+    return q, k, v
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Counters in memory of the CPU; what each allocation was asked for."""
+    asked: list[Any] = []
+    zeros = torch.zeros
+
+    def plain_zeros(*shape: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        if str(device).startswith("cuda"):
+            asked.append(device)
+            device = None
+        return zeros(*shape, device=device, **options)
+
+    monkeypatch.setattr(torch, "zeros", plain_zeros)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(counters, "_COUNTERS", {})
+    yield asked
+
+
+def counter_of(gpu: FakeDriver, launch: int = -1) -> int:
+    address = gpu.launches[launch].values["tile_counter_ptr"]
+    assert isinstance(address, int)
+    return address
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen"), [(1, 2, 64), (3, 4, 100), (11, 12, 64), (19, 7, 64), (4, 40, 70)]
+)
+def test_no_more_blocks_than_run_at_once(gpu: FakeDriver, batch: int, heads: int, seqlen: int) -> None:
+    registry.add(package_of_kernels([persistent_kernel()], "memory"))
+    attngen.attention(*tensors(batch, seqlen, heads), variant="causal")
+    tiles = batch * heads * -(-seqlen // 64)
+    assert gpu.launches[-1].grid == min(tiles, MULTIPROCESSORS)
+
+
+def test_other_kernels_have_a_block_for_each_tile_and_no_counter(gpu: FakeDriver, on_cpu: list[Any]) -> None:
+    registry.add(package_of_kernels([kernel_of(manifest_of(variant()))], "memory"))
+    attngen.attention(*tensors(16, 64, 16), variant="causal")
+    assert gpu.launches[-1].grid == 256 > MULTIPROCESSORS
+    assert "tile_counter_ptr" not in gpu.launches[-1].values
+    assert not on_cpu
+
+
+def test_the_counter_of_the_stream_reaches_the_kernel(gpu: FakeDriver, on_cpu: list[Any]) -> None:
+    registry.add(package_of_kernels([persistent_kernel()], "memory"))
+    for _ in range(3):
+        attngen.attention(*tensors(), variant="causal")
+    (counter,) = counters._COUNTERS.values()
+    assert {counter_of(gpu, i) for i in range(3)} == {counter.data_ptr()}
+    assert counter.dtype == torch.int32
+    assert counter.tolist() == [0]
+    assert on_cpu == ["cuda:0"]  # one allocation, in the memory of the device of the call
+
+
+def test_each_stream_has_a_counter_of_its_own(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.add(package_of_kernels([persistent_kernel()], "memory"))
+    found = []
+    for stream in (0, 7, 0, 9, 7):
+        monkeypatch.setattr(gpu, "stream", lambda device, stream=stream: stream)
+        attngen.attention(*tensors(), variant="causal")
+        found.append(counter_of(gpu))
+    assert found[0] == found[2]
+    assert found[1] == found[4]
+    assert len(set(found)) == 3
+
+
+def test_each_device_has_counters_of_its_own() -> None:
+    assert counters.address(7, 0) == counters.address(7, 0) != counters.address(7, 1)
+
+
+def test_a_captured_launch_never_gets_the_counter_of_a_stream(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, on_cpu: list[Any]
+) -> None:
+    before = counters.address(7, 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kept = counters._COUNTERS.copy()
+    assert counters.address(7, 0) != before
+    assert kept == counters._COUNTERS
+    assert len(on_cpu) == 2
+
+
+def test_a_pinned_launch_takes_the_counter_of_its_stream(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = persistent_kernel()
+    q, k, v = tensors(16, 64, 16)
+    call = bind(kernel.variant, q, k, v, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd")
+    pinned = Pinned(kernel, call, Buffers(q, k, v, torch.empty_like(q)))
+    found = []
+    for stream in (5, 6, 5):
+        monkeypatch.setattr(gpu, "stream", lambda device, stream=stream: stream)
+        pinned()
+        found.append(counter_of(gpu))
+    assert gpu.launches[-1].grid == MULTIPROCESSORS
+    assert found[0] == found[2] == counters.address(5, 0)
+    assert found[1] == counters.address(6, 0) != found[0]

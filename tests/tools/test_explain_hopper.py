@@ -1,0 +1,226 @@
+"""``attngen explain`` of CUDA kernels: floors by hand, memory and barriers as the kernel has them, JSON, text."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from attngen import cli
+from attngen.plan import Plan, plan
+from attngen.plan.floors import MEMORY_PER_CLOCK, RATES, floor
+from attngen.render import render
+from attngen.spec import expand, load_spec_text
+from attngen.tools.explain import explain_spec
+from attngen.tools.explain_hopper import HopperExplanation
+
+CUDA, TRITON = "fwd_sm90a_wgmma", "fwd_sm90a_tma"
+HEAD = "schema: 1\npackage: t\narch: [sm90a]\nkernels:\n"
+
+
+def spec_text(variant: str = "causal", head_dim: object = 128, more: str = "", backend: str = "cuda") -> str:
+    return f"{HEAD}  - variant: {variant}\n    head_dim: {head_dim}\n    backend: {backend}\n{more}"
+
+
+def planned(variant: str = "causal", head_dim: object = 128, more: str = "") -> Plan:
+    (kernel,) = expand(load_spec_text(spec_text(variant, head_dim, more)))
+    return plan(kernel)
+
+
+def explained(*arguments: Any) -> HopperExplanation:
+    found = HopperExplanation.of(planned(*arguments))
+    assert found is not None
+    return found
+
+
+def tile(n: int, consumers: int = 2) -> str:
+    return f"    tile: {{m: {64 * consumers}, n: {n}}}\n"
+
+
+def output(path: Path, *arguments: object) -> str:
+    result = CliRunner().invoke(cli.group, ["explain", str(path), *map(str, arguments)])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    path = tmp_path / "both.yaml"
+    path.write_text(spec_text(head_dim=[64, 128], backend="[cuda, triton]"))
+    return path
+
+
+# head_dim, keys, consumers; QK, PV, exponentials, reads of shared memory in clocks of a consumer; what binds
+BY_HAND = [
+    # QK: 4 x m64n128k16 of 64 clk. PV: 8 x m64n64k16 of 32. (64 x 64 + 2 x 128 x 64) x 2 B at 128 B.
+    (64, 128, 3, 256, 256, 512, 320, ("products", "exponentials")),
+    # QK: 8 x 64. PV: 8 x 64.
+    (128, 128, 2, 512, 512, 512, 640, ("products",)),
+    # QK: 16 x m64n64k16 of 32. PV: 4 x m64n256k16 of 128.
+    (256, 64, 2, 512, 512, 256, 768, ("products",)),
+    # MLA. QK: 12 x m64n96k16 of 48. PV: 6 x m64n128k16 of 64. (64 x 192 + 96 x (192 + 128)) x 2 B at 128 B.
+    ("{qk: 192, v: 128}", 96, 2, 576, 384, 384, 672, ("products",)),
+    # 80 columns are computed as 96: QK 6 x 64, PV 8 x 48.
+    (80, 128, 2, 384, 384, 512, 480, ("products",)),
+    # 32 columns: QK 2 x 64, PV 8 x 16.
+    (32, 128, 3, 128, 128, 512, 160, ("exponentials",)),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "keys", "consumers", "qk", "pv", "exp", "shared", "binding"), BY_HAND)
+def test_floors_by_hand(
+    head_dim: object, keys: int, consumers: int, qk: int, pv: int, exp: int, shared: int, binding: tuple[str, ...]
+) -> None:
+    found = floor(planned("causal", head_dim, tile(keys, consumers)))
+    assert (found.qk.clocks, found.pv.clocks) == (qk, pv)
+    assert found.parts == {"products": qk + pv, "exponentials": exp, "shared memory": shared}
+    assert found.binding == binding
+    assert found.clocks == max(qk + pv, exp, shared)
+    assert found.block == consumers * found.clocks
+
+
+def test_memory_by_hand() -> None:
+    # 4.8 TB/s over 132 multiprocessors at 1.98 GHz
+    assert float(MEMORY_PER_CLOCK) == pytest.approx(18.365, abs=1e-3)
+    found = floor(planned("causal", 128, tile(128)))
+    assert found.loaded == 2 * 128 * 128 * 2
+    assert found.uncached == 3569  # 65536 / 18.365
+    assert found.cached_share == pytest.approx(1 - 2048 / 3568.5, abs=1e-3)
+    assert found.tile == 2 * 128 * 128 * 2
+    assert found.call(steps=20, tiles=1) == 20 * 1024
+    assert found.call(steps=2, tiles=1) == 3569  # Q and O take longer
+    assert found.seconds(steps=20, tiles=1) == pytest.approx(20 * 1024 / 132 / 1.98e9)
+    assert floor(planned("causal", 80)).loaded == 2 * 128 * 80 * 2  # padding is not in memory
+
+
+def test_a_consumer_that_skips_takes_the_steps_of_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(spec_text("causal", 64, "    tile: {m: 192, n: 64}\n"))
+    (found,) = explain_spec(path, seqlens=[384])
+    assert found.hopper is not None
+    assert found.hopper.hopper.skips
+    assert found.hopper.heads[0].steps == 1 + 2 + 3 + 4 + 5 + 6
+    assert found.visits[0].full + found.visits[0].partial == 3 + 6  # of the block
+
+
+def test_rates_have_sources() -> None:
+    assert {rate.value for rate in RATES} >= {4096, 16, 128, 132, 4_800_000_000_000}
+    assert all(rate.source and rate.unit for rate in RATES)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_head_takes_what_its_visits_take(tmp_path: Path, head_dim: int) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(spec_text("full", head_dim, tile(64)))
+    (found,) = explain_spec(path, seqlens=[512])
+    assert found.hopper is not None
+    (head,) = found.hopper.heads
+    assert head.steps == 8 * 8  # of 64 rows x 64 keys
+    assert head.clocks == max(64 * found.hopper.floor.clocks, 4 * found.hopper.floor.tile_memory)
+    assert head.tflops == pytest.approx(4 * head_dim * 512**2 / head.us / 1e6)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_registers_add_up(head_dim: int) -> None:
+    found = explained("causal", head_dim)
+    r = found.registers
+    assert r.s + r.p + r.o + r.others == r.consumer
+    assert (r.s, r.p) == (found.plan.tile_n // 2, found.plan.tile_n // 4)
+    assert r.o == found.plan.columns_v[0].width // 2
+    assert r.used == 128 * (r.producer + found.hopper.consumers * r.consumer) <= r.pool <= 65536
+
+
+CHOICES = [
+    ("causal", 128, ""),
+    ("causal", 256, ""),
+    ("sliding_window", 64, ""),
+    ("sliding_window", 128, "    tile: {m: 192, n: 64}\n"),  # skips
+    ("dilated", 128, ""),
+    ("allowed", 128, ""),
+    ("full", 128, "    warps: {consumer: 1}\n    persistent: false\n"),
+    ("causal", 128, "    warps: {schedule: cooperative, overlap: false}\n    softmax: lazy\n"),
+    ("causal", 64, "    softmax: exact_max\n    layout: varlen\n"),
+]
+
+
+@pytest.mark.parametrize(("variant", "head_dim", "more"), CHOICES)
+def test_barriers_are_those_of_the_kernel(variant: str, head_dim: int, more: str) -> None:
+    found = explained(variant, head_dim, more)
+    text = render(found.plan).text
+    constants = {"kConsumers": str(found.hopper.consumers)}
+    arrivals = {}
+    for name, count in re.findall(r"init_barrier\(k(\w+)(?: \+ 8 \* \w+)?, ([^)]+)\);", text):
+        terms = (constants.get(term, term) for term in count.split(" + "))
+        arrivals[name] = sum(map(int, terms))
+    told = {barrier.name.title().replace("_", ""): barrier.arrivals for barrier in found.barriers if not barrier.named}
+    assert told == arrivals
+    assert ("turn" in {barrier.name for barrier in found.barriers}) == ("take_turn" in text)
+
+
+@pytest.mark.parametrize(("variant", "head_dim", "more"), CHOICES)
+def test_text_tells_regions_roles_and_order(tmp_path: Path, variant: str, head_dim: int, more: str) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(spec_text(variant, head_dim, more))
+    (found,) = explain_spec(path, seqlens=[256])
+    text = output(path, CUDA, "--seqlen", 256)
+    hopper = found.hopper
+    assert hopper is not None
+    for region in hopper.hopper.shared:
+        assert re.search(rf"{region.offset} +{region.bytes}  {region.name} ", text), region
+    assert f"{hopper.hopper.shared_bytes} B of 232448 B" in text
+    assert f"{hopper.hopper.consumers} consumer" in text
+    assert ("ping-pong" in text) == hopper.hopper.pingpong
+    assert ("no overlap" in text) != hopper.hopper.overlap
+    assert ("wait for S(j), PV(j-1)" in text) != hopper.hopper.overlap
+    assert ("take the turn" in text) == hopper.hopper.pingpong
+    assert ("grid           persistent" in text) == hopper.hopper.persistent
+    assert ("a consumer passes over tiles" in text) == hopper.hopper.skips
+    assert f"S {hopper.registers.s} + P {hopper.registers.p} + O {hopper.registers.o}" in text
+    assert f"bound by       {hopper.floor.clocks:5d} {hopper.floor.block:6d}" in text
+    assert all(rate.source in text for rate in RATES)
+    assert "{" not in text
+
+
+def test_json_has_the_same_numbers(both: Path) -> None:
+    kernels = json.loads(output(both, "d128", "--json", "--seqlen", 512))["kernels"]
+    assert [("hopper" in kernel, kernel["plan"]["backend"]) for kernel in kernels] == [
+        (True, "cuda"),
+        (False, "triton"),
+    ]
+    kernel = kernels[0]
+    memory, hopper = kernel["shared_memory"], kernel["hopper"]
+    last = memory["regions"][-1]
+    assert memory["total"] == last["offset"] + last["bytes"] <= memory["limit"]
+    for region, following in zip(memory["regions"], memory["regions"][1:], strict=False):
+        assert region["offset"] + region["bytes"] == following["offset"]
+        assert region["holds"]
+    assert set(hopper) == {"roles", "registers", "barriers", "loop", "floor"}
+    assert hopper["roles"]["consumers"] == 2
+    assert hopper["roles"]["scheduler_warp"] == 8
+    assert hopper["floor"]["consumer"] == {
+        "products": 1024, "exponentials": 512, "shared memory": 640, "step": 1024
+    }  # fmt: skip
+    assert hopper["floor"]["block"]["step"] == 2048
+    assert hopper["floor"]["bound_by"] == ["products"]
+    assert hopper["floor"]["heads"][0]["steps"] == 2 * 10
+    assert set(hopper["loop"]) == {"order", "first tile", "step j", "softmax", "masks", "skips", "boundary"}
+    assert "regions" not in kernels[1]["shared_memory"]
+
+
+def test_both_backends_share_a_table(both: Path) -> None:
+    text = output(both, "--seqlen", 256)
+    assert (text.count(CUDA), text.count(TRITON)) == (2, 2)
+    assert "bound by" in text
+    one = output(both, TRITON, "--seqlen", 256)
+    for word in ("floor", "roles", "barriers", "CUDA", "persistent"):
+        assert word not in one
+
+
+def test_shared_memory_of_the_table_is_all_of_it(both: Path) -> None:
+    for found in explain_spec(both, CUDA, seqlens=[128]):
+        assert found.plan.hopper is not None
+        assert found.shared_bytes == found.plan.hopper.shared_bytes > found.memory.total
