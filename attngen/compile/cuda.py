@@ -127,8 +127,8 @@ def _check(plan: Plan, cubin: bytes, resources: Resources) -> None:
 def planned_wgmma(plan: Plan) -> int:
     """Return how many wgmma instructions the kernel has.
 
-    Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V in the loop and after it. Where
-    consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own.
+    Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V in the loop and after it.
+    Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own.
     """
     assert plan.hopper is not None
     qk = plan.columns_qk[0].width // 16

@@ -44,8 +44,8 @@ ptxas info    : Function properties for NAME
 ptxas info    : Used 168 registers, used 1 barriers
 """
 SERIALIZED = (
-    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient "
-    "register resources for the wgmma pipeline in the function 'NAME'\n"
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+    "insufficient register resources for the wgmma pipeline in the function 'NAME'\n"
 )
 
 

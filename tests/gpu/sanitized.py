@@ -37,6 +37,15 @@ SUBJECTS = (
 SIZES = (1, 3, 63, 65, 127, 129)
 
 
+def subjects(tool: str) -> list[str]:
+    """Return the kernels that a tool can judge.
+
+    racecheck follows barriers thread by thread. In the Hopper kernels one thread arrives for a warpgroup, whose 128
+    threads wgmma has kept together; the tool does not see that, and takes their reads for unordered.
+    """
+    return [name for name in SUBJECTS if tool != "racecheck" or not name.endswith("wgmma")]
+
+
 def run(name: str, rows: int, keys: int) -> None:
     """Launch a kernel once on tensors that end with their allocation."""
     kernel = kernels()[name]
@@ -63,11 +72,11 @@ def run(name: str, rows: int, keys: int) -> None:
 def main(tool: str) -> None:
     """Run every subject on the shapes that a tool is for."""
     shapes = [(a, b) for a in SIZES for b in SIZES if a == b or 129 in (a, b)] if tool == "memcheck" else [(65, 129)]
-    for name in SUBJECTS:
+    for name in subjects(tool):
         for rows, keys in shapes:
             run(name, rows, keys)
     torch.cuda.synchronize()
-    print(f"{len(SUBJECTS)} kernels ran")
+    print(f"{len(subjects(tool))} kernels ran")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def tensors(batch: int = 1, seqlen: int = 64, heads: int = 2) -> tuple[torch.Ten
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Counters in memory of the CPU; what each allocation was asked for."""
     asked: list[Any] = []
     zeros = torch.zeros
@@ -48,7 +47,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(torch, "zeros", plain_zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(counters, "_COUNTERS", {})
-    yield asked
+    return asked
 
 
 def counter_of(gpu: FakeDriver, launch: int = -1) -> int:
@@ -116,7 +115,9 @@ def test_a_captured_launch_never_gets_the_counter_of_a_stream(
 def test_a_pinned_launch_takes_the_counter_of_its_stream(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = persistent_kernel()
     q, k, v = tensors(16, 64, 16)
-    call = bind(kernel.variant, q, k, v, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd")
+    call = bind(
+        kernel.variant, q, k, v, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd", arguments={}
+    )
     pinned = Pinned(kernel, call, Buffers(q, k, v, torch.empty_like(q)))
     found = []
     for stream in (5, 6, 5):
