@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -57,6 +58,8 @@ _PARTS = {
     "jinja2": ("building", "pip install 'attngen[build]'"),
     "pydantic": ("building", "pip install 'attngen[build]'"),
     "PyYAML": ("building", "pip install 'attngen[build]'"),
+    "cupy-cuda13x": ("building CUDA kernels", "pip install 'attngen[build]'"),
+    "nvidia-cuda-nvrtc": ("building CUDA kernels", "pip install 'attngen[build]'"),
 }
 
 
@@ -94,7 +97,16 @@ def _build() -> list[Finding]:
         path = nvidia_tool(tool)
         state = "ok" if path else "missing"
         findings.append(Finding("build", tool, state, tool_version(path) if path else "not in the Triton wheel"))
+    findings.append(_try("build", "NVRTC", _nvrtc))
     return [*findings, *_arches()]
+
+
+def _nvrtc() -> str:
+    from attngen.compile.cuda import compile_text
+
+    start = time.perf_counter()
+    compile_text("probe", "extern \"C\" __global__ void probe(int* x) { x[blockIdx.x] = 1; }", {}, "sm90a")
+    return f"compiled a kernel in {time.perf_counter() - start:.2f} s"
 
 
 def _cache() -> str:
