@@ -105,7 +105,7 @@ def _nvrtc() -> str:
     from attngen.compile.cuda import compile_text
 
     start = time.perf_counter()
-    compile_text("probe", "extern \"C\" __global__ void probe(int* x) { x[blockIdx.x] = 1; }", {}, "sm90a")
+    compile_text("probe", 'extern "C" __global__ void probe(int* x) { x[blockIdx.x] = 1; }', {}, "sm90a")
     return f"compiled a kernel in {time.perf_counter() - start:.2f} s"
 
 

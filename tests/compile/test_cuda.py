@@ -228,6 +228,7 @@ def test_what_ptxas_spills_is_seen() -> None:
 # --- all of them ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_kernel_of_the_hopper_spec_builds(tmp_path: Path) -> None:
     """A minute on two cores: the one test that compiles all that ships for Hopper."""
     report = build(root() / "specs" / "hopper.yaml", store=Store(tmp_path / "cache"))
