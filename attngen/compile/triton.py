@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.arch import Arch
 from attngen.compile.artifact import Artifact
+from attngen.compile.drivers import min_driver
 from attngen.compile.environment import scrubbed
 from attngen.compile.hazards import overwritten_operands
 from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, resources_of_log
@@ -31,12 +32,6 @@ if TYPE_CHECKING:
 
     from attngen.plan.model import Argument, Plan
     from attngen.render import Source
-
-#: Least driver of a cubin, as cuDriverGetVersion gives it, by CUDA major and, where it came later, capability.
-#: Source: CUDA Compatibility, "Minor Version Compatibility": a cubin runs on every driver of its CUDA major.
-_MIN_DRIVER = {11: 11000, 12: 12000, 13: 13000}
-_MIN_DRIVER_OF_CAPABILITY = {89: 11080, 90: 11080, 100: 12080, 120: 12080}
-
 
 #: Bytes of spills that cost nothing measurable: a few values that are stored before the loops and read after them.
 MAX_SPILLS = 32
@@ -91,7 +86,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     major = cuda_major(kernel.ptx)
     manifest["toolchain"] = toolchain("triton")
     manifest["cuda_major"] = major
-    manifest["min_driver"] = max(_MIN_DRIVER[major], _MIN_DRIVER_OF_CAPABILITY.get(plan.arch.capability, 0))
+    manifest["min_driver"] = min_driver(major, plan.arch.capability)
     manifest["resources"] = {
         **kernel.resources(),
         "compile_seconds": round(time.perf_counter() - start, 3),

@@ -20,7 +20,7 @@ _ROWS = 64  # query rows of a consumer: M of wgmma
 _BARRIER_BYTES = 8
 _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
-_WORK_BYTES = 320
+WORK_BYTES = 320
 
 #: Registers that a consumer needs beside S, P and O: addresses, references, indices and sums.
 _OTHER_REGISTERS = 24
@@ -234,7 +234,7 @@ def _regions(roles: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: i
         "k": stages * tile_n * qk * element,
         "v": stages * tile_n * v * element,
         "out": tile_m * roles.out_columns * element,
-        "work": _SLOTS * _WORK_BYTES,
+        "work": _SLOTS * WORK_BYTES,
         "q_full": roles.q_stages * _BARRIER_BYTES,
         "q_empty": roles.q_stages * _BARRIER_BYTES,
         "k_full": stages * _BARRIER_BYTES,
@@ -250,6 +250,3 @@ def _regions(roles: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: i
     for name, size in sizes.items():
         yield Region(name, offset, size)
         offset += size
-
-
-WORK_BYTES = _WORK_BYTES

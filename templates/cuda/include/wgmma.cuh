@@ -40,7 +40,7 @@ struct Matrix {
   }
 };
 
-// product_ss and product_rs for each N, from macros: PTX needs every operand by its number.
+// Product<Element, N>::ss and rs for each N, from macros: PTX needs every operand by its number.
 
 #define D1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define D2 D1 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
