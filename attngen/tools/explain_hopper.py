@@ -68,6 +68,7 @@ class HopperExplanation:
                 "rows": ROWS,
                 "scheduler_warp": 4 * hopper.consumers,
                 "loader_warp": 4 * hopper.consumers + 1,
+                "query_loader_warp": 4 * hopper.consumers + 2,
                 "schedule": hopper.schedule,
                 "overlap": hopper.overlap,
                 "persistent": hopper.persistent,
@@ -181,19 +182,19 @@ def _barriers(plan: Plan, hopper: Hopper) -> Iterator[Barrier]:
     sizes = {region.name: region.bytes // 8 for region in hopper.shared}
     scheduler = consumers + 1 if plan.driver == "ranges" else 1
     for name, arrivals, guards in (
-        ("q_full", 1, "a tile of Q has landed (the loader arrives, and the bytes; so below)"),
+        ("q_full", 1, "a tile of Q has landed (its loader arrives, and the bytes; so below)"),
         ("q_empty", consumers, "consumers have multiplied a tile of Q for the last time"),
         ("k_full", 1, "a tile of K has landed, and what each consumer does with it is written"),
         ("k_empty", consumers, "consumers are done with a tile of K"),
         ("v_full", 1, "a tile of V has landed"),
         ("v_empty", consumers, "consumers are done with a tile of V"),
         ("work_full", scheduler, "the scheduler has written the record of a tile of work"),
-        ("work_empty", consumers, "consumers have read a record"),
-        ("work_asked", 1, "the loader nears the end of a tile: the scheduler may take the next one"),
+        ("work_empty", 4 * consumers + 1, "the warps of consumers, and the loader of Q, have read a record"),
+        ("work_asked", 1, "the loader of K and V nears the end of a tile: the scheduler may take the next one"),
     ):
         if name in sizes:
             yield Barrier(name, sizes[name], arrivals, named=False, guards=guards)
-    together = "threads of a consumer wait for each other around records and O"
+    together = "threads of a consumer wait for each other around O"
     yield Barrier("group", consumers, _WARPGROUP, named=True, guards=together)
     if hopper.pingpong:
         turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
@@ -209,7 +210,7 @@ def _roles(hopper: Hopper) -> Iterator[str]:
     first = 4 * hopper.consumers
     each = "consumer" if hopper.consumers == 1 else "consumers"
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
-    yield f"producer: warp {first} is the scheduler of tiles of work, warp {first + 1} the loader of Q, K and V by TMA"
+    yield f"producer: warp {first} is the scheduler of tiles of work; by TMA warp {first + 1} loads K and V, {first + 2} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:
