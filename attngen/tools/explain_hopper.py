@@ -210,7 +210,7 @@ def _roles(hopper: Hopper) -> Iterator[str]:
     first = 4 * hopper.consumers
     each = "consumer" if hopper.consumers == 1 else "consumers"
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
-    yield f"producer: warp {first} is the scheduler of tiles of work; by TMA warp {first + 1} loads K and V, {first + 2} Q"
+    yield f"producer: warp {first} schedules tiles of work; by TMA, warp {first + 1} loads K and V, and {first + 2} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:
