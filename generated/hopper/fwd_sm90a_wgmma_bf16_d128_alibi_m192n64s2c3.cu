@@ -417,11 +417,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
               const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
               const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const float q_pos_float = float(q_pos);
+              const float row_value = (float(kv_first) - float(q_pos)) * slope_h_times_LOG2E;
               const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
               const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-              const int kv = kv_first + key;
-              x = x * softmax_scale_times_LOG2E + (float(kv) - q_pos_float) * slope_h_times_LOG2E;
+              x = x * softmax_scale_times_LOG2E + (row_value + float(key) * slope_h_times_LOG2E);
               if (key >= visible_to) x = kMasked;
             }
           }
@@ -433,10 +432,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
               const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
               const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const float q_pos_float = float(q_pos);
+              const float row_value = (float(kv_first) - float(q_pos)) * slope_h_times_LOG2E;
               const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-              const int kv = kv_first + key;
-              x = x * softmax_scale_times_LOG2E + (float(kv) - q_pos_float) * slope_h_times_LOG2E;
+              x = x * softmax_scale_times_LOG2E + (row_value + float(key) * slope_h_times_LOG2E);
             }
           }
         }
