@@ -15,7 +15,7 @@ PACKAGE = ROOT / "attngen"
 
 #: From upper to lower. A module may import those of its own layer and of the layers above.
 LAYERS = (
-    {"errors", "dtypes", "arch", "resources"},
+    {"errors", "dtypes", "arch", "formats", "resources"},
     {"lang"},
     {"spec"},
     {"plan"},
@@ -24,6 +24,7 @@ LAYERS = (
     {"store"},
     {"runtime"},
     {"tools"},
+    {"packaging"},
     {"commands", "cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
