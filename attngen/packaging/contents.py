@@ -50,9 +50,7 @@ def contents_of(
     PackageError if a kernel does not compile.
     """
     store = store or Store()
-    kernels = prepare(spec, arches)
-    if not kernels:
-        raise PackageError(f"{spec.file} asks for no kernel, so there is nothing to package")
+    kernels = kernels_of(spec, arches)
     built, failures = compile_kernels(kernels, store=store, jobs=jobs, observer=observer)
     if failures:
         lines = [str(f.error) if i < _FULL_ERRORS else str(f.error).splitlines()[0] for i, f in enumerate(failures)]
@@ -77,6 +75,14 @@ def contents_of(
         "NOTICE.txt": fill("notice.txt.j2", view=view).encode(),
     }
     return Contents(spec.package, dict(sorted(files.items())))
+
+
+def kernels_of(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
+    """Return the kernels of a spec, planned and rendered. Raises SpecError, and PackageError if there is none."""
+    kernels = prepare(spec, arches)
+    if not kernels:
+        raise PackageError(f"{spec.file} asks for no kernel, so there is nothing to package")
+    return kernels
 
 
 def view_of(

@@ -77,7 +77,7 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def _build(target: str, root: Path, directory: Path, jobs: int | None, observer: Observer | None) -> Path:
-    """Build one target of a project with hatchling, and return its file."""
+    """Build one target of a project with hatchling, and return its file. Raises PackageError if that fails."""
     from hatchling.builders.sdist import SdistBuilder
     from hatchling.builders.wheel import WheelBuilder
     from hatchling.plugin import hookimpl
@@ -98,5 +98,8 @@ def _build(target: str, root: Path, directory: Path, jobs: int | None, observer:
     plugins = PluginManager()
     plugins.manager.register(Plugin(), name=AttngenHook.PLUGIN_NAME)  # so that the installed one is not looked for
     builder = {"wheel": WheelBuilder, "sdist": SdistBuilder}[target](str(root), plugin_manager=plugins)
-    (path,) = builder.build(directory=str(directory), versions=["standard"])
+    try:
+        (path,) = builder.build(directory=str(directory), versions=["standard"])
+    except OSError as error:
+        raise PackageError(f"cannot write the {target}: {error.strerror or error}") from error
     return Path(path)

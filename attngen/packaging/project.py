@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from attngen.errors import PackageError
-from attngen.packaging.contents import spec_files, view_of
+from attngen.packaging.contents import kernels_of, spec_files, view_of
 from attngen.packaging.settings import PLATFORMS
 from attngen.packaging.view import fill
 
@@ -32,12 +32,10 @@ def project_files(spec: Spec, choices: Choices) -> Mapping[str, bytes]:
 
     Raises PackageError for a version that is none, or a licence that cannot be read.
     """
-    from attngen.tools.build import prepare
-
     folder = PurePosixPath(spec.name).parent
     specs = {(folder / name).as_posix(): data for name, data in spec_files(spec).items()}
     licence = {} if choices.licence is None else {"LICENSE": _read(choices.licence)}
-    view = view_of(spec, prepare(spec, choices.arches), _version(choices.version))
+    view = view_of(spec, kernels_of(spec, choices.arches), _version(choices.version))
     project = fill(
         "pyproject.toml.j2",
         view=view,

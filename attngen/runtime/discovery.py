@@ -115,7 +115,7 @@ def _folder_of(point: Any) -> Path:
 
     A module is found without importing it, since that would load the runtime that it carries.
     """
-    if getattr(point, "attr", None) == "":
+    if not getattr(point, "attr", True):
         spec = find_spec(point.module)
         if spec is None or not spec.submodule_search_locations:
             raise LoadError(f"there is no package of the name '{point.module}'")

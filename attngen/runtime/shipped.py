@@ -32,6 +32,8 @@ def open_package(folder: Path) -> Package:
 
     Raises LoadError if its files are of two versions, or damaged.
     """
+    from attngen.lang import check  # noqa: F401  reading a variant needs it: now, rather than in the first call
+
     index = _read_index(folder)
     made = index.get("attngen")
     if made != VERSION:
