@@ -103,6 +103,7 @@ def test_building_needs_no_torch() -> None:
     code = (
         "sys.modules['torch'] = None  # an import of it fails\n"
         "import attngen.tools.build, attngen.compile.triton, attngen.plan, attngen.render, attngen.spec\n"
+        "import attngen.packaging.hook, attngen.packaging.make\n"
         "import triton, triton.compiler\n"
         "del sys.modules['torch']"
     )
