@@ -57,6 +57,10 @@ def package(
         with _beside(out) as work:
             built = [_build(target, root, work, jobs, observer) for target in targets]
             sizes = next((sizes_of(path) for path in built if path.suffix == ".whl"), None)
+            if sizes is not None and not sizes.shares:
+                raise PackageError(
+                    "hatchling ran without its hooks, so the wheel is empty; is HATCH_BUILD_NO_HOOKS set?"
+                )
             if sizes is not None and max_size is not None:
                 sizes.require(max_size, f"the wheel of {loaded.package}")
             for path in built:

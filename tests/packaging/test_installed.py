@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import attngen
+from attngen.cli import group
 from attngen.runtime import discovery
 from attngen.runtime.registry import registry
 from tests.packaging.support import install, on_path, run
@@ -180,6 +182,19 @@ def test_attngen_finds_a_folder_of_a_package(site: Path) -> None:
     registry.clear()
     with on_path(site, "attngen_small") as (package,):
         assert torch.equal(package.attention(q, q, q, variant="own", step=2), out)
+
+
+def test_commands_show_an_installed_package(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    registry.clear()
+    attngen.load(site / "attngen_small")
+    listed = CliRunner().invoke(group, ["list", "--coverage"])
+    assert "attngen_small: 8 kernels" in listed.output
+    shown = CliRunner().invoke(group, ["show", "d64_full"])
+    assert shown.exit_code == 0, shown.output
+    assert "attngen_small/fwd_sm90a" in shown.output
+    assert "def fwd_sm90a" in CliRunner().invoke(group, ["show", "d64_full", "--source"]).output
+    registry.clear()
 
 
 USER = """

@@ -179,7 +179,7 @@ def test_an_earlier_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("fake_compiler")
-def test_what_cannot_be_packaged(tmp_path: Path) -> None:
+def test_what_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = write_spec(tmp_path, "schema: 1\npackage: nothing\n", "nothing.yaml")
     with pytest.raises(PackageError, match="asks for no kernel"):
         make(empty, tmp_path / "dist")
@@ -187,6 +187,10 @@ def test_what_cannot_be_packaged(tmp_path: Path) -> None:
         clash = write_spec(tmp_path, SPEC.replace("attngen_small", name), "clash.yaml")
         with pytest.raises(PackageError, match=f"clash.yaml: its package would be '{name}', which others import"):
             make(clash, tmp_path / "dist")
+    with monkeypatch.context() as patch:
+        patch.setenv("HATCH_BUILD_NO_HOOKS", "1")
+        with pytest.raises(PackageError, match="ran without its hooks"):
+            make(write_spec(tmp_path), tmp_path / "dist")
     (tmp_path / "file").touch()
     with pytest.raises(PackageError, match="cannot write to"):
         make(write_spec(tmp_path), tmp_path / "file")
