@@ -40,7 +40,10 @@ class AttngenHook(BuildHookInterface):
             return
         settings = self._settings()
         self._folder = TemporaryDirectory(prefix="attngen-")
-        included = build_data["force_include_editable" if version == "editable" else "force_include"]
+        included = build_data["force_include"]
+        if version == "editable":  # takes the place of all other forced inclusions, once there are any
+            included = build_data["force_include_editable"]
+            included.update({**self.build_config.get_force_include(), **build_data["force_include"], **included})
         for contents in self._contents(settings):
             place = Path(self._folder.name, contents.module)
             for name, data in contents.files.items():

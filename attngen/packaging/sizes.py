@@ -55,7 +55,7 @@ class Sizes:
         """Raise PackageError, naming what costs most, if the wheel is larger than ``most`` bytes."""
         if self.total <= most:
             return
-        lines = [f"{name} would take {_show(self.total)}, more than the {_show(most)} that --max-size allows:"]
+        lines = [f"{name} would take {_show(self.total)}, more than the {_show(most)} that max-size allows:"]
         for share in self.shares[:_SHOWN]:
             count = f"{share.kernels} kernel{'' if share.kernels == 1 else 's'}"
             lines.append(

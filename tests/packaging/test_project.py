@@ -182,7 +182,9 @@ def test_an_editable_installation_has_the_kernels(
 ) -> None:
     pytest.importorskip("editables")
     monkeypatch.setenv("ATTNGEN_CACHE", environment["ATTNGEN_CACHE"])
+    with (project / "pyproject.toml").open("a") as file:
+        file.write('\n[tool.hatch.build.targets.wheel.force-include]\n"kernels" = "my_data"\n')
     with ZipFile(build_in_process(project, tmp_path / "dist", "editable")) as archive:
         names = archive.namelist()
-    assert "my_masks/__init__.py" in names
+    assert {"my_masks/__init__.py", "my_data/masks.yaml"} <= set(names)
     assert "my_model/__init__.py" not in names  # that one stays where it is
