@@ -112,7 +112,7 @@ import attngen_on_gpu
 out = attngen_on_gpu.attention(q, k, v, variant="causal")
 given = (t.double().transpose(1, 2) for t in (q, k, v))
 exact = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
-assert (out.double() - exact.transpose(1, 2)).abs().max() < 2e-2
+assert (out.double() - exact.transpose(1, 2)).abs().max() < 4e-2
 """
 
 

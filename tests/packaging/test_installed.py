@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -212,6 +214,18 @@ attngen_small.attention(q, q, q, variant="casual")  # error: casual
 e: int = attngen_small.attention(q, q, q)  # error: a tensor
 reveal = attngen_small.variants()[0] == "nonsense"  # error: no such name
 """
+
+
+def test_the_stubs_name_what_there_is(site: Path) -> None:
+    stub = ast.parse((site / "attngen_small/__init__.pyi").read_text())
+    functions = [node for node in stub.body if isinstance(node, ast.FunctionDef)]
+    own = {"window", "allowed", "step", "loud"}  # of the variants
+    with on_path(site, "attngen_small") as (package,):
+        assert {node.name for node in functions} | {"errors", "TileMap"} == set(package.__all__)
+        for node in functions:
+            taken = inspect.signature(getattr(package, node.name)).parameters
+            arguments = [*node.args.args, *node.args.kwonlyargs]
+            assert {argument.arg for argument in arguments} - own <= set(taken), node.name
 
 
 def test_the_stubs_know_each_variant(site: Path, tmp_path: Path) -> None:
