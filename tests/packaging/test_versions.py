@@ -63,6 +63,7 @@ def test_another_architecture_is_named_with_the_one_that_is_needed(site: Path, m
         with pytest.raises(package.errors.NoKernelError) as caught:
             package.attention(*tensors(), variant="sliding_window", window=3)
         assert "is built for sm90a only, device 0 is sm120" in str(caught.value)
+        assert "they need sm90a and a driver for CUDA 13.0 or later; this is sm120, with a" in str(caught.value)
         explained = package.explain(*tensors(), variant="sliding_window", window=3)
         assert explained.runs == "no kernel"
     with on_fake_gpu(site, monkeypatch, FakeDriver(compute_capability=86)) as package:
