@@ -7,10 +7,8 @@ from typing import Any
 
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import DType, dtype
+from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.variant import Variant
-
-#: Version of the manifest that a plan writes; the runtime refuses others by name.
-MANIFEST_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,9 +197,25 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
     ]
     if not kernels:
         lines.append("  (no kernel of this variant is built)")
+    elif all(_for_another_machine(kernel, capability, driver) for kernel in kernels):
+        lines.append(_another_machine(kernels, capability, driver))
     lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
     lines += ["To build one, add to a spec and run 'attngen build':", *yaml_lines(call, capability, request)]
     return NoKernelError("\n".join(lines))
+
+
+def _for_another_machine(kernel: Kernel, capability: int, driver: Driver) -> bool:
+    return not kernel.arch.runs_on(capability) or driver.version() < (kernel.manifest.get("min_driver") or 0)
+
+
+def _another_machine(kernels: Sequence[Kernel], capability: int, driver: Driver) -> str:
+    """Say what all kernels of a variant need that this machine lacks, whatever else a call asks for."""
+    arches = ", ".join(dict.fromkeys(kernel.arch.name for kernel in kernels))
+    needed = min(kernel.manifest.get("min_driver") or 0 for kernel in kernels)
+    return (
+        f"  none of its kernels runs on this machine: they need {arches} and a driver for CUDA {_release(needed)} or "
+        f"later; this is sm{capability}, with a driver for CUDA {_release(driver.version())}"
+    )
 
 
 def describe(call: Call) -> str:

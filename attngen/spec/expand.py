@@ -22,10 +22,11 @@ from typing import Any
 
 from attngen.dtypes import DTYPES
 from attngen.errors import Location, SpecError, suggest
+from attngen.formats import SCHEMA
 from attngen.lang.variant import Variant
 from attngen.spec.loading import DeclaredVariant, Spec
 from attngen.spec.messages import field_path
-from attngen.spec.models import SCHEMA, HeadDimModel, KernelModel, TileModel, WarpsModel
+from attngen.spec.models import HeadDimModel, KernelModel, TileModel, WarpsModel
 from attngen.spec.presets import declared_preset, preset_names
 from attngen.spec.quoting import show
 

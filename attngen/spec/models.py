@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from attngen.formats import SCHEMA
 from attngen.spec.fields import (
     Alignment,
     ArchName,
@@ -39,9 +40,6 @@ from attngen.spec.fields import (
     VariantName,
 )
 from attngen.spec.quoting import show
-
-#: The version of the spec's form that this release reads.
-SCHEMA = 1
 
 Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference"))]
 Layout = Annotated[str, Choice(("dense", "varlen"))]
