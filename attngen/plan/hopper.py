@@ -26,7 +26,7 @@ WORK_BYTES = 320
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-#: The same where the scheduler searches for bounds, which does not fit 32 registers.
+#: The same where the scheduler searches for bounds, for which 32 registers are few, if the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
 
 
@@ -175,7 +175,10 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
 
 def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[int, int]:
     """Return the registers per thread of the producer and of a consumer."""
-    default = (_SEARCHING_REGISTERS if _searches(spec) else _REGISTERS)[consumers]
+    needed = tile_n // 2 + tile_n // 4 + width_v // 2 + _OTHER_REGISTERS
+    default = _REGISTERS[consumers]
+    if _searches(spec) and needed <= _SEARCHING_REGISTERS[consumers][1]:
+        default = _SEARCHING_REGISTERS[consumers]
     producer = roles.producer_registers or default[0]
     consumer = roles.consumer_registers or default[1]
     for value in (producer, consumer):
@@ -191,7 +194,6 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
             f"128 threads x ({producer} + {consumers} x {consumer}) = {total} registers; a launch of {threads} threads "
             f"reserves {launch} each, {pool} in all, which the producer gives up and the consumers take",
         )
-    needed = tile_n // 2 + tile_n // 4 + width_v // 2 + _OTHER_REGISTERS
     if needed > consumer and "spill" not in spec.allow:
         raise _refuse(
             spec,
