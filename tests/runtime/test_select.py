@@ -81,6 +81,11 @@ def test_backends(gpu: FakeDriver) -> None:
     assert attngen.explain(*tensors(), variant="causal", backend="reference").runs == "reference"
 
 
+def test_persistent_kernels_come_first(gpu: FakeDriver) -> None:
+    install(kernel(variant(), name="once", backend="cuda"), kernel(variant(), name="again", backend="cuda", persistent=True))
+    assert chosen(*tensors()) == "again"
+
+
 def test_alignment(gpu: FakeDriver) -> None:
     install(kernel(variant(), name="wide"), kernel(variant(), name="narrow", align=2))
     q, k, v = tensors()
