@@ -20,7 +20,7 @@ def print_ladders(report: BenchReport) -> None:
 
     for ladder in report.ladders:
         click.secho(f"ladder of {ladder.of.name}", bold=True)
-        first, *others = [rung for rung in ladder.rungs if rung.kernel is not None]
+        first = next(rung for rung in ladder.rungs if rung.kernel is not None)
         click.echo(f"  {first.name}, as an entry of 'kernels'; a line of a later rung replaces its namesake:")
         for index, line in enumerate(first.lines):
             click.echo(f"  {'- ' if index == 0 else '  '}{line}")

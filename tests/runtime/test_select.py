@@ -82,7 +82,8 @@ def test_backends(gpu: FakeDriver) -> None:
 
 
 def test_persistent_kernels_come_first(gpu: FakeDriver) -> None:
-    install(kernel(variant(), name="once", backend="cuda"), kernel(variant(), name="again", backend="cuda", persistent=True))
+    once = manifest_of(variant(), name="once", backend="cuda")
+    install(kernel_of(once), kernel_of({**once, "name": "again", "persistent": True}))
     assert chosen(*tensors()) == "again"
 
 
