@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
               help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
 @click.option("--ladder", is_flag=True,
-              help="Instead of peers, race what leads to each CUDA kernel: one choice of the spec more in each rung.")  # fmt: skip
+              help="Race the steps that lead to each CUDA kernel, one choice of the spec more in each.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="List cases and contestants, and measure nothing.")
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
 @click.pass_context

@@ -42,10 +42,10 @@ def _print_case(report: BenchReport, row: Row, found: Sequence[Step]) -> None:
         if step.rung.kernel is None:
             continue
         memory = memory_of(step.rung, report.resources)
-        lines.append([step.rung.name, *_figures(step), _registers(memory), _number(memory["shared_memory"]), _change(step)])
-    print_table(
-        ["rung", "TFLOP/s", "/ previous", "/ last", "registers", "shared B", "changed"], lines, title=row.case.name
-    )
+        used = (_registers(memory), _number(memory["shared_memory"]))
+        lines.append([step.rung.name, *_figures(step), *used, _change(step)])
+    names = ["rung", "TFLOP/s", "/ previous", "/ last", "registers", "shared B", "changed"]
+    print_table(names, lines, title=row.case.name)
 
 
 def _print_plan(report: BenchReport, ladder: Ladder) -> None:

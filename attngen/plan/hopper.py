@@ -163,7 +163,7 @@ def _check_unified(spec: KernelSpec, roles: Roles, driver: str) -> None:
     none = "without a producer (warps: {producer: 0})"
     if driver != "ranges":
         raise _refuse(
-            spec, "warps", f"{none} tiles must be ranges that the mask's bounds give, not {driver}; allowed: producer: 1"
+            spec, "warps", f"{none} tiles must be ranges that the mask's bounds give, not {driver}; allowed: producer 1"
         )
     if roles.schedule == "pingpong":
         raise _refuse(spec, "warps", f"{none} warpgroups take no turns; allowed: cooperative")

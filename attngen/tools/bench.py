@@ -75,8 +75,9 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
     report = replace(report, gpu=facts, versions=versions(), rounds=options.rounds, seed=seed, resources=resources)
     with torch.no_grad(), Monitor(gpu) as monitor:
         track = Track(
-            gpu.device, facts["l2_bytes"], clock, _peers(options), options.rounds, options.check, generator, monitor.since
-        )
+            gpu.device, facts["l2_bytes"], clock, _peers(options), options.rounds, options.check, generator,
+            monitor.since,
+        )  # fmt: skip
         if cases:
             report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
         for team, case in cases:

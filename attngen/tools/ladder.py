@@ -82,7 +82,8 @@ def ladders(kernels: Sequence[Prepared]) -> list[Ladder]:
 
 def _rungs(base: Prepared) -> tuple[Rung, ...]:
     """Return all rungs. A step that the plan refuses is left out of those after it."""
-    choices, before, rungs = dict(_START), (), []
+    choices, rungs = dict(_START), []
+    before: tuple[str, ...] = ()
     for name, change in _STEPS:
         tried = {**choices, **change}
         lines = _lines(base, tried)

@@ -160,7 +160,7 @@ def test_padded_head_dims(head_dim: int) -> None:
 
 @pytest.mark.parametrize(("variant", "driver"), [("allowed", "tile_map"), ("dilated", "classified")])
 def test_tiles_that_must_be_listed_need_a_producer(variant: str, driver: str) -> None:
-    with pytest.raises(PlanError, match=rf"tiles must be ranges .*, not {driver}; allowed: producer: 1"):
+    with pytest.raises(PlanError, match=rf"tiles must be ranges .*, not {driver}; allowed: producer 1"):
         on_hopper(variant, warps="{producer: 0}")
 
 
@@ -169,7 +169,7 @@ def test_without_a_producer_all_warpgroups_are_alike(consumers: int) -> None:
     plan = on_hopper(warps=f"{{producer: 0, consumer: {consumers}}}")
     roles = roles_of(plan)
     assert (plan.schedule, plan.threads) == ("cuda_forward_unified", 128 * consumers)
-    assert not (roles.specialized or roles.persistent or roles.pingpong or roles.skips)
+    assert (roles.specialized, roles.persistent, roles.pingpong, roles.skips) == (False, False, False, False)
     assert roles.overlap
     assert plan.threads * roles.consumer_registers <= 65536
     assert roles.consumer_registers <= 255

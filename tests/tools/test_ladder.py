@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from attngen.plan import plan
 from attngen.resources import specs_dir
 from attngen.spec import expand, load_spec, load_spec_text
-from attngen.plan import plan
 from attngen.tools.bench_cases import bench_cases
 from attngen.tools.bench_report import BenchReport, Result, Row, steps
 from attngen.tools.build import Prepared, prepare
