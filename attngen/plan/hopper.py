@@ -1,4 +1,4 @@
-"""The warp-specialized Hopper schedule: roles, registers, shared memory, and every choice that a spec leaves open."""
+"""The Hopper schedules in CUDA, with warp roles and without: registers, shared memory, and every choice left open."""
 
 from __future__ import annotations
 

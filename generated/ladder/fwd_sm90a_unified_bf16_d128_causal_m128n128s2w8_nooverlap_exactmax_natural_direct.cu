@@ -124,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
   };
 
   // What the first warp loads: Q, and K and V from the last key to the first.
+  const int kv_head = work.h / group;
   int k_unloaded = work.tiles, k_to = 0, v_unloaded = work.tiles, v_to = 0;
   uint32_t k_to_phase = 0, v_to_phase = 0;
   const auto load_q = [&] {
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
       arrive_expecting(kKFull + 8 * k_to, kKBytes);
       const int start = tile_at(k_unloaded) * kBlockN;
       for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-        load_box(kK + k_to * kKBytes + column * kBlockN * 2, k_map, kKFull + 8 * k_to, column, work.h / group,
+        load_box(kK + k_to * kKBytes + column * kBlockN * 2, k_map, kKFull + 8 * k_to, column, kv_head,
                  start, work.b);
       }
     }
@@ -160,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
       const int start = tile_at(v_unloaded) * kBlockN;
       const int rows = min(kBlockN, work.seqlen_k - start);  // rows behind the end become 0
       for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-        load_box(kV + v_to * kVBytes + column * kBlockN * 2, v_map, kVFull + 8 * v_to, column, work.h / group,
+        load_box(kV + v_to * kVBytes + column * kBlockN * 2, v_map, kVFull + 8 * v_to, column, kv_head,
                  kBlockN - rows, start + rows, work.b);
       }
     }
