@@ -1,8 +1,12 @@
-"""A check of machine code: a matrix product must not find its operand overwritten by an earlier turn of its loop.
+"""Checks of machine code for what ptxas was seen to compile wrongly, without a warning, from PTX that was right.
 
+A matrix product must not find its operand overwritten by an earlier turn of its loop.
 ``wgmma`` may take its first operand from registers. ptxas 12.8 and 12.9 were seen to compile a loop wrongly in which
 two products do: Q, loaded before the loop, and P, made in each turn, got the same registers, as if nothing read Q
-after the first turn. The PTX was right, and no warning was given. So every Hopper cubin with such products is checked.
+after the first turn. So every Hopper cubin with such products is checked.
+
+A uniform register must not be read before it is written. ptxas 12.8 computed the address of an operand of serialized
+products from a register that nothing had written; 12.9 did not. Cubins with serialized products are checked for it.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attngen.compile.inspect import disassemble
-from attngen.compile.machine import Instruction, decode, parse
+from attngen.compile.machine import Instruction, decode, parse, uniform_uses
 
 
 def overwritten_operands(cubin: bytes) -> list[str]:
@@ -42,6 +46,25 @@ def overwritten(code: Sequence[Instruction]) -> list[str]:
             if lost := sorted(before & written):
                 found[f"{text} reads {', '.join(f'R{register}' for register in lost)}"] = None
     return list(found)
+
+
+def unwritten_uniform_registers(cubin: bytes) -> list[str]:
+    """Return a line for each instruction of a cubin that reads a uniform register before any has written it."""
+    return unwritten(disassemble(cubin))
+
+
+def unwritten(sass: str) -> list[str]:
+    """Return the instructions in a text of nvdisasm that read a uniform register which none before them writes.
+
+    Code is taken in the order in which it stands, which is that in which it first runs, save for waits at its end.
+    """
+    found = []
+    written: set[int] = set()
+    for text, reads, writes in uniform_uses(sass):
+        if unknown := sorted(reads - written):
+            found.append(f"{text} reads {', '.join(f'UR{register}' for register in unknown)}")
+        written |= writes
+    return found
 
 
 def _loops(code: Sequence[Instruction]) -> list[tuple[int, int]]:

@@ -111,6 +111,27 @@ def parse(sass: str) -> list[Instruction]:
     return code
 
 
+def uniform_uses(sass: str) -> Iterator[tuple[str, frozenset[int], frozenset[int]]]:
+    """Yield the instructions of a text of nvdisasm with the uniform registers that they are seen to read and to write.
+
+    ``gdesc`` names the first of four registers; the upper two hold the descriptor of a product's second operand.
+    """
+    for line in sass.splitlines():
+        if not (instruction := _INSTRUCTION.match(line)):
+            continue
+        name, operands = instruction[1], instruction[2]
+        first, _, others = operands.partition(",")
+        result = re.fullmatch(r"UR(\d+)", first.strip())
+        count = max((_WIDE.get(part, 1) for part in name.split(".")), default=1)
+        writes = _registers(int(result[1]), count) if result and not name.startswith(_NO_RESULT) else _NONE
+        if name.startswith("R2UR") and result:
+            writes = _registers(int(result[1]), 1)
+        named = re.sub(
+            r"gdesc\[UR(\d+)\]", lambda m: f"UR{int(m[1]) + 2} UR{int(m[1]) + 3}", others if writes else operands
+        )
+        yield f"{name} {operands}", frozenset(map(int, re.findall(r"\bUR(\d+)\b", named))), writes
+
+
 def _first_operand(operands: str) -> frozenset[int]:
     """Return the registers of a product's first operand; none if that lies in shared memory."""
     parts = operands.split(",")

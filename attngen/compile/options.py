@@ -40,4 +40,5 @@ def nvrtc_options(arch: str) -> list[str]:
         "-std=c++20",
         "-default-device",
         "--ptxas-options=-v",  # registers, spills and what ptxas warns of, into the log
+        "--no-cache",  # a cubin from the driver's cache comes without that log
     ]

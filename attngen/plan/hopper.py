@@ -26,6 +26,8 @@ WORK_BYTES = 320
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+#: The same where the scheduler searches for bounds, which does not fit 32 registers.
+_SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
 #: Of a thread without roles, which an instruction can name.
 _MOST_REGISTERS = 255
 
@@ -200,7 +202,7 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
         even = min(65536 // (128 * consumers) // 8 * 8, _MOST_REGISTERS)
         _check_registers(spec, even, tile_n, width_v)
         return 0, even
-    default = _REGISTERS[consumers]
+    default = (_SEARCHING_REGISTERS if _searches(spec) else _REGISTERS)[consumers]
     producer = roles.producer_registers or default[0]
     consumer = roles.consumer_registers or default[1]
     for value in (producer, consumer):

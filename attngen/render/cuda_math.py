@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
+from attngen.lang.facts import index
 from attngen.lang.folding import PRODUCT, fold_logit
-from attngen.lang.ir import names
+from attngen.lang.intervals import bounds
+from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names
+from attngen.lang.ranges import INT32
+from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
-from attngen.lang.simplify import FALSE, TRUE
+from attngen.lang.simplify import FALSE, TRUE, integer, maximum, minimum
 from attngen.plan.model import Plan
 from attngen.render.expressions import (
     CUDA,
@@ -23,6 +27,7 @@ from attngen.render.expressions import (
     facts_of,
     hull_ends,
     inward,
+    known_ranges,
     numbered,
     scalar_bindings,
     settled,
@@ -30,15 +35,15 @@ from attngen.render.expressions import (
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ROW_NAMES = ("q_row", "q_pos", "q_packed")
+_KV_FIRST = index("kv_first")
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """How products become logits: lines once for a tile of work, once for a row, and once for an element ``x`` of a
-    partial and of a full tile (none where nothing happens to it); and the factor that leads to units of log2."""
+    """How products become logits: lines once for a tile of work, and once for an element ``x`` of a partial and of a
+    full tile (none where nothing happens to it); and the factor that leads to units of log2."""
 
     work: tuple[str, ...]
-    row: tuple[str, ...]
     partial: tuple[str, ...]
     full: tuple[str, ...]
     multiplier: str
@@ -66,33 +71,78 @@ def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
-    hoisted: dict[str, None] = {}
-    bodies: list[list[str]] = []
+    work: dict[str, None] = {}
+    bodies: list[tuple[str, ...]] = []
     multiplier = ""
-    for ragged in (True, False):
-        bound = _elements(plan, ragged=ragged)
+    for partial in (True, False):
+        bound = _elements(plan, ragged=partial)
         scored = emit_for(plan, CUDA, [folded.value, folded.multiplier], bound)
-        hoisted |= dict.fromkeys(scored.hoisted)
-        lines = [*scored.body]
+        hoisted, body = list(scored.hoisted), list(scored.body)
         if variant.score is not None:
-            lines.append(f"x = {scored.results[0]};")
-        if ragged:
-            masked = emit_for(plan, CUDA, [variant.mask], bound, taken=_declared([*scored.hoisted, *scored.body]))
-            hoisted |= dict.fromkeys(masked.hoisted)
-            tests = ["kv < seqlen_k"]
-            if variant.masked:
-                test = masked.results[0]
-                tests.append(f"({test})" if "||" in test or "?" in test else test)
-            lines += [*masked.body, f"if (!({' && '.join(tests)})) x = kMasked;"]
-        bodies.append(_with_keys(lines))
+            body.append(f"x = {scored.results[0]};")
+        if partial:
+            masking = _masking(plan, bound, _declared([*hoisted, *body]))
+            hoisted += [line for line in masking.hoisted if line not in hoisted]
+            body += masking.element
+        row, shared = _split(hoisted)
+        row = _used([*row, *(masking.tile if partial else ())], body)
+        work |= dict.fromkeys(shared)
+        texts = "\n".join([*row, *body])
+        bodies.append((*_row_lines(texts), *row, *_key_lines(texts), *body))
         multiplier = scored.results[1]
-    row, work = _split(list(hoisted))
+    lines = list(work)
     if variant.score is None:
-        work, multiplier = ["const float scale_log2e = softmax_scale * kLog2e;", *work], "scale_log2e"
+        lines, multiplier = ["const float scale_log2e = softmax_scale * kLog2e;", *lines], "scale_log2e"
     elif not re.fullmatch(r"[\w.]+", multiplier):
-        work, multiplier = [*work, f"const float scale_log2e = {multiplier};"], "scale_log2e"
-    texts = "\n".join([*row, *bodies[0], *bodies[1]])
-    return Logits(tuple(work), (*_row_lines(texts), *row), tuple(bodies[0]), tuple(bodies[1]), multiplier)
+        lines, multiplier = [*lines, f"const float scale_log2e = {multiplier};"], "scale_log2e"
+    return Logits(tuple(lines), bodies[0], bodies[1], multiplier)
+
+
+@dataclass(frozen=True, slots=True)
+class _Masking:
+    """Lines that do not depend on the key of an element, those that say what its row sees of the tile, and those of
+    the element."""
+
+    hoisted: Sequence[str]
+    tile: Sequence[str]
+    element: Sequence[str]
+
+
+def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> _Masking:
+    """Return the lines that mask an element: by the keys that its row sees, and what else the mask asks for.
+
+    Ends are counted from the first key of a lane, so that an element compares them with constants.
+    """
+    intervals, rest = own_intervals(plan.variant.mask, facts_of(plan))
+    ends: dict[str, Expr] = {}
+    seen, hidden = [], []
+    for number, interval in enumerate(intervals):
+        suffix = f"_{number}" if len(intervals) > 1 else ""
+        below, above = f"visible_from{suffix}", f"visible_to{suffix}"
+        if interval.lo is not None:
+            ends[below] = interval.lo
+        ends[above] = SEQLEN_K if interval.hi is None else minimum(interval.hi, SEQLEN_K)
+        seen.append(f"key >= {below} && key < {above}" if below in ends else f"key < {above}")
+        hidden.append(f"key < {below} || key >= {above}" if below in ends else f"key >= {above}")
+    exprs = [Op("sub", (_from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
+    code = emit_for(plan, CUDA, [*exprs, rest], {**bound, _KV_FIRST.name: Binding(_KV_FIRST.name, _Q)}, taken=taken)
+    *texts, condition = code.results
+    tile = [f"const int {name} = {text};" for name, text in zip(ends, texts, strict=True)]
+    if len(seen) == 1 and rest == TRUE:
+        test = hidden[0]
+    else:
+        if len(seen) > 1:
+            seen = [" || ".join(f"({each})" if "&&" in each else each for each in seen)]
+        if rest != TRUE:
+            seen.append(f"({condition})" if "||" in condition or "?" in condition else condition)
+        test = f"!({' && '.join(seen)})"
+    return _Masking(code.hoisted, tile, [*code.body, f"if ({test}) x = kMasked;"])
+
+
+def _from_zero(plan: Plan, end: Expr) -> Expr:
+    """Return the end of an interval such that any key can be subtracted from it; before the first key all are alike."""
+    lowest, _ = bounds(end, known_ranges(plan))
+    return end if lowest - MAX_SEQLEN >= INT32[0] else maximum(end, integer(0))
 
 
 def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
@@ -108,15 +158,27 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
     }
 
 
-def _with_keys(lines: list[str]) -> list[str]:
-    """Return the lines of an element behind the index of its key, where they use it."""
-    texts = "\n".join(lines)
-    before = []
+def _key_lines(texts: str) -> list[str]:
+    """Return the lines that say which key an element belongs to, as far as these texts use it."""
+    lines = []
+    if re.search(r"\b(key|kv|kv_packed)\b", texts):
+        lines.append("const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane")
     if re.search(r"\bkv(_packed)?\b", texts):
-        before.append("const int kv = kv_first + 8 * (i / 2) + i % 2;")
-    if "kv_packed" in texts:
-        before.append("const int kv_packed = k_begin + kv;")
-    return [*before, *lines]
+        lines.append("const int kv = kv_first + key;")
+    if re.search(r"\bkv_packed\b", texts):
+        lines.append("const int kv_packed = k_begin + kv;")
+    return lines
+
+
+def _used(lines: Sequence[str], users: Iterable[str]) -> list[str]:
+    """Return the declarations whose names are used by later ones or by the users."""
+    kept: list[str] = []
+    words = set(re.findall(r"\w+", "\n".join(users)))
+    for line in reversed(lines):
+        if not _declared([line]) or words.intersection(_declared([line])):
+            kept.insert(0, line)
+            words |= set(re.findall(r"\w+", line))
+    return kept
 
 
 def _row_lines(texts: str) -> list[str]:

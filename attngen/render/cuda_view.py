@@ -67,6 +67,7 @@ class CudaView:
     count: str
     count_of_all: str
     sees_any: str
+    loader_lines: tuple[str, ...]
     tile_lines: tuple[str, ...]
     whole: str
     seen: str
@@ -79,7 +80,6 @@ class CudaView:
     pending_stage: str
     later_columns: tuple[int, ...]
     work_lines: tuple[str, ...]
-    row_lines: tuple[str, ...]
     partial_lines: tuple[str, ...]
     full_lines: tuple[str, ...]
     uses_kv: bool
@@ -127,6 +127,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         count=_count(found, "spans"),
         count_of_all=_count(found, "all"),
         sees_any=f"{_count(found, 'mine')} > 0",
+        loader_lines=_loader_lines(plan, listed),
         tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
         whole=_inside(found.full, "mine"),
         seen=_inside(found.visible, "mine"),
@@ -138,11 +139,10 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
         pending_stage="held_stage" if hopper.skips else "v_stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
-        work_lines=_work_lines(plan, [*code.work, *code.row, *code.partial, *code.full], code.work),
-        row_lines=code.row,
+        work_lines=_work_lines(plan, [*code.work, *code.partial, *code.full], code.work),
         partial_lines=code.partial,
         full_lines=code.full,
-        uses_kv=_uses("kv", texts),
+        uses_kv=_uses("kv_first", texts),
         logit_tile="(tile_info & kTileMask)" if hopper.specialized else "tile",
         logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",
         logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
@@ -217,6 +217,22 @@ def _work_lines(plan: Plan, used_in: Sequence[str], own: Sequence[str]) -> tuple
     if _uses("q_first", texts):
         lines.append("const int q_first = work.q_start + 64 * warpgroup + row_in_group;")
     return (*lines, *own)
+
+
+def _loader_lines(plan: Plan, listed: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines that name what the loader of K and V uses of a tile of work."""
+    texts = "\n".join([*listed, "tiles seqlen_k", "k_begin" if plan.varlen else "b"])
+    if _uses("q_hi", texts):
+        texts += " q_start seqlen_q"
+    if plan.driver != "ranges":
+        texts += " visible_hi"
+    names = ("b", "h", "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
+    passed = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
+    used = [name for name in names if name not in passed and _uses(name, texts)]
+    return (
+        f"const int {', '.join(f'{name} = work.{name}' for name in used)};",
+        f"const int hk = {'h' if 'h' in used else 'work.h'} / group;",
+    )
 
 
 # --- ranges of tiles ----------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class HopperExplanation:
                 "rows": ROWS,
                 "scheduler_warp": 4 * hopper.consumers if hopper.specialized else None,
                 "loader_warp": 4 * hopper.consumers + 1 if hopper.specialized else 0,
+                "query_loader_warp": 4 * hopper.consumers + 2 if hopper.specialized else 0,
                 "schedule": hopper.schedule,
                 "overlap": hopper.overlap,
                 "persistent": hopper.persistent,
@@ -189,7 +190,7 @@ def _barriers(plan: Plan, hopper: Hopper) -> Iterator[Barrier]:
     scheduler = consumers + 1 if plan.driver == "ranges" else 1
     those, loader, told = "warpgroups", "the first warp", ""
     if hopper.specialized:
-        those, loader, told = "consumers", "the loader", ", and what each consumer does with it is written"
+        those, loader, told = "consumers", "its loader", ", and what each consumer does with it is written"
     for name, arrivals, guards in (
         ("q_full", 1, f"a tile of Q has landed ({loader} arrives, and the bytes; so below)"),
         ("q_empty", consumers, "consumers have multiplied a tile of Q for the last time"),
@@ -198,15 +199,15 @@ def _barriers(plan: Plan, hopper: Hopper) -> Iterator[Barrier]:
         ("v_full", 1, "a tile of V has landed"),
         ("v_empty", consumers, f"{those} are done with a tile of V"),
         ("work_full", scheduler, "the scheduler has written the record of a tile of work"),
-        ("work_empty", consumers, "consumers have read a record"),
-        ("work_asked", 1, "the loader nears the end of a tile: the scheduler may take the next one"),
+        ("work_empty", 4 * consumers + 1, "the warps of consumers, and the loader of Q, have read a record"),
+        ("work_asked", 1, "the loader of K and V nears the end of a tile: the scheduler may take the next one"),
     ):
         if name in sizes:
             yield Barrier(name, sizes[name], arrivals, named=False, guards=guards)
-    around = " and ".join([*(["records"] if hopper.specialized else []), *(["O"] if hopper.staged else [])])
-    if around:
+    meets = [*(["O"] if hopper.staged else []), *(["skipped tiles"] if hopper.skips and not hopper.pingpong else [])]
+    if meets:
         who = "consumer" if hopper.specialized else "warpgroup"
-        together = f"threads of a {who} wait for each other around {around}"
+        together = f"threads of a {who} wait for each other around {' and '.join(meets)}"
         yield Barrier("group", consumers, _WARPGROUP, named=True, guards=together)
     if hopper.pingpong:
         turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
@@ -227,7 +228,7 @@ def _roles(hopper: Hopper) -> Iterator[str]:
         yield _overlap(hopper)
         return
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
-    yield f"producer: warp {first} is the scheduler of tiles of work, warp {first + 1} the loader of Q, K and V by TMA"
+    yield f"producer: warp {first} schedules tiles of work; by TMA, warp {first + 1} loads K and V, and {first + 2} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:

@@ -3,9 +3,9 @@
 // Attention forward, variant chunked: mask `q_pos >= kv and q_pos // chunk == kv // chunk`.
 // Rendered from templates/cuda/forward.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, another loads Q, K and V by TMA. The
-// others consume: each multiplies 64 query rows by the keys and values that they see, right to left, and keeps their
-// logits, probabilities and outputs in registers.
+// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// by TMA. The others consume: each multiplies 64 query rows by the keys and values that they see, right to left, and
+// keeps their logits, probabilities and outputs in registers.
 #include "barrier.cuh"
 #include "expression.cuh"
 #include "schedule.cuh"
@@ -64,9 +64,13 @@ struct Spans {
 };
 
 // A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no more.
-struct Work {
+struct Place {
   int b, h, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
+};
+
+// What the scheduler tells of it.
+struct Work : Place {
   Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
 };
 static_assert(sizeof(Work) <= 320);
@@ -107,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     }
     for (int slot = 0; slot < 2; ++slot) {
       init_barrier(kWorkFull + 8 * slot, kConsumers + 1);
-      init_barrier(kWorkEmpty + 8 * slot, kConsumers);
+      init_barrier(kWorkEmpty + 8 * slot, 4 * kConsumers + 1);  // their warps, and the loader of Q
     }
     init_barrier(kWorkAsked, 1);
     fence_barrier_init();
@@ -126,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       uint32_t asked_phase = 0;
       const auto next_tile = [&] { return take_tile(tile_counter, q_tiles_of_all, lane); };
       while (true) {
-        Work work = {};
+        Place work = {};
         work.tiles = -1;
         Spans spans = {};
         if (index < q_tiles_of_all) {
@@ -181,19 +185,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == 4 * kConsumers + 1) {
-      // The loader: for each tile of work Q, and K and V from the last key to the first; V follows one step behind.
+      // The loader of K and V: tile by tile from the last key to the first; V follows one step behind.
       if (lane == 0) {
-        prefetch_map(q_map);
         prefetch_map(k_map);
         prefetch_map(v_map);
       }
-      int slot = 0, stage = 0, q_stage = 0;
-      uint32_t work_phase = 0, phase = 0, q_phase = 0;
+      int slot = 0, stage = 0;
+      uint32_t work_phase = 0, phase = 0;
       while (true) {
         wait(kWorkFull + 8 * slot, work_phase);
         const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
-        const int b = work.b, h = work.h, q_start = work.q_start, tiles = work.tiles, seqlen_k = work.seqlen_k;
-        const int hk = h / group;
+        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
+        const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         slot ^= 1;
         work_phase ^= slot == 0;
@@ -227,23 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             }
           }
           __syncwarp();
-          if (remaining == tiles) {
-            wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
-            if (lane == 0) {
-              arrive_expecting(kQFull + 8 * q_stage, kQBytes);
-              for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-                load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, h,
-                         q_start, b);
-              }
-            }
-            __syncwarp();
-            if (++q_stage == kQStages) {
-              q_stage = 0;
-              q_phase ^= 1;
-            }
-          } else {
-            load_v();
-          }
+          if (remaining < tiles) load_v();
           v_stage = stage;
           v_phase = phase;
           v_tile = tile;
@@ -260,6 +247,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           load_step(tile, tile | partial << kPartialBit);
         }
         load_v();
+      }
+    } else if (warp == 4 * kConsumers + 2) {
+      // The loader of Q: as soon as a tile of work is known and there is room, so that K never waits behind it.
+      if (lane == 0) prefetch_map(q_map);
+      int slot = 0, q_stage = 0;
+      uint32_t work_phase = 0, q_phase = 0;
+      while (true) {
+        wait(kWorkFull + 8 * slot, work_phase);
+        const Place work = shared_at<Place>(kWork + slot * sizeof(Work));
+        __syncwarp();
+        if (lane == 0) arrive(kWorkEmpty + 8 * slot);
+        slot ^= 1;
+        work_phase ^= slot == 0;
+        if (__any_sync(~0u, work.tiles < 0)) break;
+
+        wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
+        if (lane == 0) {
+          arrive_expecting(kQFull + 8 * q_stage, kQBytes);
+          for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+            load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, work.h,
+                     work.q_start, work.b);
+          }
+        }
+        __syncwarp();
+        if (++q_stage == kQStages) {
+          q_stage = 0;
+          q_phase ^= 1;
+        }
       }
     }
   } else {
@@ -301,6 +316,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const auto pass_turn = [&] { named_arrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 256); };
     if (warpgroup == kConsumers - 1) pass_turn();
     int slot = 0, q_stage = 0, k_stage = 0, v_stage = 0, tile_info = 0;
+    int left = 0;  // tiles of K that are still to come, this one included
     uint32_t work_phase = 0, q_phase = 0, k_phase = 0, v_phase = 0;
     const auto release_k = [&] {
       if (leader) arrive(kKEmpty + 8 * k_stage);
@@ -321,14 +337,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       wait(kKFull + 8 * k_stage, k_phase);
       tile_info = shared_at<int>(kTileInfo + 4 * k_stage);
     };
-    struct Place {
-      int b, h, q_start, tiles, q_begin, k_begin, seqlen_q, seqlen_k;
-    };
     const auto next_work = [&] {
       wait(kWorkFull + 8 * slot, work_phase);
       const Place work = shared_at<Place>(kWork + slot * sizeof(Work));
-      sync_group();
-      if (leader) arrive(kWorkEmpty + 8 * slot);
+      __syncwarp();
+      if (lane == 0) arrive(kWorkEmpty + 8 * slot);
       slot ^= 1;
       work_phase ^= slot == 0;
       return work;
@@ -336,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
     Place work = next_work();
     bool more = __any_sync(~0u, work.tiles > 0);
-    int left = work.tiles;
+    left = work.tiles;
     const auto wait_operands = [&] {
       wait(kQFull + 8 * q_stage, q_phase);
       wait_k();
@@ -369,9 +382,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
               const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
               const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const int q_pos_div_chunk = floor_div(q_pos, chunk_value);
-              const int kv = kv_first + 8 * (i / 2) + i % 2;
-              if (!(kv < seqlen_k && q_pos >= kv && q_pos_div_chunk == (kv / chunk_value))) x = kMasked;
+              const int visible_from = max(floor_div(q_pos, chunk_value) * chunk_value, 0) - kv_first;
+              const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+              if (key < visible_from || key >= visible_to) x = kMasked;
             }
           }
         }

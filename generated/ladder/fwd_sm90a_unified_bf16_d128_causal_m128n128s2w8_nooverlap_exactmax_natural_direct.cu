@@ -262,8 +262,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
           float& x = s[4 * (i / 2) + 2 * row + i % 2];
           const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
           const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const int kv = kv_first + 8 * (i / 2) + i % 2;
-          if (!(kv < seqlen_k && q_pos >= kv)) x = kMasked;
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+          if (key >= visible_to) x = kMasked;
         }
       }
     }

@@ -1,6 +1,6 @@
-"""The check of machine code for products whose operand an earlier turn of the loop overwrote."""
+"""The checks of machine code for what ptxas compiled wrongly."""
 
-from attngen.compile.hazards import overwritten
+from attngen.compile.hazards import overwritten, unwritten
 from attngen.compile.machine import parse
 
 _LOOP = """
@@ -35,3 +35,30 @@ def test_registers_of_their_own_are_right() -> None:
 def test_an_operand_in_shared_memory_reads_no_registers() -> None:
     code = _LOOP.replace("{p}", "R102").replace("R24, R100, gdesc", "R24, gdesc[UR20], gdesc")
     assert overwritten(parse(code)) == []
+
+
+_ADDRESSES = """
+        /*0100*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0110*/                   UMOV UR8, 0x400 ;
+        /*0120*/                   UIADD3 UR30, UP1, {base}, 0x20, URZ ;
+        /*0130*/                   UIADD3.X UR31, UR5, -0x3ffffff0, URZ, UP1, !UPT ;
+        /*0140*/                   R2UR UR42, R3 ;
+        /*0150*/                   UMOV UR43, 0xc0000010 ;
+        /*0160*/                   HGMMA.64x16x16.F32 R56, R24, gdesc[{product}].tnspB, R56, gsb0 ;
+        /*0170*/                   EXIT ;
+"""
+
+
+def test_a_uniform_register_that_nothing_wrote_is_found() -> None:
+    (found,) = unwritten(_ADDRESSES.format(base="UR30", product="UR40"))
+    assert found == "UIADD3 UR30, UP1, UR30, 0x20, URZ reads UR30"
+
+
+def test_a_descriptor_that_nothing_wrote_is_found() -> None:
+    (found,) = unwritten(_ADDRESSES.format(base="UR8", product="UR20"))
+    assert found.endswith("reads UR22, UR23")
+
+
+def test_uniform_registers_that_were_written_are_right() -> None:
+    assert unwritten(_ADDRESSES.format(base="UR8", product="UR28")) == []
+    assert unwritten(_ADDRESSES.format(base="UR5", product="UR40")) == []

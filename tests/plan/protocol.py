@@ -1,6 +1,6 @@
 """A small model of the Hopper kernels' barriers: who waits for whom, and what each stage holds when it is read.
 
-Roles are generators that follow the templates line by line (``_scheduler``, ``_loader``, ``_consumer`` with ``_step``,
+Roles are generators that follow the templates line by line (``_scheduler``, the loaders, ``_consumer`` with ``_step``,
 and ``forward_unified``): each yields the condition that it waits for. The simulation lets any role run whose condition
 holds, so that a run is one of the interleavings that a GPU may choose. A barrier in shared memory is what PTX says:
 it counts phases, and a wait sees only their parity, so that one who comes two phases late waits for the wrong one. A
@@ -168,14 +168,18 @@ class Simulation:
         consumers = case.consumers
         self.q = Ring(1 if unified else case.q_stages, consumers)
         self.k, self.v = Ring(case.stages, consumers), Ring(case.stages, consumers)
-        self.work_full, self.work_empty = [Barrier(1), Barrier(1)], [Barrier(consumers), Barrier(consumers)]
+
+        def readers() -> Barrier:
+            return Barrier(WARPS * consumers + 1)  # the warps of consumers, and the loader of Q
+
+        self.work_full, self.work_empty = [Barrier(1), Barrier(1)], [readers(), readers()]
         self.work_asked = Barrier(1)
         self.records: list[int | None] = [None, None]
         self.group = [Named(WARPS) for _ in range(consumers)]
         self.turn = [Named(2 * WARPS) for _ in range(consumers)]
         self.roles: dict[str, Role] = {}
         if not unified:
-            self.roles |= {"scheduler": scheduler(self), "loader": loader(self)}
+            self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
         role = unified_warp if unified else consumer
         self.roles |= {f"warp {c}.{w}": role(self, c, w) for c in range(consumers) for w in range(WARPS)}
 
@@ -230,7 +234,7 @@ def scheduler(s: Simulation) -> Role:
 def loader(s: Simulation) -> Role:
     """``_loader.cu.j2``: V one step behind K."""
     slot = work_phase = 0
-    k, q, pending = Place(s.k), Place(s.q), Place(s.v)
+    k, pending = Place(s.k), Place(s.v)
     expected = 0
     while True:
         yield s.work_full[slot].done(work_phase)
@@ -250,17 +254,30 @@ def loader(s: Simulation) -> Role:
             if count - number == s.case.lookahead < count:
                 s.work_asked.arrive()
             s.copy(k, (work, number))
-            if number == 0:
-                yield q.empty()
-                s.copy(q, work)
-                q.advance()
-            else:
+            if number > 0:
                 yield pending.empty()
                 s.copy(pending, (work, number - 1))
             pending = Place(s.v, k.stage, k.phase)
             k.advance()
         yield pending.empty()
         s.copy(pending, (work, count - 1))
+
+
+def query_loader(s: Simulation) -> Role:
+    """``_query_loader.cu.j2``."""
+    slot = work_phase = 0
+    q = Place(s.q)
+    for expected in (*range(len(s.case.works)), None):
+        yield s.work_full[slot].done(work_phase)
+        if s.records[slot] != expected:
+            raise ProtocolError(f"the loader of Q read record {s.records[slot]} for {expected}")
+        s.work_empty[slot].arrive()
+        slot ^= 1
+        work_phase ^= slot == 0
+        if expected is not None:
+            yield q.empty()
+            s.copy(q, expected)
+            q.advance()
 
 
 def consumer(s: Simulation, c: int, w: int) -> Role:
@@ -290,6 +307,11 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
         if leader:
             place.release()
         place.advance()
+
+    def release_k() -> None:
+        if leader and case.q_stages == 1 and tile[1] == len(case.works[work]) - 1:
+            q.release()  # that was the last product of these queries
+        release(k)
 
     def expect(*reads: tuple[Place, object]) -> None:
         for place, wanted in reads if leader else ():
@@ -330,9 +352,7 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
         expected = work if work < len(case.works) else None
         if s.records[slot] != expected:
             raise ProtocolError(f"consumer {c} read record {s.records[slot]} for {expected}")
-        yield from s.group[c].sync()
-        if leader:
-            s.work_empty[slot].arrive()
+        s.work_empty[slot].arrive()
         slot ^= 1
         work_phase ^= slot == 0
 
@@ -347,7 +367,7 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
             if not turn_is_spent:
                 yield from give_up_turn()
             turn_is_spent = False
-            release(k)
+            release_k()
             yield from skip_v()
             tile = (work, tile[1] + 1)
             yield k.full()
@@ -365,14 +385,14 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
         yield k.full()
         yield from start(turn_is_spent=False)
     while work < len(case.works):
-        release(k)
+        release_k()
         hold_v()
         while tile[1] < len(case.works[work]) - 1:
             tile = (work, tile[1] + 1)
             yield k.full()
             if case.skipped(tile, c) and (held_for < case.stages - 1 or not rules.skips_are_bounded):
                 yield from give_up_turn()
-                release(k)
+                release_k()
                 yield from skip_v()
                 held_for += 1
                 continue
@@ -381,16 +401,16 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
             yield from issue(*qk)
             if not case.overlap:
                 yield from complete(*qk)
-                release(k)
+                release_k()
             yield held.full()
             yield from issue(pv)
             pass_turn()
             if case.overlap:
                 yield from complete(*qk)
-                release(k)
+                release_k()
             yield from finish_pv(pv)
             hold_v()
-        if leader:
+        if leader and case.q_stages > 1:
             q.release()
         q.advance()
         pv = (held, own)

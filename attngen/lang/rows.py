@@ -1,0 +1,64 @@
+"""What a single query row sees, as intervals of keys in closed form: a comparison per end, not a whole mask."""
+
+from __future__ import annotations
+
+from attngen.lang.bands import bands
+from attngen.lang.facts import Facts, index
+from attngen.lang.ir import Expr, Op, Search, Var, rewrite, walk
+from attngen.lang.simplify import TRUE, and_, make
+from attngen.lang.spans import Interval
+
+#: The corners of a box of one row.
+_CORNERS = {"q_lo": index("q"), "q_hi": index("q"), "q_pos_lo": index("q_pos"), "q_pos_hi": index("q_pos")}
+
+
+def own_intervals(mask: Expr, facts: Facts) -> tuple[tuple[Interval, ...], Expr]:
+    """Return one or two intervals of keys over ``q`` and ``q_pos``, and what a key must fulfil beside lying in one.
+
+    The latter is TRUE where the intervals are the mask. A load in it may be reached outside of its extent, where a term
+    of the mask that is an interval now guarded it: there it must give some value.
+    """
+    whole = _closed(mask, facts)
+    if whole is not None:
+        return whole, TRUE
+    closed: Expr = TRUE
+    rest: Expr = TRUE
+    for term in _terms(mask):
+        found = _closed(and_(closed, term), facts)
+        if found is not None and len(found) == 1:
+            closed = and_(closed, term)
+        else:
+            rest = and_(rest, term)
+    found = _closed(closed, facts)
+    assert found is not None
+    return found, rest
+
+
+def _terms(mask: Expr) -> list[Expr]:
+    match mask:
+        case Op(op="and", args=(a, b)):
+            return [*_terms(a), *_terms(b)]
+    return [mask]
+
+
+def _closed(mask: Expr, facts: Facts) -> tuple[Interval, ...] | None:
+    """Return the keys that a single row sees, if one or two intervals say exactly that without a search.
+
+    They are exact where all that some row of a box of one row may see is what every row of it sees.
+    """
+    found = bands(mask, facts, over="kv")
+    may, must = ([Interval(_of_row(i.lo), _of_row(i.hi)) for i in kind] for kind in (found.visible, found.full))
+    ends = [end for interval in may for end in (interval.lo, interval.hi) if end is not None]
+    searched = any(isinstance(node, Search) for end in ends for node in walk(end))
+    return tuple(may) if may == must and 1 <= len(may) <= 2 and not searched else None
+
+
+def _of_row(end: Expr | None) -> Expr | None:
+    """Return the end of an interval for a box of one row."""
+
+    def rule(node: Expr) -> Expr | None:
+        if isinstance(node, Var):
+            return _CORNERS.get(node.name)
+        return make(node.op, *node.args, wide=node.wide) if isinstance(node, Op) else None
+
+    return None if end is None else rewrite(end, rule)
