@@ -66,14 +66,17 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Hopper:
-    """Roles, pipeline and memory of a warp-specialized Hopper kernel."""
+    """Roles, pipeline and memory of a Hopper kernel in CUDA."""
 
-    consumers: int  # warpgroups of 64 query rows; one more produces
+    specialized: bool  # a warpgroup more produces; else those that multiply also load
+    consumers: int  # warpgroups of 64 query rows
     producer_registers: int  # per thread, as is the next
     consumer_registers: int
     pingpong: bool  # consumers take turns at the tensor cores
     overlap: bool  # the product with V runs under the softmax of the next tile
     persistent: bool  # a block works until no tile is left
+    longest_first: bool  # query tiles from the last to the first, head by head within a section
+    staged: bool  # outputs leave through shared memory
     skips: bool  # a consumer passes over tiles that only other consumers see
     q_stages: int  # tiles of Q in flight
     box_columns: int  # columns of one copy

@@ -57,7 +57,7 @@ def preferred(kernels: Sequence[Kernel], seqlen_q: int | None = None) -> list[Ke
     would lie behind the ``seqlen_q`` queries of the call.
     """
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, int]:
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, bool, int]:
         # The closest architecture first, then TMA, then the hand-written schedules, then the tile.
         waste = _waste(kernel.tile_m, seqlen_q) if kernel.backend == "cuda" and seqlen_q else 0.0
         return (
@@ -65,6 +65,7 @@ def preferred(kernels: Sequence[Kernel], seqlen_q: int | None = None) -> list[Ke
             kernel.loads != "descriptor",
             kernel.backend != "cuda",
             -kernel.arch.capability,
+            kernel.backend == "cuda" and not kernel.persistent,
             waste > _MOST_WASTE,
             (kernel.tile_m if waste > _MOST_WASTE else -kernel.tile_m) if kernel.backend == "cuda" else 0,
         )

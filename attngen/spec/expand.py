@@ -73,6 +73,8 @@ class KernelSpec:
     dropout: bool = False
     deterministic: bool = False
     persistent: bool | None = None
+    order: str | None = None
+    epilogue: str | None = None
     allow: tuple[str, ...] = ()
     spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
     location: Location = field(default=Location(""), compare=False)
@@ -101,7 +103,8 @@ _FIELD_OF = {
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
     "variant", "arch", "dtype", "head_dim", "layout", "passes", "backend", "tile", "stages", "warps", "loads",
-    "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent",
+    "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
+    "epilogue",
 )  # fmt: skip
 
 
@@ -213,6 +216,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         dropout=_first(entry.dropout, declared.model.dropout),
         deterministic=values["deterministic"],
         persistent=values["persistent"],
+        order=values["order"],
+        epilogue=values["epilogue"],
         allow=tuple(sorted(set(entry.allow))),
         spec_file=spec.name,
         location=spec.tree.locate(("kernels", index)),

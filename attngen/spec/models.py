@@ -48,6 +48,8 @@ Backend = Annotated[str, Choice(("triton", "cuda"))]
 Loads = Annotated[str, Choice(("descriptor", "pointer"))]
 TileMap = Annotated[str, Choice(("auto", "never", "always"))]
 Schedule = Annotated[str, Choice(("pingpong", "cooperative"))]
+Epilogue = Annotated[str, Choice(("staged", "direct"))]
+Order = Annotated[str, Choice(("longest_first", "natural"))]
 Allowance = Annotated[str, Choice(("spill", "serialized_wgmma"))]
 
 HeadDimension = Annotated[int, Field(ge=1, le=1024)]
@@ -180,7 +182,9 @@ class WarpsModel(Model):
     count: Annotated[int, Field(ge=1, le=32)] | None = Field(
         default=None, description="warps of a kernel without roles"
     )
-    producer: Annotated[int, Field(ge=1, le=4)] | None = Field(default=None, description="producer warps")
+    producer: Annotated[int, Field(ge=0, le=4)] | None = Field(
+        default=None, description="producer warps; 0: no warp specialization"
+    )
     consumer: Annotated[int, Field(ge=1, le=4)] | None = Field(default=None, description="consumer warpgroups")
     schedule: Schedule | None = None
     overlap: bool | None = None
@@ -221,6 +225,10 @@ class KernelModel(Model):
     dropout: bool | None = None
     deterministic: OneOrMany[bool] = (False,)
     persistent: OneOrMany[bool] | None = None
+    order: OneOrMany[Order] | None = Field(default=None, description="which query tiles come first")
+    epilogue: OneOrMany[Epilogue] | None = Field(
+        default=None, description="outputs leave through shared memory, or directly from registers"
+    )
     allow: Many[Allowance] = Field(default=(), description="what would else fail the build")
 
 
