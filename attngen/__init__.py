@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attngen import errors
+    from attngen import errors, integrations
     from attngen.runtime.debug import debug
     from attngen.runtime.dispatch import attention, attention_varlen, explain, tile_map
     from attngen.runtime.registry import load
 
 __version__ = "0.1.0"
 
-__all__ = ["attention", "attention_varlen", "debug", "errors", "explain", "load", "tile_map"]
+__all__ = ["attention", "attention_varlen", "debug", "errors", "explain", "integrations", "load", "tile_map"]
 
 #: Public name → the module that holds it; None for a submodule of that name.
 _HOMES = {
@@ -25,6 +25,7 @@ _HOMES = {
     "debug": "attngen.runtime.debug",
     "errors": None,
     "explain": "attngen.runtime.dispatch",
+    "integrations": None,
     "load": "attngen.runtime.registry",
     "tile_map": "attngen.runtime.dispatch",
 }

@@ -97,7 +97,10 @@ def _call(
 ) -> Any:
     if packing is None:
         return dispatch.attention(q, k, v, variant=chosen, **options, **arguments)
-    return dispatch.attention_varlen(q, k, v, *packing, variant=chosen, **options, **arguments)
+    starts_q, starts_k, longest_q, longest_k = packing
+    return dispatch.attention_varlen(
+        q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **arguments
+    )
 
 
 def _kind(candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None) -> tuple[Any, ...]:

@@ -312,7 +312,7 @@ def _install() -> None:
             )  # fmt: skip
         return routing(original, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
-    F.scaled_dot_product_attention = scaled_dot_product_attention
+    F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
     _installed = original, scaled_dot_product_attention
 
 

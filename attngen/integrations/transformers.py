@@ -84,11 +84,11 @@ def attention(
     if not candidates:
         assert given is not None
         candidates = _tensor_mask(given, q, k, softcap, position_bias)
-    found = attend(
+    found: Any = attend(
         candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=scaling, seqused_k=used,
         return_lse=s_aux is not None,
     )  # fmt: skip
-    out = found if s_aux is None else _with_sinks(*found, s_aux)
+    out = found if s_aux is None else _with_sinks(found[0], found[1], s_aux)
     return (out if packing is None else out.unsqueeze(0)), None
 
 
@@ -101,7 +101,7 @@ def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Packing | None:
-    """Return the packing that the caller of the model passed on, or None where the mask itself tells sequences apart."""
+    """Return the packing that the model's caller passed on, or None where the mask itself tells sequences apart."""
     values = [kwargs.get(name) for name in _PACKED]
     if any(value is None for value in values):
         return None

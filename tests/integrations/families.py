@@ -145,7 +145,9 @@ def batch(family: str, padding: str, device: str = "cpu", dtype: torch.dtype = t
     if family == "whisper":
         features = torch.randn(len(LENGTHS), 8, 40).to(device, dtype)
         # The audio is never padded; the text is.
-        return Batch({"input_features": features, "decoder_input_ids": ids, "decoder_attention_mask": real.long()}, real)
+        return Batch(
+            {"input_features": features, "decoder_input_ids": ids, "decoder_attention_mask": real.long()}, real
+        )
     if family == "t5":
         target = torch.randint(3, VOCABULARY, (len(LENGTHS), 9)).to(device)
         inputs = {"input_ids": ids, "attention_mask": real.long(), "decoder_input_ids": target}
