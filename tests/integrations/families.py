@@ -21,7 +21,7 @@ LENGTH = max(LENGTHS)
 def _common(head_dim: int) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY, "hidden_size": 4 * head_dim, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim, "max_position_embeddings": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim, "max_position_embeddings": 512,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
 
@@ -103,7 +103,9 @@ GENERATORS = (*DECODERS, "whisper", "t5")
 PADDINGS = ("none", "left", "right")
 
 
-def make(family: str, head_dim: int, implementation: str) -> Any:
+def make(
+    family: str, head_dim: int, implementation: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Any:
     """Return a model in evaluation mode. Its weights are so large that attention is far from uniform.
 
     The same family always has the same weights. T5 passes copies of its configuration on, so that the implementation
@@ -119,7 +121,7 @@ def make(family: str, head_dim: int, implementation: str) -> Any:
             torch.nn.init.normal_(parameter, std=1.2 / parameter.shape[-1] ** 0.5)
         elif "sinks" in name:
             torch.nn.init.normal_(parameter)
-    return model
+    return model.to(device, dtype)
 
 
 @dataclass(frozen=True)
@@ -130,26 +132,31 @@ class Batch:
     counts: Tensor  # (batch, length) bool
 
 
-def batch(family: str, padding: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Batch:
-    """Return a batch whose sequences have ``LENGTHS`` tokens, padded as asked; all are full with ``none``."""
+def batch(family: str, padding: str, device: str = "cpu", dtype: torch.dtype = torch.float32, times: int = 1) -> Batch:
+    """Return a batch whose sequences have ``times`` × ``LENGTHS`` tokens, padded as asked; all are full with ``none``.
+
+    Whisper's text is never longer than ``LENGTHS``, as its positions are few.
+    """
+    lengths = LENGTHS if family == "whisper" else tuple(times * length for length in LENGTHS)
+    longest = max(lengths)
     torch.manual_seed(7)
-    ids = torch.randint(3, VOCABULARY, (len(LENGTHS), LENGTH))
+    ids = torch.randint(3, VOCABULARY, (len(lengths), longest))
     real = torch.ones_like(ids, dtype=torch.bool)
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(lengths):
         if padding == "left":
-            real[row, : LENGTH - length] = False
+            real[row, : longest - length] = False
         elif padding == "right":
             real[row, length:] = False
     ids = ids.masked_fill(~real, 0).to(device)
     real = real.to(device)
     if family == "whisper":
-        features = torch.randn(len(LENGTHS), 8, 40).to(device, dtype)
+        features = torch.randn(len(lengths), 8, 40).to(device, dtype)
         # The audio is never padded; the text is.
         return Batch(
             {"input_features": features, "decoder_input_ids": ids, "decoder_attention_mask": real.long()}, real
         )
     if family == "t5":
-        target = torch.randint(3, VOCABULARY, (len(LENGTHS), 9)).to(device)
+        target = torch.randint(3, VOCABULARY, (len(lengths), 9 * times)).to(device)
         inputs = {"input_ids": ids, "attention_mask": real.long(), "decoder_input_ids": target}
         return Batch(inputs, torch.ones_like(target, dtype=torch.bool))
     return Batch({"input_ids": ids, "attention_mask": real.long()}, real)
@@ -177,3 +184,21 @@ def generate(model: Any, given: Batch, **more: Any) -> tuple[Tensor, Tensor]:
         return_dict_in_generate=True, **more,
     )  # fmt: skip
     return found.sequences, torch.stack(found.logits)
+
+
+def step_by_step(model: Any, given: Batch, prefill: int) -> Tensor:
+    """Return the logits of the tokens that count, from a decoder that reads ``prefill`` tokens and then one at a time.
+
+    The cache holds what was read. For batches padded on the left, or not at all.
+    """
+    ids, real = given.inputs["input_ids"], given.inputs["attention_mask"]
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    cache, found = None, []
+    for start, stop in [(0, prefill), *((n, n + 1) for n in range(prefill, ids.shape[1]))]:
+        step = model(
+            input_ids=ids[:, start:stop], attention_mask=real[:, :stop], position_ids=positions[:, start:stop],
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+        cache = step.past_key_values
+        found.append(step.logits)
+    return torch.cat(found, dim=1)[given.counts]

@@ -19,19 +19,23 @@ def flash_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    compute: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, sq, h, d) and lse (b, h, sq) as flash-attn documents them; without a key 0 and −inf."""
+    """Return out (b, sq, h, d) and lse (b, h, sq) as flash-attn documents them; without a key 0 and −inf.
+
+    ``compute`` is the dtype of every step: that of q gives the error that plain PyTorch makes.
+    """
     groups = q.shape[2] // k.shape[2]
-    k, v = (t.double().repeat_interleave(groups, dim=2) for t in (k, v))
+    k, v = (t.to(compute).repeat_interleave(groups, dim=2) for t in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(compute), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     rows, keys = scores.shape[-2:]
     distance = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)[None, :]  # > 0: the key lies before
     distance = distance.to(q.device)
     if alibi_slopes is not None:
-        slopes = alibi_slopes.double().expand(q.shape[0], q.shape[2])
+        slopes = alibi_slopes.to(compute).expand(q.shape[0], q.shape[2])
         scores = scores - slopes[:, :, None, None] * distance.abs()
     left, right = window_size
     visible = torch.ones_like(distance, dtype=torch.bool)
@@ -42,9 +46,8 @@ def flash_attention(
     elif right >= 0:
         visible &= -distance <= right
     scores = scores.masked_fill(~visible, -math.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    p = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~visible, 0.0)
-    p = p.masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
+    lse = torch.logsumexp(scores.to(torch.promote_types(compute, torch.float32)), dim=-1)
+    p = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
 
 
