@@ -6,7 +6,7 @@ a user's own build of the presets is enough where it can be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +31,18 @@ NO_LIMIT = -1
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A variant that computes what a call asks for, and the variant's own arguments."""
+    """A variant that computes what a call asks for, and the variant's own arguments.
+
+    ``late`` returns further arguments: tensors that are made only if the candidate's turn comes.
+    """
 
     variant: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    late: Callable[[], Mapping[str, Any]] | None = None
+
+    def own(self) -> Mapping[str, Any]:
+        """Return all arguments of the variant."""
+        return self.arguments if self.late is None else {**self.arguments, **self.late()}
 
 
 #: Which candidate served the last call of a kind, by what a kernel is built for. A hint: the others are still tried.
@@ -67,17 +75,17 @@ def attend(
         layout = "dense" if packing is None else "varlen"
         dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
         place, name = _built_at_trace(names, dtype, q.shape[-1], v.shape[-1], layout, device, spec)
-        return _call(name, candidates[place].arguments, q, k, v, packing, options)
+        return _call(name, candidates[place].own(), q, k, v, packing, options)
     if not q.is_cuda or backend == "reference":
         first = candidates[0]
-        return _call(variant(first.variant), first.arguments, q, k, v, packing, options)
+        return _call(variant(first.variant), first.own(), q, k, v, packing, options)
     kind = _kind(candidates, q, v, packing)
     last = _LAST.get(kind) or 0
     error: NoKernelError | None = None
     for place in sorted(range(len(candidates)), key=lambda i: i != last):
         chosen = candidates[place]
         try:
-            found = _call(variant(chosen.variant), chosen.arguments, q, k, v, packing, options)
+            found = _call(variant(chosen.variant), chosen.own(), q, k, v, packing, options)
         except NoKernelError as refused:
             error = refused
             continue

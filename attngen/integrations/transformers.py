@@ -15,6 +15,7 @@ Written for the interfaces of transformers 5.17 (``AttentionInterface``, ``Atten
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,12 +159,12 @@ def _structured(
         if bias is not None:
             return []
         return [general] if preset is None or cap else [Candidate(preset, {"doc": structure.doc}), general]
-    span = {**sides, **_padding(structure, q, k, packing)}
+    padding = partial(_padding, structure, q, k, packing)
     if bias is not None:
         if softcap is not None:
             return []
-        return [Candidate(f"span_bias_{_BIAS[bias.dtype]}", {**span, "bias": _bias(bias, q, k)})]
-    general = Candidate(f"span{suffix}", {**span, **cap})
+        return [Candidate(f"span_bias_{_BIAS[bias.dtype]}", {**sides, "bias": _bias(bias, q, k)}, padding)]
+    general = Candidate(f"span{suffix}", {**sides, **cap}, padding)
     if structure.start is not None:
         return [general]
     window = {"window": left + 1}
@@ -180,11 +181,14 @@ def _structured(
 
 def _chunked(structure: Structure, q: Tensor, k: Tensor) -> list[Candidate]:
     chunk = {"chunk": structure.chunk}
+
+    def late() -> dict[str, Tensor]:
+        padding = _padding(structure, q, k, None)
+        return {**padding, "origin": torch.zeros_like(padding["start"]) if origin is None else origin}
+
     origin = structure.origin
-    if origin is None:
-        origin = torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
-    general = Candidate("span_chunked", {**chunk, "origin": origin, **_padding(structure, q, k, None)})
-    return [general] if structure.origin is not None else [Candidate("chunked", chunk), general]
+    general = Candidate("span_chunked", chunk, late)
+    return [general] if origin is not None else [Candidate("chunked", chunk), general]
 
 
 def _padding(structure: Structure, q: Tensor, k: Tensor, packing: Packing | None) -> dict[str, Tensor]:

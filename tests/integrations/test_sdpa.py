@@ -46,7 +46,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("allowed", {"attn_mask": some_mask(2, 1, 7, 11)}),
     ("allowed", {"attn_mask": some_mask(2, 1, 1, 11)}),
     ("allowed", {"attn_mask": some_mask(1, 1, 7, 1)}),
-    ("allowed", {"attn_mask": some_mask(11)}),
+    ("allowed", {"attn_mask": some_mask(1, 11)}),
     ("allowed_by_head", {"attn_mask": some_mask(4, 7, 11)}),
     ("allowed_by_head", {"attn_mask": some_mask(2, 4, 1, 11)}),
     ("bias_fp32", {"attn_mask": torch.randn(7, 11)}),
