@@ -17,6 +17,7 @@ from attngen import resources
 from attngen.errors import NoKernelError
 from attngen.integrations.catalogue import variant
 from attngen.runtime import dispatch
+from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
 from attngen.runtime.cache import LruCache
 from attngen.runtime.module import Kernel
@@ -76,7 +77,7 @@ def attend(
         dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
         place, name = _built_at_trace(names, dtype, q.shape[-1], v.shape[-1], layout, device, spec)
         return _call(name, candidates[place].own(), q, k, v, packing, options)
-    if not q.is_cuda or backend == "reference":
+    if not on_gpu(q) or backend == "reference":
         first = candidates[0]
         return _call(variant(first.variant), first.own(), q, k, v, packing, options)
     kind = _kind(candidates, q, v, packing)
@@ -92,6 +93,11 @@ def attend(
         _LAST.put(kind, place)
         return found
     raise _none_takes(candidates, spec, error)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether kernels, not the reference, compute on this tensor."""
+    return tensor.is_cuda
 
 
 def _call(
@@ -155,12 +161,12 @@ def has_backward(name: str, q: Tensor, v: Tensor) -> bool:
     key = (name, q.dtype, q.shape[-1], v.shape[-1], q.device.index, registry.generation)
     known = _BACKWARD.get(key)
     if known is None:
-        major, minor = torch.cuda.get_device_capability(q.device)
+        capability = drivers.current().capability(q.device.index or 0)
         found = kernels_of(
             name, direction="backward", dtype=ATTENTION_DTYPES[q.dtype], head_dim_qk=q.shape[-1],
             head_dim_v=v.shape[-1], layout="dense",
         )  # fmt: skip
-        known = any(kernel.arch.runs_on(10 * major + minor) for _, kernel in found)
+        known = any(kernel.arch.runs_on(capability) for _, kernel in found)
         _BACKWARD.put(key, known)
     return known
 

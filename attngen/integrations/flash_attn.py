@@ -53,6 +53,7 @@ def flash_attn_func(
     CallError for arguments that disagree.
     """
     del deterministic
+    q, k, v = (_steppable(tensor) for tensor in (q, k, v))
     candidates = _candidates(q, dropout_p, causal, window_size, softcap, alibi_slopes, q.shape[0])
     found = attend(candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs)
     return _results(q, found, return_attn_probs)
@@ -121,6 +122,7 @@ def flash_attn_varlen_func(
     del deterministic
     if block_table is not None:
         raise _refused("block_table", "no kernel reads keys through a table of pages; gather them first")
+    q, k, v = (_steppable(tensor) for tensor in (q, k, v))
     packing: Packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     batch = cu_seqlens_q.shape[0] - 1
     candidates = _candidates(q, dropout_p, causal, window_size, softcap, alibi_slopes, batch)
@@ -225,6 +227,11 @@ def flash_attn_with_kvcache(
         candidates, q, k_cache, v_cache, spec=SPEC, softmax_scale=softmax_scale, seqused_k=used,
         return_lse=return_softmax_lse,
     )  # fmt: skip
+
+
+def _steppable(tensor: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is contiguous, a copy only if need be, as flash-attn does."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _lengths(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:

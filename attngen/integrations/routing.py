@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
+from attngen.integrations import choice
 from attngen.integrations.choice import Candidate, attend, has_backward
 from attngen.runtime.arguments import FLOAT32_MAX
 from attngen.runtime.cache import LruCache
@@ -112,7 +113,7 @@ class Routing:
             if torch.is_autocast_enabled(q.device.type):
                 q, k, v, mask = (_autocast(tensor) for tensor in (q, k, v, mask))
             reason = _disagreement(q, k, v, mask, enable_gqa) or _option(dropout_p, is_causal, mask, scale)
-        if reason is None and q.device.type != "cuda" and self.backend != "reference":
+        if reason is None and not choice.on_gpu(q) and self.backend != "reference":
             reason = f"q is on {q.device.type}, and kernels run on GPUs"
         if reason is not None:
             return reason
@@ -131,7 +132,7 @@ class Routing:
         if self.backend != "reference":
             known = _facts(candidate, q, k, v, self.backend)
             refused = _REFUSED.get(known)
-            if refused is not None:
+            if refused is not None and not registry.refresh_if_built():
                 return refused
         try:
             out = attend(

@@ -118,6 +118,12 @@ def test_gradients(given: dict[str, Any]) -> None:
     near(found, torch.autograd.grad((wanted, wanted_lse), inputs, tuple(w.double() for w in weights)))
 
 
+def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
+    q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in qkv())
+    assert q.stride(-1) != 1
+    near(flash_attn.flash_attn_func(q, k, v, causal=True), flash_attention(q, k, v, causal=True)[0])
+
+
 def test_positions_of_arguments_are_those_of_flash_attn() -> None:
     """The order in which flash-attn 2.8 takes them, so that positional calls mean the same."""
     common = [
