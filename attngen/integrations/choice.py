@@ -82,15 +82,17 @@ def attend(
         return _call(variant(first.variant), first.own(), q, k, v, packing, options)
     kind = _kind(candidates, q, v, packing)
     last = _LAST.get(kind) or 0
+    order = range(len(candidates)) if not last else (last, *(i for i in range(len(candidates)) if i != last))
     error: NoKernelError | None = None
-    for place in sorted(range(len(candidates)), key=lambda i: i != last):
+    for place in order:
         chosen = candidates[place]
         try:
             found = _call(variant(chosen.variant), chosen.own(), q, k, v, packing, options)
         except NoKernelError as refused:
             error = refused
             continue
-        _LAST.put(kind, place)
+        if place != last:
+            _LAST.put(kind, place)
         return found
     raise _none_takes(candidates, spec, error)
 

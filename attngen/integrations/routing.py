@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attngen.errors import CallError, NoKernelError
+from attngen.errors import CallError
 from attngen.integrations import choice
 from attngen.integrations.choice import Candidate, attend, has_backward
 from attngen.runtime.arguments import FLOAT32_MAX
@@ -42,8 +42,8 @@ _BIAS = {
     torch.float64: "bias_fp32",  # which the reference takes for float64 inputs
 }
 
-#: What no kernel takes, so that it is asked only once: all that a kernel's choice depends on → the reason.
-_REFUSED: LruCache[str] = LruCache(2048)
+#: What was decided for calls of one form: all that a decision depends on → why torch serves them, or nothing.
+_VERDICTS: LruCache[str] = LruCache(2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,51 +109,66 @@ class Routing:
     ) -> tuple[str, Tensor] | str:
         """Return the variant and its result, or the reason why torch has to serve the call."""
         reason = _unusual(q, k, v, mask)
-        if reason is None:
-            if torch.is_autocast_enabled(q.device.type):
-                q, k, v, mask = (_autocast(tensor) for tensor in (q, k, v, mask))
-            reason = _disagreement(q, k, v, mask, enable_gqa) or _option(dropout_p, is_causal, mask, scale)
-        if reason is None and not choice.on_gpu(q) and self.backend != "reference":
-            reason = f"q is on {q.device.type}, and kernels run on GPUs"
         if reason is not None:
             return reason
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v, mask = (_autocast(tensor) for tensor in (q, k, v, mask))
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        facts = (
+            self.backend, dropout_p, is_causal, scale, enable_gqa, learns, registry.generation,
+            q.dtype, q.shape, q.stride(), q.device, q.data_ptr() & 15,
+            k.dtype, k.shape, k.stride(), k.device, k.data_ptr() & 15,
+            v.dtype, v.shape, v.stride(), v.device, v.data_ptr() & 15,
+            None if mask is None else (
+                mask.dtype, mask.shape, mask.stride(), mask.device, mask.data_ptr() & 15, mask.requires_grad,
+                torch.is_grad_enabled(),
+            ),
+        )  # fmt: skip
+        verdict = _VERDICTS.get(facts)
+        if verdict and registry.refresh_if_built():
+            verdict = None  # what was built since may take the call
+        if verdict is None:
+            verdict = self._verdict(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, learns) or ""
+            _VERDICTS.put(facts, verdict)
+        if verdict:
+            return verdict
         three = q.dim() == 3  # batch × heads, or one head: (N, L, E)
         if three:
             q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
         candidate = _candidate(q, k, mask, is_causal, three)
-        if isinstance(candidate, str):
-            return candidate
-        if self.backend != "reference" and torch.is_grad_enabled():
-            if mask is not None and mask.requires_grad:
-                return "the mask asks for a gradient"
-            if (q.requires_grad or k.requires_grad or v.requires_grad) and not has_backward(candidate.variant, q, v):
-                return f"no backward kernel of {candidate.variant} is built, and a gradient may be asked for"
-        known = None
-        if self.backend != "reference":
-            known = _facts(candidate, q, k, v, self.backend)
-            refused = _REFUSED.get(known)
-            if refused is not None and not registry.refresh_if_built():
-                return refused
+        assert isinstance(candidate, Candidate)
         try:
             out = attend(
-                [candidate], q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec=SPEC, softmax_scale=scale,
+                (candidate,), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec=SPEC, softmax_scale=scale,
                 backend=self.backend,
             )  # fmt: skip
-        except NoKernelError as error:
-            _REFUSED.put(known, str(error))
-            return str(error)
-        except CallError as error:
+        except CallError as error:  # among them NoKernelError
+            _VERDICTS.put(facts, str(error))
             return str(error)
         out = out.transpose(1, 2)
         return candidate.variant, out.squeeze(1) if three else out
 
-
-def _facts(candidate: Candidate, *given: Any) -> tuple[Any, ...]:
-    """Return all that the choice of a kernel depends on."""
-    *tensors, backend = given
-    tensors += [value for value in candidate.arguments.values() if isinstance(value, Tensor)]
-    views = [(t.dtype, t.shape, t.stride(), t.device.index, t.data_ptr() & 15) for t in tensors]
-    return (candidate.variant, backend, registry.generation, *views)
+    def _verdict(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: Any, is_causal: Any, scale: Any,
+        enable_gqa: Any, learns: bool,
+    ) -> str | None:  # fmt: skip
+        """Return why torch has to serve calls of this form, or None if a kernel may."""
+        if not choice.on_gpu(q) and self.backend != "reference":
+            return f"q is on {q.device.type}, and kernels run on GPUs"
+        reason = _disagreement(q, k, v, mask, enable_gqa) or _option(dropout_p, is_causal, mask, scale)
+        if reason is not None:
+            return reason
+        three = q.dim() == 3
+        parts = [tensor.unsqueeze(1) if three else tensor for tensor in (q, k, v)]
+        candidate = _candidate(parts[0], parts[1], mask, is_causal, three)
+        if isinstance(candidate, str):
+            return candidate
+        if self.backend != "reference":
+            if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+                return "the mask asks for a gradient"
+            if learns and not has_backward(candidate.variant, q, v):
+                return f"no backward kernel of {candidate.variant} is built, and a gradient may be asked for"
+        return None
 
 
 def _unusual(*tensors: Any) -> str | None:
@@ -163,13 +178,13 @@ def _unusual(*tensors: Any) -> str | None:
             continue
         if type(tensor) not in _PLAIN:
             return f"there is a {type(tensor).__name__} among the tensors"
-        if tensor.is_nested or tensor.layout != torch.strided:
+        if tensor.is_nested or tensor.layout is not torch.strided:
             return "there is a nested or sparse tensor"
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return "a transform of torch.func is active"
         if tensor.is_meta:
             return "there is a tensor without data"
-    return "torch.jit.trace is active" if torch.jit.is_tracing() else None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func is active"
+    return "torch.jit.trace is active" if torch._C._is_tracing() else None
 
 
 def _autocast(tensor: Tensor | None) -> Tensor | None:

@@ -98,6 +98,8 @@ def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     dtype = value.dtype
     if torch.is_autocast_enabled(value.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(value.device.type)
+    if query.dtype == key.dtype == value.dtype == dtype:
+        return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
