@@ -257,7 +257,8 @@ def mask(
     """Return the mask of a forward pass, (batch, 1, queries, keys): as a structure where it has one that is known.
 
     ``attention_mask`` (batch, keys so far) is False at padding. What it holds is read once, as transformers itself
-    does for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools.
+    does for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. So it is
+    for one query against a static cache, since ``generate`` makes that mask outside of the step that it compiles.
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -276,6 +277,8 @@ def mask(
     if is_tracing(attention_mask):
         plain = function is causal_mask_function and attention_mask is None and isinstance(q_offset, int)
         return None if plain and q_length == kv_length and q_offset == kv_offset == 0 else build()
+    if q_length == 1 and _for_compiled_step(q_offset, kwargs):
+        return build()
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
@@ -288,3 +291,9 @@ def mask(
     if structure is None:
         return build()
     return StructuredMask.of(structure, (batch_size, 1, q_length, kv_length), device, build)
+
+
+def _for_compiled_step(q_offset: int | Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the mask of one query is for a cache that can be compiled, which asks for a mask in any case."""
+    bidirectional = "allow_is_bidirectional_skip" in kwargs
+    return isinstance(q_offset, Tensor) or (not bidirectional and not kwargs.get("allow_is_causal_skip", True))

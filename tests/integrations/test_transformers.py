@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -264,6 +265,27 @@ def test_compiles_without_a_graph_break(family: str, padding: str) -> None:
     with known("integrations/transformers"), torch.no_grad():
         compiled = torch.compile(model(family), fullgraph=True, backend="eager")
         found = compiled(**given.inputs, use_cache=False).logits[given.counts]
+    near(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one mask for all layers; one for each kind of layer
+def test_a_compiled_step_against_a_static_cache(family: str) -> None:
+    """On a GPU ``generate`` compiles the step that decodes, and makes its masks outside of it."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    given = batch(family, "left")
+    _, wanted = families.generate(eager(family), given, cache_implementation="static")
+    torch._dynamo.reset()
+    with known("integrations/transformers"):
+        compiled = families.make(family, head_dim=8, implementation="attngen")
+        _, found = families.generate(compiled, given, cache_implementation="static", compile_config=config)
+    assert graphs
     near(found, wanted)
 
 
