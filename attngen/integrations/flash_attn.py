@@ -244,7 +244,7 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, used: Tensor
     """Write new keys and values behind the used ones, and return how many are used then."""
     batch, new = k.shape[:2]
     rows = torch.arange(batch, device=k.device)[:, None]
-    places = used[:, None] + torch.arange(new, device=k.device)
+    places = used[:, None].long() + torch.arange(new, device=k.device)
     k_cache[rows, places] = k
     v_cache[rows, places] = v
     return used + new
