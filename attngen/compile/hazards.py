@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from attngen.compile.inspect import disassemble
 from attngen.compile.machine import Instruction, adds_in_place, decode, instructions, parse
 
-#: A sum of 64 bits in uniform registers whose result takes the place of an operand, in two halves; a carry joins them.
-_LOWER_SUM = re.compile(r"UIADD3 UR(\d+), (UP\d), UR\1, ")
-_UPPER_SUM = re.compile(r"UIADD3\.X UR(\d+), UR\1, .*, (UP\d), ")
+#: A constant added to 64 bits in uniform registers, in place, in two halves that a carry joins.
+_LOWER_SUM = re.compile(r"UIADD3 UR(\d+), (UP\d), UR\1, 0x")
+_UPPER_SUM = re.compile(r"UIADD3\.X UR(\d+), UR\1, -?0x\w+, URZ, (UP\d), ")
 _CLEAR = re.compile(r"UMOV UR(\d+), URZ$")
 _UNIFORM_RESULT = re.compile(r"(?:@!?U?P\w+ )?\w+(?:\.(?!64|WIDE)\w+)*(\.64|\.WIDE)?[\w.]* (?:UP\d, )?UR(\d+),")
 
