@@ -55,7 +55,7 @@ def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
-        mask = None if not call.variant.masked else one.visible[None]
+        mask = None if not call.variant.masked else one.visible[None].contiguous()
         out = torch.nn.functional.scaled_dot_product_attention(
             one.q[None], one.k[None], one.v[None], attn_mask=mask, scale=call.scale
         )[0]
