@@ -28,6 +28,7 @@ from tests.integrations import families, oracles
 from tests.integrations.families import DECODERS, MAKERS, PADDINGS, batch, gradients, logits
 from tests.integrations.test_flash_attn import OPTIONS as FLASH_OPTIONS
 from tests.integrations.test_sdpa import OPTIONS as SDPA_OPTIONS
+from tests.integrations.test_sdpa import described
 
 DTYPES = [torch.bfloat16, torch.float16]
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -203,7 +204,7 @@ def larger(options: dict[str, Any], rows: int, keys: int, dtype: torch.dtype) ->
 @only_package("sdpa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("variant", "given"), SDPA_OPTIONS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("variant", "given"), SDPA_OPTIONS, ids=described)
 def test_sdpa(variant: str, given: dict[str, Any], dim: int, dtype: torch.dtype, only: Package) -> None:
     if variant == "bias_fp32":
         variant = {torch.bfloat16: "bias_bf16", torch.float16: "bias_fp16"}[dtype]

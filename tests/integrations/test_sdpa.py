@@ -57,8 +57,15 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def described(value: Any) -> str:
+    """Name a test by what it gets; a tensor counts by its shape."""
+    if not isinstance(value, dict):
+        return str(value)
+    return " ".join(f"{name} {list(v.shape) if isinstance(v, Tensor) else v}" for name, v in value.items())
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize(("variant", "options"), OPTIONS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("variant", "options"), OPTIONS, ids=described)
 def test_options(variant: str, options: dict[str, Any], kv_heads: int) -> None:
     q, k, v = qkv(kv_heads=kv_heads)
     options = {**options, "enable_gqa": kv_heads != 4}
@@ -68,7 +75,7 @@ def test_options(variant: str, options: dict[str, Any], kv_heads: int) -> None:
     near(found, oracles.sdpa(q, k, v, **options))
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.randn(7, 11)}], ids=str)
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.randn(7, 11)}], ids=described)
 def test_gradients(options: dict[str, Any]) -> None:
     inputs = [t.requires_grad_() for t in qkv(kv_heads=2)]
     mask = options.get("attn_mask")
