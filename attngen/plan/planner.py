@@ -5,8 +5,6 @@ from __future__ import annotations
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import ATTENTION_DTYPES, dtype
 from attngen.errors import PlanError
-from attngen.lang.bands import bands
-from attngen.lang.facts import Facts
 from attngen.lang.ir import names
 from attngen.plan import arguments, budget, naming
 from attngen.plan.catalogue import SCHEDULES, Schedule
@@ -14,7 +12,7 @@ from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_argument
 from attngen.plan.hopper import hopper_tile, refusal, widths
 from attngen.plan.model import Argument, Classifier, Plan
 from attngen.plan.tiles import Tile, columns, default_tile, family, padded_width
-from attngen.plan.traits import gathers, reads_data_per_key
+from attngen.plan.traits import gathers, keys_of_tiles, reads_data_per_key
 from attngen.spec.expand import KernelSpec
 
 _TILE_SIZES = (16, 32, 64, 128, 256)
@@ -108,6 +106,13 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
     schedule = next(row for row in SCHEDULES if row.backend == "cuda")
     _check_head_dims(spec, schedule)
     driver = _driver(spec)
+    pack_gqa = spec.pack_gqa is True
+    if pack_gqa and driver == "tile_map":
+        raise _refuse(
+            spec,
+            "pack_gqa",
+            "a tile map lists the tiles of single heads; allowed: false, or true with tile_map: never",
+        )
     tile = hopper_tile(spec, arch, driver)
     roles = tile.roles
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 else "cooperative")
@@ -132,6 +137,7 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
             *([] if roles.overlap else ["nooverlap"]),
             *([] if roles.softmax == "fixed_reference" else [roles.softmax.replace("_", "")]),
             *([] if roles.persistent else ["single"]),
+            *(["pack"] if pack_gqa else []),
         ),
     )
     draft = Plan(
@@ -164,6 +170,7 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
         section_bytes=_SECTION_BYTES,
         allow=spec.allow,
         hopper=roles,
+        pack_gqa=pack_gqa,
     )
     classifier = _classifier(draft, cuda_classifier_arguments(draft)) if driver == "tile_map" else None
     return draft.with_arguments(cuda_arguments(draft), classifier)
@@ -188,6 +195,8 @@ def _schedule(spec: KernelSpec, arch: Arch) -> Schedule:
         raise _refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.persistent:
         raise _refuse(spec, "persistent", "Triton kernels are not persistent; allowed: false")
+    if spec.pack_gqa:
+        raise _refuse(spec, "pack_gqa", "Triton kernels give each query head tiles of its own; allowed: false")
     reasons = []
     for schedule in (row for row in SCHEDULES if row.backend == "triton"):
         if spec.loads not in (None, schedule.loads):
@@ -273,7 +282,7 @@ def _driver(spec: KernelSpec) -> str:
     """Return how the kernel finds its KV tiles: ranges from bands, classification in the kernel, or a tile map."""
     if spec.tile_map == "always":
         return "tile_map"
-    if bands(spec.variant.mask, Facts.of(spec.variant), over="kv").exact:
+    if keys_of_tiles(spec).exact:
         return "ranges"
     if spec.tile_map == "auto" and reads_data_per_key(spec.variant):
         return "tile_map"

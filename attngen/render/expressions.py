@@ -56,7 +56,7 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
 
 def corner_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
     """Return the bindings of the box symbols of the tile analysis."""
-    names = ("q_hi", "q_pos_lo", "q_pos_hi", "kv_lo", "kv_hi", WHOLE_TILES.name, KV_TILES.name)
+    names = ("q_hi", "q_pos_lo", "q_pos_hi", "h_lo", "h_hi", "kv_lo", "kv_hi", WHOLE_TILES.name, KV_TILES.name)
     return scalar_bindings(plan, language) | {
         "q_lo": Binding("q_start"),
         **{name: Binding(name) for name in names},

@@ -72,6 +72,7 @@ class KernelSpec:
     dropout: bool = False
     deterministic: bool = False
     persistent: bool | None = None
+    pack_gqa: bool | None = None
     allow: tuple[str, ...] = ()
     spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
     location: Location = field(default=Location(""), compare=False)
@@ -100,7 +101,7 @@ _FIELD_OF = {
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
     "variant", "arch", "dtype", "head_dim", "layout", "passes", "backend", "tile", "stages", "warps", "loads",
-    "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent",
+    "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "pack_gqa",
 )  # fmt: skip
 
 
@@ -212,6 +213,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         dropout=_first(entry.dropout, declared.model.dropout),
         deterministic=values["deterministic"],
         persistent=values["persistent"],
+        pack_gqa=values["pack_gqa"],
         allow=tuple(sorted(set(entry.allow))),
         spec_file=spec.name,
         location=spec.tree.locate(("kernels", index)),

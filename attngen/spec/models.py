@@ -223,6 +223,9 @@ class KernelModel(Model):
     dropout: bool | None = None
     deterministic: OneOrMany[bool] = (False,)
     persistent: OneOrMany[bool] | None = None
+    pack_gqa: OneOrMany[bool] | None = Field(
+        default=None, description="query heads of one KV head share the rows of a tile; left out: no"
+    )
     allow: Many[Allowance] = Field(default=(), description="what would else fail the build")
 
 

@@ -74,6 +74,7 @@ class HopperExplanation:
                 "persistent": hopper.persistent,
                 "lookahead": hopper.lookahead if hopper.persistent else None,
                 "skips": hopper.skips,
+                "pack_gqa": self.plan.pack_gqa,
             },
             "registers": asdict(self.registers),
             "barriers": [asdict(barrier) for barrier in self.barriers],
@@ -90,7 +91,7 @@ class HopperExplanation:
         total, limit = self.hopper.shared_bytes, self.plan.arch.shared_memory
         regions = self.regions()
         return {
-            "roles": list(_roles(self.hopper)),
+            "roles": list(_roles(self.plan, self.hopper)),
             "registers": self._registers(),
             "shared memory": [
                 f"{total} B of {limit} B; offset, bytes and what is there:",
@@ -102,7 +103,8 @@ class HopperExplanation:
 
     def grid(self, section: str) -> str:
         """Say which block does what; ``section`` says in which order."""
-        tiles = f"ceil(seqlen_q / {self.plan.tile_m}) x heads x batch"
+        rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
+        tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
         if not self.hopper.persistent:
             return f"{tiles} blocks, one for each tile of work; {section}"
         return (
@@ -206,10 +208,12 @@ def _barrier(barrier: Barrier) -> str:
     return f"{barrier.name:10s} {barrier.count} x {who:11s}  {barrier.guards}" + (" (named)" if barrier.named else "")
 
 
-def _roles(hopper: Hopper) -> Iterator[str]:
+def _roles(plan: Plan, hopper: Hopper) -> Iterator[str]:
     first = 4 * hopper.consumers
     each = "consumer" if hopper.consumers == 1 else "consumers"
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
+    if plan.pack_gqa:
+        yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
     yield f"producer: warp {first} schedules tiles of work; by TMA, warp {first + 1} loads K and V, and {first + 2} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
