@@ -37,9 +37,7 @@ class Logit:
     multiplier: Expr
 
 
-def fold_logit(
-    score: Expr | None, ranges: dict[str, Range], *, fast_math: bool, heads: Heads = "single"
-) -> Logit:
+def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool, heads: Heads = "single") -> Logit:
     """Return the form that a kernel evaluates; without ``fast_math`` nothing is reassociated.
 
     ``heads="packed"`` means that the rows of a tile are of several heads, so that ``h`` is in no multiplier.

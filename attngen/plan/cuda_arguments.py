@@ -94,7 +94,7 @@ def _map_strides() -> Iterator[Argument]:
 
 
 def _sizes(plan: Plan) -> Iterator[Argument]:
-    """Yield lengths and counts; a sequence may be shorter than ``max_seqlen_k``, ``group_bits`` is log2 of the group."""
+    """Yield lengths and counts; a sequence may be shorter than ``max_seqlen_k``; ``group_bits`` is log2(group)."""
     seqlen_q = "max_seqlen_q" if plan.varlen else "seqlen_q"
     for name in (
         "batch",

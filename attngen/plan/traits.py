@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.lang.bands import Bands, bands
+from attngen.lang.bands import Bands, Heads, bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Load, Op, names, walk
 from attngen.lang.variant import Variant
@@ -15,7 +15,7 @@ _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_globa
 
 def keys_of_tiles(spec: KernelSpec) -> Bands:
     """Return which keys a tile of queries sees."""
-    heads = "packed" if spec.pack_gqa else "single"
+    heads: Heads = "packed" if spec.pack_gqa else "single"
     return bands(spec.variant.mask, Facts.of(spec.variant), over="kv", heads=heads)
 
 

@@ -149,14 +149,18 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
     """Return the bindings of an element. Rows beyond the end repeat the last one; keys may lie beyond it if ragged."""
     keys = frozenset() if ragged else frozenset({"seqlen_k", "total_k"})
     heads = {"h": Binding("h", _Q)} if plan.pack_gqa else {}
-    return scalar_bindings(plan, CUDA) | heads | {
-        "q": Binding("q_row", _Q, below=frozenset({"seqlen_q"})),
-        "q_pos": Binding("q_pos", _Q, below=frozenset({"seqlen_k"})),
-        "q_global": Binding("q_packed", _Q, below=frozenset({"total_q"})),
-        "kv": Binding("kv", _KV, below=keys),
-        "kv_global": Binding("kv_packed", _KV, below=keys),
-        PRODUCT.name: Binding("x", _Q | _KV),
-    }
+    return (
+        scalar_bindings(plan, CUDA)
+        | heads
+        | {
+            "q": Binding("q_row", _Q, below=frozenset({"seqlen_q"})),
+            "q_pos": Binding("q_pos", _Q, below=frozenset({"seqlen_k"})),
+            "q_global": Binding("q_packed", _Q, below=frozenset({"total_q"})),
+            "kv": Binding("kv", _KV, below=keys),
+            "kv_global": Binding("kv_packed", _KV, below=keys),
+            PRODUCT.name: Binding("x", _Q | _KV),
+        }
+    )
 
 
 def _key_lines(texts: str) -> list[str]:

@@ -66,14 +66,18 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
     Of kernels that differ in their tile only, the one with more rows is the faster one, unless too many of its rows
-    would lie behind the queries of the call. Then one comes first that packs the heads of a group, if that saves tiles.
+    would lie behind the queries of the call. Before such a one come those that pack the heads of a group, if that saves
+    tiles: first what needs the fewest, since each tile loads all of K and V, and of those the smallest.
     """
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, bool, bool, int]:
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, bool, tuple[int, int]]:
         # The closest architecture first, then TMA, then the hand-written schedules, then how rows fill tiles.
         by_hand = kernel.backend == "cuda"
-        wasteful = by_hand and call is not None and _waste(kernel, call) > _MOST_WASTE
         saves = kernel.pack_gqa and call is not None and _saved(kernel, call) >= _LEAST_SAVED
+        wasteful = by_hand and not kernel.pack_gqa and call is not None and _waste(kernel, call) > _MOST_WASTE
+        fit = (0, (kernel.tile_m if wasteful else -kernel.tile_m) if by_hand else 0)
+        if saves and call is not None:
+            fit = (_tiles(kernel, call), kernel.tile_m)
         return (
             not kernel.arch.specific,
             kernel.loads != "descriptor",
@@ -81,23 +85,27 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
             -kernel.arch.capability,
             kernel.pack_gqa and not saves,
             wasteful,
-            wasteful and not saves,
-            (kernel.tile_m if wasteful else -kernel.tile_m) if by_hand else 0,
+            fit,
         )
 
     return sorted(kernels, key=rank)
 
 
+def _tiles(kernel: Kernel, call: Call) -> int:
+    """Return the tiles of work of a call."""
+    return prod(tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
+
+
 def _waste(kernel: Kernel, call: Call) -> float:
-    """Return which share of the rows of all tiles lies behind the last query."""
-    rows = prod(tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa)) * kernel.tile_m
-    return 1 - call.batch * call.heads * call.seqlen_q / rows if rows else 0.0
+    """Return which share of the rows of all tiles lies behind the last query, if heads are apart."""
+    rows = -(-call.seqlen_q // kernel.tile_m) * kernel.tile_m
+    return 1 - call.seqlen_q / rows if rows else 0.0
 
 
 def _saved(kernel: Kernel, call: Call) -> float:
     """Return which share of its tiles a kernel saves because it packs the heads of a group."""
-    packed, apart = (prod(tiles_of(call, kernel.tile_m, pack_gqa=each)) for each in (True, False))
-    return 1 - packed / apart if apart else 0.0
+    apart = prod(tiles_of(call, kernel.tile_m, pack_gqa=False))
+    return 1 - _tiles(kernel, call) / apart if apart else 0.0
 
 
 def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selection:
@@ -193,7 +201,7 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     reason = _against_own_tensors(kernel, call)
     if reason:
         return reason
-    blocks = prod(tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
+    blocks = _tiles(kernel, call)
     if blocks > MAX_BLOCKS:
         return f"it would need {blocks} blocks, a grid has at most {MAX_BLOCKS}"
     return None

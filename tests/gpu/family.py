@@ -46,6 +46,7 @@ def label(plan: Plan) -> str:
         f"d{head_dim}",
         plan.layout,
         "wgmma" if plan.backend == "cuda" else plan.loads,
+        *(["pack"] if plan.pack_gqa else []),
     ]
     return "-".join(parts)
 

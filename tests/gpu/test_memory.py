@@ -101,6 +101,8 @@ RACES = [
     "causal-bf16-d192x128-dense-wgmma",
     "sink_window-bf16-d80-dense-wgmma",
     "sliding_window-bf16-d48-dense-wgmma",
+    "causal-bf16-d128-dense-wgmma-pack",
+    "sliding_window-bf16-d80-varlen-wgmma-pack",
 ]
 REPEATS = 1000
 

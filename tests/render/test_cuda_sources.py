@@ -105,6 +105,30 @@ def test_the_users_own_text_reaches_no_source() -> None:
     assert "0.25f" in text
 
 
+# --- packed heads ---------------------------------------------------------------------------------------------
+
+
+def test_what_depends_on_the_head_is_computed_for_each_row() -> None:
+    """No line outside the loop over elements, and no multiplier, holds a value of one head."""
+    declared = (
+        'variants:\n  own:\n    mask: "kv < limit[h] and kv <= q_pos - 3 * h"\n'
+        '    score: "cap * tanh(s * gain[h] / cap)"\n'
+        "    scalars: {cap: {type: fp32, const: 20.0}}\n"
+        "    tensors:\n      limit: {dtype: int32, shape: [h]}\n      gain: {dtype: fp32, shape: [h]}\n"
+    )
+    for packed in (True, False):
+        text = render(planned("own", backend="cuda", declared=declared, pack_gqa=str(packed).lower())).text
+        work = text.partition("while (more) {")[2].partition("const auto finish_logits")[0]
+        element = text.partition("const auto finish_logits")[2].partition("// The first tile.")[0]
+        for name in ("limit_ptr[", "gain_ptr["):
+            assert (name in element) == packed
+            assert (name in work) == (not packed)
+        # the first thing that is declared for a row of an element
+        assert element.count("const int h = (hk << group_bits) + (row_in_group + 8 * row & group - 1);") == 2 * packed
+        assert ("const int h_lo = hk << group_bits, h_hi = h_lo + (group - 1);" in text) == packed
+        assert bool(re.search(r"\bwork\.h\b", text)) != packed
+
+
 # --- names ----------------------------------------------------------------------------------------------------
 
 #: Between them, these make every line of the templates.
@@ -119,6 +143,9 @@ FORMS: tuple[tuple[str, dict[str, object]], ...] = (
     ("dilated", {"layout": "varlen", "head_dim": 80}),
     ("allowed", {}),
     ("allowed", {"layout": "varlen"}),
+    ("alibi", {"pack_gqa": "true"}),
+    ("dilated", {"pack_gqa": "true", "layout": "varlen"}),
+    ("sliding_window", {"pack_gqa": "true", "tile": "{m: 128}"}),
 )
 
 
