@@ -129,6 +129,39 @@ def test_what_depends_on_the_head_is_computed_for_each_row() -> None:
         assert bool(re.search(r"\bwork\.h\b", text)) != packed
 
 
+def value(expression: str, **names: int) -> int:
+    """Evaluate integer arithmetic of a source: C and Python agree on the order of these operators."""
+    found = eval(expression.replace("work.", "").replace(" / ", " // "), {"min": min}, names)
+    assert isinstance(found, int)
+    return found
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_rows_of_a_packed_tile_are_the_heads_of_a_query_then_the_next(layout: str, group: int) -> None:
+    """Row r of a tile is query r / group and head r % group, wherever rows are written, masked or scored."""
+    found = planned("alibi", backend="cuda", layout=layout, pack_gqa="true", tile="{m: 192}")
+    text = render(found).text
+    fixed = {"group": group, "group_bits": group.bit_length() - 1, "q_start": 5, "hk": 3, "seqlen_q": 10**6}
+    wanted = {r: (5 + r // group, 3 * group + r % group) for r in range(192)}
+    places = re.findall(r"const int q = (.*);\n *const int h = (.*);", text)
+    assert len(places) == (3 if layout == "dense" else 4)  # two by the scheduler, lse, and out of a varlen kernel
+    (first,) = set(re.findall(r"const int q_first = (.*);", text))
+    (q_row,) = set(re.findall(r"const int q_row = (.*);  //", text))
+    (h_row,) = set(re.findall(r"const int h = (\(hk .*);", text))
+    for r, (q, h) in wanted.items():
+        warpgroup, in_group = divmod(r, 64)
+        own = {**fixed, "warpgroup": warpgroup, "row_in_group": in_group - 8 * (in_group // 8 % 2)}
+        for where, head in places:
+            by_chunk = 8 if "i / 8" in where else 1
+            names = own | {"i": by_chunk * r, "row": in_group // 8 % 2 if "row_in_group" in where else in_group}
+            assert (value(where, **names), value(head, **names)) == (q, h), where
+        names = own | {"row": in_group // 8 % 2}
+        assert value(q_row, q_first=value(first, **names), **names) == q
+        assert value(h_row, **names) == h
+    assert ("work.q_start + (64 * warpgroup >> group_bits), work.hk, work.b);" in text) == (layout == "dense")
+
+
 # --- names ----------------------------------------------------------------------------------------------------
 
 #: Between them, these make every line of the templates.
