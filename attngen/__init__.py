@@ -8,13 +8,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attngen.formats import VERSION
+
 if TYPE_CHECKING:
     from attngen import errors
     from attngen.runtime.debug import debug
+    from attngen.runtime.discovery import load
     from attngen.runtime.dispatch import attention, attention_varlen, explain, tile_map
-    from attngen.runtime.registry import load
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = ["attention", "attention_varlen", "debug", "errors", "explain", "load", "tile_map"]
 
@@ -25,7 +27,7 @@ _HOMES = {
     "debug": "attngen.runtime.debug",
     "errors": None,
     "explain": "attngen.runtime.dispatch",
-    "load": "attngen.runtime.registry",
+    "load": "attngen.runtime.discovery",
     "tile_map": "attngen.runtime.dispatch",
 }
 

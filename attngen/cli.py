@@ -32,7 +32,7 @@ _BUILD = "pip install 'attngen[build]'"
 
 #: Modules that only some commands need, and how to get them.
 EXTRAS: dict[str, str] = {
-    **dict.fromkeys(("pydantic", "yaml", "jinja2", "triton"), _BUILD),
+    **dict.fromkeys(("pydantic", "yaml", "jinja2", "triton", "hatchling"), _BUILD),
     "torch": "install the build of torch for your GPU",
     "matplotlib": "pip install 'attngen[bench]'",
 }

@@ -47,6 +47,10 @@ class StoreError(AttngenError):
     """A cache folder that cannot be used: read-only, full, or held by a process that does not let go."""
 
 
+class PackageError(AttngenError):
+    """A package that cannot be made: it is too large, its name is taken, a setting is wrong."""
+
+
 class LoadError(AttngenError):
     """An artifact that this machine cannot load: wrong architecture, old driver, damaged file."""
 

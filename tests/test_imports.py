@@ -15,7 +15,7 @@ PACKAGE = ROOT / "attngen"
 
 #: From upper to lower. A module may import those of its own layer and of the layers above.
 LAYERS = (
-    {"errors", "dtypes", "arch", "resources"},
+    {"errors", "dtypes", "arch", "formats", "resources"},
     {"lang"},
     {"spec"},
     {"plan"},
@@ -24,6 +24,7 @@ LAYERS = (
     {"store"},
     {"runtime"},
     {"tools"},
+    {"packaging"},
     {"commands", "cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -102,6 +103,7 @@ def test_building_needs_no_torch() -> None:
     code = (
         "sys.modules['torch'] = None  # an import of it fails\n"
         "import attngen.tools.build, attngen.compile.triton, attngen.plan, attngen.render, attngen.spec\n"
+        "import attngen.packaging.hook, attngen.packaging.make\n"
         "import triton, triton.compiler\n"
         "del sys.modules['torch']"
     )

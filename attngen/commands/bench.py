@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen import cli
+from attngen.commands.bench_ladder import print_ladders
 from attngen.commands.output import print_table
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
               help="Write all figures to this file, anew after each case.")  # fmt: skip
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
               help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
+@click.option("--ladder", is_flag=True,
+              help="Race the steps that lead to each CUDA kernel, one choice of the spec more in each.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="List cases and contestants, and measure nothing.")
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
 @click.pass_context
@@ -48,6 +51,7 @@ def command(
     check: bool,
     json_path: Path | None,
     plot_path: Path | None,
+    ladder: bool,
     dry_run: bool,
     jobs: int | None,
 ) -> None:
@@ -59,11 +63,13 @@ def command(
     for path in (json_path, plot_path):
         if path is not None and not path.parent.is_dir():
             raise click.BadParameter(f"there is no folder {path.parent}")
+    if ladder and plot_path is not None:
+        raise click.UsageError("--plot draws races with peers; leave it out, or --ladder")
     if plot_path is not None:
         import_module("matplotlib")  # not after all the work
     from attngen.tools import bench
 
-    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs)
+    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs, ladder)
     if dry_run:
         report = bench.dry_run(spec, options)
         _write(report, json_path)
@@ -103,7 +109,9 @@ def _line(row: Row) -> str:
 
 def _print(report: BenchReport) -> None:
     measured = [result for result in report.results if result.tflops is not None]
-    if measured:
+    if report.ladders:
+        print_ladders(report)
+    elif measured:
         _print_figures(report, _columns(measured), _columns(result for result in measured if result.ours))
     if any(result.timing is not None and result.timing.host_bound for result in measured):
         click.echo("* bound by the host: launching takes as long as the kernel")
@@ -163,13 +171,17 @@ def _mean_cells(mean: Mean, names: Sequence[str], ours: Sequence[str]) -> list[s
 
 
 def _print_plan(report: BenchReport) -> None:
+    if report.ladders:
+        print_ladders(report)
     names = _columns(result for result in report.results if result.status == "planned")
     rows = []
     for row in report.rows:
         planned = {result.contestant for result in row.results if result.status == "planned"}
         shape = f"b{row.case.batch} s{row.case.seqlen} h{row.case.heads}/{row.case.kv_heads}"
         rows.append([row.case.name, shape, *("x" if name in planned else "" for name in names)])
-    if rows:
+    if rows and report.ladders:
+        print_table(["case", "shape"], [row[:2] for row in rows])
+    elif rows:
         print_table(["case", "shape", *names], rows)
     _print_reasons(report)
     click.echo(f"{report.package}: {_count(len(rows), 'case')}; nothing was measured")

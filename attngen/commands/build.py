@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import cli
-from attngen.commands.output import print_json, print_table, warn
-from attngen.errors import AttngenError
+from attngen.commands.output import Progress, print_json, print_table, warn
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from attngen.tools.build import BuildReport
     from attngen.tools.generate import Generated
 
@@ -55,7 +52,7 @@ def command(
         return
     from attngen.tools.build import build
 
-    with _Progress(shown=sys.stderr.isatty()) as progress:
+    with Progress(shown=sys.stderr.isatty()) as progress:
         report = build(spec, arches=arches, jobs=jobs, observer=progress)
     if as_json:
         print_json(report.to_dict())
@@ -111,41 +108,3 @@ def _print_generated(generated: Generated) -> None:
     click.echo(
         f"{generated.folder}: {len(generated.changed)} written, {same} unchanged, {len(generated.removed)} removed"
     )
-
-
-class _Progress:
-    """A bar on a terminal; a build that compiles nothing shows none, and imports nothing for it."""
-
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def planned(self, total: int, missing: int) -> None:
-        """See ``Observer.planned``."""
-        if not self._shown or not missing:
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=missing)
-        self._bar.start()
-
-    def started(self, name: str) -> None:
-        """See ``Observer.started``."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=name)
-
-    def finished(self, name: str, error: AttngenError | None) -> None:
-        """See ``Observer.finished``."""
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task)

@@ -60,6 +60,7 @@ _PARTS = {
     "PyYAML": ("building", "pip install 'attngen[build]'"),
     "cupy-cuda13x": ("building CUDA kernels", "pip install 'attngen[build]'"),
     "nvidia-cuda-nvrtc": ("building CUDA kernels", "pip install 'attngen[build]'"),
+    "hatchling": ("packaging", "pip install 'attngen[build]'"),
 }
 
 

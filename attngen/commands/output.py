@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from attngen.errors import AttngenError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
@@ -36,3 +42,42 @@ def print_json(value: Any) -> None:
 def warn(message: str) -> None:
     """Print a warning to stderr, in yellow on a terminal."""
     click.secho(f"warning: {message}", fg="yellow", err=True)
+
+
+class Progress:
+    """A bar on a terminal; a build that compiles nothing shows none, and imports nothing for it."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def planned(self, total: int, missing: int) -> None:
+        """See ``Observer.planned``."""
+        if not self._shown or not missing:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("", total=missing)
+        self._bar.start()
+
+    def started(self, name: str) -> None:
+        """See ``Observer.started``."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=name)
+
+    def finished(self, name: str, error: AttngenError | None) -> None:
+        """See ``Observer.finished``."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task)

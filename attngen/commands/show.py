@@ -77,10 +77,15 @@ def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
                  f"{manifest['num_warps']} warps, {manifest['loads']} loads"),
         ("registers", f"{resources['registers']}, {resources['spills']} B spilled"),
         ("shared memory", f"{resources['shared_memory']} B"),
-        ("cubin", f"{resources['cubin_bytes']} B, compiled in {resources['compile_seconds']} s"),
+        ("cubin", f"{resources['cubin_bytes']} B{_compiled(resources)}"),
         ("toolchain", ", ".join(f"{name} {value}" for name, value in manifest["toolchain"].items())),
         ("folder", str(folder)),
     ]  # fmt: skip
+
+
+def _compiled(resources: Mapping[str, Any]) -> str:
+    """Return how long the compile took; a package that was shipped does not say, to be the same each time."""
+    return f", compiled in {resources['compile_seconds']} s" if "compile_seconds" in resources else ""
 
 
 def _cuda(version: int) -> str:

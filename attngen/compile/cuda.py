@@ -128,11 +128,14 @@ def planned_wgmma(plan: Plan) -> int:
     """Return how many wgmma instructions the kernel has.
 
     Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V in the loop and after it.
-    Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own.
+    Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own. Without a
+    producer a block has one tile of work, and no Q K^T behind it.
     """
     assert plan.hopper is not None
     qk = plan.columns_qk[0].width // 16
     pv = plan.tile_n // 16
+    if not plan.hopper.specialized:
+        return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if plan.hopper.skips else 3 * qk + 2 * pv
 
 

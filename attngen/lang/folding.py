@@ -60,6 +60,33 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     return Logit(grouped, LOG2E)
 
 
+def split_keys(value: Expr, first: Var, key: Var) -> Expr:
+    """Return ``value`` with ``float(kv)`` as ``float(first) + float(key)``, and what needs no ``key`` apart from it.
+
+    For kernels in which ``key`` is known when they are compiled: ``(kv - q) * slope`` becomes
+    ``(first - q) * slope + key * slope``, which is one multiply-add for an element. Reassociates: for ``fast_math``.
+    """
+    lane, tile = (Op("to_float", (name,), Type.FLOAT) for name in (key, first))
+
+    def rule(node: Expr) -> Expr | None:
+        match node:
+            case Op(op="to_float", args=(Var(name="kv"),)):
+                return Op("add", (tile, lane), Type.FLOAT)
+            case Op(op="add" | "sub" as op, args=(Op(op="add", args=(a, b)), c)) if _ends_in(b, lane) and _fixed(c):
+                return Op("add", (Op(op, (a, c), Type.FLOAT), b), Type.FLOAT)
+            case Op(op="mul", args=(Op(op="add", args=(a, b)), c)) if _ends_in(b, lane) and _fixed(c):
+                return Op("add", (mul(a, c), mul(b, c)), Type.FLOAT)
+        return None
+
+    def _fixed(node: Expr) -> bool:
+        return not names(node) & {*_KEYS, key.name, PRODUCT.name}
+
+    def _ends_in(node: Expr, lane: Expr) -> bool:
+        return node == lane or (isinstance(node, Op) and node.op == "mul" and node.args[0] == lane)
+
+    return rewrite(value, rule)
+
+
 def _varies(node: Expr) -> bool:
     return bool(names(node) & _VARYING)
 

@@ -58,4 +58,14 @@ SCHEDULES: tuple[Schedule, ...] = (
         head_dims=_MULTIPLES_OF_16,
         needs_descriptors=True,
     ),
+    Schedule(
+        name="cuda_forward_unified",
+        label="unified",
+        backend="cuda",
+        direction="forward",
+        loads="descriptor",
+        template="cuda/forward_unified.cu.j2",
+        head_dims=_MULTIPLES_OF_16,
+        needs_descriptors=True,
+    ),
 )

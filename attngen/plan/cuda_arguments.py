@@ -25,7 +25,7 @@ def _forward(plan: Plan) -> Iterator[Argument]:
     yield _map(plan, "q", plan.tile_m, packed=plan.pack_gqa)
     yield _map(plan, "k", plan.tile_n)
     yield _map(plan, "v", plan.tile_n, window=plan.tile_n)
-    if not plan.varlen:
+    if plan.hopper.staged and not plan.varlen:
         yield _map(plan, "out", _ROWS, packed=plan.pack_gqa)
     yield Argument("out_ptr", "pointer", f"*{plan.dtype.name}", of="out", divisibility=16)
     yield Argument("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)

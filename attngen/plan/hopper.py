@@ -1,4 +1,4 @@
-"""The warp-specialized Hopper schedule: roles, registers, shared memory, and every choice that a spec leaves open."""
+"""The Hopper schedules in CUDA, with warp roles and without: registers, shared memory, and every choice left open."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ WORK_BYTES = 320
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-#: The same where the scheduler searches for bounds, which does not fit 32 registers.
+#: The same where the scheduler searches for bounds, for which 32 registers are few, if the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
+#: Of a thread without roles, which an instruction can name.
+_MOST_REGISTERS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,10 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
     if tile_n % 16 or not 16 <= tile_n <= 256:
         nearest = min(max(round(tile_n / 16) * 16, 16), 256)
         raise _refuse(spec, "tile.n", f"{tile_n} is no multiple of 16 from 16 to 256; nearest: {nearest}")
-    schedule = roles.schedule or (choice.schedule if consumers > 1 else "cooperative")
+    specialized = roles.producer != 0
+    if not specialized:
+        _check_unified(spec, roles, driver)
+    schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise _refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
     registers = _registers(spec, roles, consumers, tile_n, v)
@@ -95,13 +100,16 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
     box = 64 if qk % 64 == 0 and v % 64 == 0 else 32
     softmax = spec.softmax or _SOFTMAXES[0]
     draft = Hopper(
+        specialized=specialized,
         consumers=consumers,
         producer_registers=registers[0],
         consumer_registers=registers[1],
         pingpong=schedule == "pingpong",
         overlap=roles.overlap is not False,
-        persistent=spec.persistent is not False,
-        skips=driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - _ROWS,
+        persistent=specialized and spec.persistent is not False,
+        longest_first=spec.order != "natural",
+        staged=spec.epilogue != "direct",
+        skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - _ROWS,
         q_stages=1,
         box_columns=box,
         out_columns=v,
@@ -150,14 +158,31 @@ def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
+def _check_unified(spec: KernelSpec, roles: Roles, driver: str) -> None:
+    """Refuse what needs a producer."""
+    none = "without a producer (warps: {producer: 0})"
+    if driver != "ranges":
+        raise _refuse(
+            spec, "warps", f"{none} tiles must be ranges that the mask's bounds give, not {driver}; allowed: producer 1"
+        )
+    if roles.schedule == "pingpong":
+        raise _refuse(spec, "warps", f"{none} warpgroups take no turns; allowed: cooperative")
+    if roles.producer_registers or roles.consumer_registers:
+        raise _refuse(spec, "warps", f"{none} all threads have the same registers; leave them out")
+    if spec.persistent:
+        raise _refuse(spec, "persistent", f"{none} a block has one tile of work; allowed: false")
+    if spec.pack_gqa:
+        raise _refuse(spec, "pack_gqa", f"{none} each query head has tiles of its own; allowed: false")
+
+
 def _refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
     return PlanError(message, location=spec.locate(field), field=field)
 
 
 def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     """Return the number of consumers, which the rows of the tile and the roles must agree on."""
-    if roles.producer not in (None, 1):
-        raise _refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 1")
+    if roles.producer not in (None, 0, 1):
+        raise _refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 0, 1")
     from_tile = spec.tile_m // _ROWS if spec.tile_m and spec.tile_m % _ROWS == 0 else None
     if spec.tile_m and from_tile not in _REGISTERS:
         raise _refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
@@ -174,8 +199,14 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
 
 
 def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[int, int]:
-    """Return the registers per thread of the producer and of a consumer."""
-    default = (_SEARCHING_REGISTERS if _searches(spec) else _REGISTERS)[consumers]
+    """Return the registers per thread of the producer and of a consumer; without roles all threads have the same."""
+    if roles.producer == 0:
+        even = min(65536 // (128 * consumers) // 8 * 8, _MOST_REGISTERS)
+        _check_registers(spec, even, tile_n, width_v)
+        return 0, even
+    default = _REGISTERS[consumers]
+    if _searches(spec) and _needed_registers(tile_n, width_v) <= _SEARCHING_REGISTERS[consumers][1]:
+        default = _SEARCHING_REGISTERS[consumers]
     producer = roles.producer_registers or default[0]
     consumer = roles.consumer_registers or default[1]
     for value in (producer, consumer):
@@ -191,7 +222,18 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
             f"128 threads x ({producer} + {consumers} x {consumer}) = {total} registers; a launch of {threads} threads "
             f"reserves {launch} each, {pool} in all, which the producer gives up and the consumers take",
         )
-    needed = tile_n // 2 + tile_n // 4 + width_v // 2 + _OTHER_REGISTERS
+    _check_registers(spec, consumer, tile_n, width_v)
+    return producer, consumer
+
+
+def _needed_registers(tile_n: int, width_v: int) -> int:
+    """Return what logits, probabilities, outputs and the rest take of a thread."""
+    return tile_n // 2 + tile_n // 4 + width_v // 2 + _OTHER_REGISTERS
+
+
+def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int) -> None:
+    """Refuse a tile whose logits, probabilities and outputs a thread cannot hold."""
+    needed = _needed_registers(tile_n, width_v)
     if needed > consumer and "spill" not in spec.allow:
         raise _refuse(
             spec,
@@ -199,7 +241,6 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
             f"a consumer has {consumer} registers and needs {needed}: S {tile_n // 2} + P {tile_n // 4} + "
             f"O {width_v // 2} + others {_OTHER_REGISTERS}; a smaller tile.n needs less",
         )
-    return producer, consumer
 
 
 def _searches(spec: KernelSpec) -> bool:
@@ -212,7 +253,8 @@ def _with_memory(
 ) -> Hopper:
     """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
     parts = [columns for columns in (v // 2, 64, 32) if columns % draft.box_columns == 0 and v % columns == 0]
-    for q_stages, out_columns in ((2, v), (1, v), *((1, columns) for columns in parts)):
+    choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
+    for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
         regions = tuple(_regions(roles, tile_m, tile_n, stages, qk, v))
         # 1 KiB of the arch's limit is the system's, and stands before ours
@@ -224,7 +266,7 @@ def _with_memory(
         spec,
         "tile",
         f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + K {sizes['k']} + "
-        f"V {sizes['v']} ({stages} stages) + O {sizes['out']} + barriers and records",
+        f"V {sizes['v']} ({stages} stages) + O {sizes.get('out', 0)} + barriers and records",
     )
 
 
@@ -235,18 +277,18 @@ def _regions(roles: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: i
         "q": roles.q_stages * tile_m * qk * element,
         "k": stages * tile_n * qk * element,
         "v": stages * tile_n * v * element,
-        "out": tile_m * roles.out_columns * element,
-        "work": _SLOTS * WORK_BYTES,
+        **({"out": tile_m * roles.out_columns * element} if roles.staged else {}),
+        **({"work": _SLOTS * WORK_BYTES} if roles.specialized else {}),
         "q_full": roles.q_stages * _BARRIER_BYTES,
-        "q_empty": roles.q_stages * _BARRIER_BYTES,
+        **({"q_empty": roles.q_stages * _BARRIER_BYTES} if roles.specialized else {}),
         "k_full": stages * _BARRIER_BYTES,
         "k_empty": stages * _BARRIER_BYTES,
         "v_full": stages * _BARRIER_BYTES,
         "v_empty": stages * _BARRIER_BYTES,
-        "work_full": _SLOTS * _BARRIER_BYTES,
-        "work_empty": _SLOTS * _BARRIER_BYTES,
+        **({"work_full": _SLOTS * _BARRIER_BYTES} if roles.specialized else {}),
+        **({"work_empty": _SLOTS * _BARRIER_BYTES} if roles.specialized else {}),
         **({"work_asked": _BARRIER_BYTES} if roles.persistent else {}),
-        "tile_info": 4 * stages,
+        **({"tile_info": 4 * stages} if roles.specialized else {}),
     }
     offset = 0
     for name, size in sizes.items():

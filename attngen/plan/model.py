@@ -7,11 +7,9 @@ from typing import Any
 
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import DType, dtype
+from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.bands import Heads
 from attngen.lang.variant import Variant
-
-#: Version of the manifest that a plan writes; the runtime refuses others by name.
-MANIFEST_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +68,17 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Hopper:
-    """Roles, pipeline and memory of a warp-specialized Hopper kernel."""
+    """Roles, pipeline and memory of a Hopper kernel in CUDA."""
 
-    consumers: int  # warpgroups of 64 query rows; one more produces
+    specialized: bool  # a warpgroup more produces; else those that multiply also load
+    consumers: int  # warpgroups of 64 query rows
     producer_registers: int  # per thread, as is the next
     consumer_registers: int
     pingpong: bool  # consumers take turns at the tensor cores
     overlap: bool  # the product with V runs under the softmax of the next tile
     persistent: bool  # a block works until no tile is left
+    longest_first: bool  # query tiles from the last to the first, head by head within a section
+    staged: bool  # outputs leave through shared memory
     skips: bool  # a consumer passes over tiles that only other consumers see
     q_stages: int  # tiles of Q in flight
     box_columns: int  # columns of one copy

@@ -96,14 +96,15 @@ def plan(spec: KernelSpec) -> Plan:
 
 
 def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
-    """Return the plan of a warp-specialized Hopper kernel."""
+    """Return the plan of a Hopper kernel in CUDA, with warp roles or without."""
     if spec.direction != "forward":
         raise _refuse(spec, "passes", f"{spec.direction} kernels do not exist yet; allowed: forward")
     if refused := refusal(spec, arch):
         raise refused
     if spec.softmax_scale is not None:
         raise _refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    schedule = next(row for row in SCHEDULES if row.backend == "cuda")
+    specialized, unified = (row for row in SCHEDULES if row.backend == "cuda")
+    schedule = unified if spec.roles and spec.roles.producer == 0 else specialized
     _check_head_dims(spec, schedule)
     driver = _driver(spec)
     pack_gqa = spec.pack_gqa is True
@@ -115,7 +116,8 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
         )
     tile = hopper_tile(spec, arch, driver)
     roles = tile.roles
-    usual = roles.schedule == ("pingpong" if roles.consumers > 1 else "cooperative")
+    warpgroups = roles.consumers + roles.specialized
+    usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
     name = naming.kernel_name(
         direction=spec.direction,
         arch=spec.arch,
@@ -128,7 +130,7 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
         tile_m=tile.tile_m,
         tile_n=tile.tile_n,
         stages=tile.stages,
-        width=f"c{roles.consumers}",
+        width=f"c{roles.consumers}" if roles.specialized else f"w{4 * warpgroups}",
         fast_math=spec.fast_math,
         aligned=True,
         tile_map=driver == "tile_map",
@@ -136,7 +138,9 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
             *([] if usual else [roles.schedule]),
             *([] if roles.overlap else ["nooverlap"]),
             *([] if roles.softmax == "fixed_reference" else [roles.softmax.replace("_", "")]),
-            *([] if roles.persistent else ["single"]),
+            *([] if roles.persistent or not roles.specialized else ["single"]),
+            *([] if roles.longest_first else ["natural"]),
+            *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
         ),
     )
@@ -161,7 +165,7 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
         tile_m=tile.tile_m,
         tile_n=tile.tile_n,
         stages=tile.stages,
-        num_warps=4 * (roles.consumers + 1),
+        num_warps=4 * warpgroups,
         max_registers=None,
         driver=driver,
         mask_code="branch",
@@ -195,6 +199,10 @@ def _schedule(spec: KernelSpec, arch: Arch) -> Schedule:
         raise _refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.persistent:
         raise _refuse(spec, "persistent", "Triton kernels are not persistent; allowed: false")
+    if spec.order == "natural":
+        raise _refuse(spec, "order", "Triton kernels begin with the longest tiles; allowed: longest_first")
+    if spec.epilogue == "staged":
+        raise _refuse(spec, "epilogue", "Triton kernels store from registers; allowed: direct")
     if spec.pack_gqa:
         raise _refuse(spec, "pack_gqa", "Triton kernels give each query head tiles of its own; allowed: false")
     reasons = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
 from attngen.lang.facts import index
-from attngen.lang.folding import PRODUCT, fold_logit
+from attngen.lang.folding import PRODUCT, fold_logit, split_keys
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names
 from attngen.lang.ranges import INT32
@@ -35,7 +35,7 @@ from attngen.render.expressions import (
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
-_KV_FIRST = index("kv_first")
+_KV_FIRST, _KEY = index("kv_first"), index("key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,13 @@ def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
+    value = split_keys(folded.value, _KV_FIRST, _KEY) if plan.fast_math else folded.value
     work: dict[str, None] = {}
     bodies: list[tuple[str, ...]] = []
     multiplier = ""
     for partial in (True, False):
         bound = _elements(plan, ragged=partial)
-        scored = emit_for(plan, CUDA, [folded.value, folded.multiplier], bound)
+        scored = emit_for(plan, CUDA, [value, folded.multiplier], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         if variant.score is not None:
             body.append(f"x = {scored.results[0]};")
@@ -125,7 +126,7 @@ def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> 
         seen.append(f"key >= {below} && key < {above}" if below in ends else f"key < {above}")
         hidden.append(f"key < {below} || key >= {above}" if below in ends else f"key >= {above}")
     exprs = [Op("sub", (_from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
-    code = emit_for(plan, CUDA, [*exprs, rest], {**bound, _KV_FIRST.name: Binding(_KV_FIRST.name, _Q)}, taken=taken)
+    code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken)
     *texts, condition = code.results
     tile = [f"const int {name} = {text};" for name, text in zip(ends, texts, strict=True)]
     if len(seen) == 1 and rest == TRUE:
@@ -149,18 +150,17 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
     """Return the bindings of an element. Rows beyond the end repeat the last one; keys may lie beyond it if ragged."""
     keys = frozenset() if ragged else frozenset({"seqlen_k", "total_k"})
     heads = {"h": Binding("h", _Q)} if plan.pack_gqa else {}
-    return (
-        scalar_bindings(plan, CUDA)
-        | heads
-        | {
-            "q": Binding("q_row", _Q, below=frozenset({"seqlen_q"})),
-            "q_pos": Binding("q_pos", _Q, below=frozenset({"seqlen_k"})),
-            "q_global": Binding("q_packed", _Q, below=frozenset({"total_q"})),
-            "kv": Binding("kv", _KV, below=keys),
-            "kv_global": Binding("kv_packed", _KV, below=keys),
-            PRODUCT.name: Binding("x", _Q | _KV),
-        }
-    )
+    rows = {
+        "q": Binding("q_row", _Q, below=frozenset({"seqlen_q"})),
+        "q_pos": Binding("q_pos", _Q, below=frozenset({"seqlen_k"})),
+        "q_global": Binding("q_packed", _Q, below=frozenset({"total_q"})),
+        "kv": Binding("kv", _KV, below=keys),
+        "kv_global": Binding("kv_packed", _KV, below=keys),
+        PRODUCT.name: Binding("x", _Q | _KV),
+        _KV_FIRST.name: Binding("kv_first", _Q),
+        _KEY.name: Binding("key", _KV),
+    }
+    return scalar_bindings(plan, CUDA) | heads | rows
 
 
 def _key_lines(texts: str) -> list[str]:
@@ -206,7 +206,7 @@ def _row_lines(plan: Plan, texts: str) -> list[str]:
 
 def _split(plan: Plan, lines: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the lines that depend on the row, and those that are the same for all rows of a tile of work."""
-    varying = {*_QUERY_NAMES, *(["h"] if plan.pack_gqa else [])}
+    varying = {*_QUERY_NAMES, _KV_FIRST.name, *(["h"] if plan.pack_gqa else [])}
     row, work = [], []
     for line in lines:
         if varying & set(re.findall(r"\w+", line)):

@@ -43,7 +43,7 @@ class ClassifierView:
 
 @dataclass(frozen=True, slots=True)
 class CudaView:
-    """Everything that ``forward.cu.j2`` names beside the plan itself."""
+    """Everything that the templates of kernels name beside the plan itself."""
 
     template: str
     command: str
@@ -65,6 +65,7 @@ class CudaView:
     span_lines: tuple[str, ...]
     span_values: str
     count: str
+    count_of_all: str
     sees_any: str
     loader_lines: tuple[str, ...]
     tile_lines: tuple[str, ...]
@@ -91,6 +92,8 @@ class CudaView:
     partial_lines: tuple[str, ...]
     full_lines: tuple[str, ...]
     uses_kv: bool
+    logit_tile: str
+    logit_partial: str
     logit_comment: str
     multiplier: str
     classifier: ClassifierView | None
@@ -133,6 +136,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         span_lines=found.lines,
         span_values=", ".join(found.values[end] for pair in (*found.visible, *found.full) for end in pair),
         count=_count(found, "spans"),
+        count_of_all=_count(found, "all"),
         sees_any=f"{_count(found, 'mine')} > 0",
         loader_lines=_loader_lines(plan, listed),
         tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
@@ -161,6 +165,8 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         partial_lines=code.partial,
         full_lines=code.full,
         uses_kv=_uses("kv_first", texts),
+        logit_tile="(tile_info & kTileMask)" if hopper.specialized else "tile",
+        logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",
         logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
         multiplier=code.multiplier,
         classifier=_classifier(plan) if plan.classifier else None,

@@ -8,12 +8,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from attngen import resources
 
-_LINE_STATEMENTS = {"triton": "#%", "cuda": "//%"}
+_LINE_STATEMENTS = {"triton": "#%", "cuda": "//%", "package": "#%"}
 
 
 @cache
 def environment(backend: str) -> Environment:
-    """Return the environment of a backend; an undefined name in a template is an error, never an empty string."""
+    """Return the environment of a backend, or of the files of a ``package``.
+
+    An undefined name in a template is an error, never an empty string.
+    """
     return Environment(
         loader=FileSystemLoader(resources.templates_dir()),
         undefined=StrictUndefined,

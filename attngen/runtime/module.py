@@ -14,11 +14,10 @@ from typing import Any
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import AttngenError, LoadError
+from attngen.formats import MANIFEST_FORMAT, VERSION
 from attngen.lang.variant import Variant
 from attngen.runtime.driver import Driver
 from attngen.runtime.packing import Layout, lay_out
-
-MANIFEST_FORMAT = 1
 
 _ENTRIES = count()
 
@@ -85,7 +84,7 @@ class Kernel:
             self.name: str = manifest["name"]
             self.package: str = manifest["package"]
             self.variant_name: str = manifest["variant"]["name"]
-            self.arch: Arch = ARCHES[manifest["arch"]]
+            self.arch = _arch(manifest["arch"], origin)
             self.dtype: str = manifest["dtype"]
             self.head_dim_qk: int = manifest["head_dim_qk"]
             self.head_dim_v: int = manifest["head_dim_v"]
@@ -166,6 +165,14 @@ class Kernel:
     def _classifier_bytes(self) -> bytes:
         assert self._classifier is not None
         return _verified(self._classifier, self.manifest["classifier"].get("sha256"), f"{self.full_name} (classifier)")
+
+
+def _arch(name: str, origin: str) -> Arch:
+    if name not in ARCHES:
+        raise LoadError(
+            f"{origin}: it is built for {name}, which attngen {VERSION} does not know; it knows {', '.join(ARCHES)}"
+        )
+    return ARCHES[name]
 
 
 def _number(value: Any) -> bool | int | float:

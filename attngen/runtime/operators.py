@@ -224,17 +224,17 @@ def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Si
     A variant that was built anew with other arguments gets operators of another name, since torch keeps the first.
     """
     found = registry.find(variant, package)
-    namespace, name = namespace_of(found.package), found.variant.name
+    namespace, name = found.namespace or namespace_of(found.package), found.variant.name
     schema = schema_of(found.variant, packed=True)
     with _lock:
-        known = _operators.get((found.package, name, schema))
+        known = _operators.get((namespace, name, schema))
         if known is None:
-            others = sum(key[:2] == (found.package, name) for key in _operators)
+            others = sum(key[:2] == (namespace, name) for key in _operators)
             chosen = name if not others else f"{name}__{others + 1}"
             library = _libraries.get(namespace)
             if library is None:
                 library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-            known = _operators[found.package, name, schema] = (
+            known = _operators[namespace, name, schema] = (
                 chosen,
                 _Operators(library, found.package, found.variant, chosen),
             )

@@ -12,16 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime.module import Kernel, read_kernel
-
-ENTRY_POINTS = "attngen.kernels"
 
 #: Names of the three ranks, as messages say them, in the order of the search.
 RANKS = ("loaded", "installed", "built")
@@ -41,12 +37,14 @@ class Package:
 
     ``sources`` maps a variant's name to the readers of its kernels, in the package's order. ``inputs`` maps the
     files that the spec was read from to their SHA-256 at build time; empty for a package that was shipped.
+    ``namespace`` is that of its operators where it differs from the one that the package's name gives.
     """
 
     name: str
     origin: str
     sources: Mapping[str, tuple[Callable[[], Kernel], ...]]
     inputs: Mapping[str, str] = field(default_factory=dict)
+    namespace: str | None = None
     _read: dict[str, tuple[Kernel, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -101,6 +99,7 @@ class Found:
     package: str
     variant: Variant
     kernels: tuple[Kernel, ...]
+    namespace: str | None = None
 
 
 class Registry:
@@ -129,7 +128,8 @@ class Registry:
 
     def refresh_if_built(self) -> bool:
         """Look again for the user's builds if any was written since; cheap enough for every call that fails."""
-        if self._ranks["built"] is None or self._stamp == builds_stamp():
+        discovery = _discovery()
+        if discovery is None or self._ranks["built"] is None or self._stamp == discovery.builds_stamp():
             return False
         self.refresh()
         return True
@@ -153,10 +153,16 @@ class Registry:
     def _rank(self, rank: str) -> dict[str, Package]:
         known = self._ranks[rank]
         if known is None:
+            discovery = _discovery()
             with self._lock:
-                if rank == "built":
-                    self._stamp = builds_stamp()
-                known = self._ranks[rank] = installed_packages() if rank == "installed" else built_packages()
+                if discovery is None:
+                    known = {}
+                elif rank == "installed":
+                    known = discovery.installed_packages()
+                else:
+                    self._stamp = discovery.builds_stamp()
+                    known = discovery.built_packages()
+                self._ranks[rank] = known
         return known
 
     def find(self, name: str, package: str | None = None) -> Found:
@@ -188,7 +194,7 @@ class Registry:
             for holder in holders:
                 kernels = holder.kernels(short)
                 if kernels:
-                    return Found(holder.name, kernels[0].variant, kernels)
+                    return Found(holder.name, kernels[0].variant, kernels, holder.namespace)
         raise self._unknown(short, package)
 
     def _unknown(self, name: str, package: str | None) -> NoKernelError:
@@ -207,35 +213,6 @@ class Registry:
         return NoKernelError("\n".join(lines))
 
 
-def load(path: str | Path) -> Package:
-    """Make the kernels of a folder known to this process, ahead of installed packages and the user's builds.
-
-    ``path`` is a folder with a ``manifest.json``, or one with such folders below it (up to two levels down), or
-    the index that a build wrote (``builds/<package>.json``). Returns the package. Raises LoadError.
-    """
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise LoadError(f"{path} does not exist")
-    package = _package_of_index(path) if path.is_file() else package_of_folder(path)
-    registry.add(package)
-    return package
-
-
-def package_of_folder(path: Path) -> Package:
-    """Return the one package whose kernels lie in or below a folder. Raises LoadError."""
-    patterns = ("manifest.json", "*/manifest.json", "*/*/manifest.json")
-    kernels = [read_kernel(found.parent) for pattern in patterns for found in sorted(path.glob(pattern))]
-    if not kernels:
-        raise LoadError(f"{path} holds no kernel (no manifest.json in it, nor up to two levels below)")
-    names = sorted({kernel.package for kernel in kernels})
-    if len(names) > 1:
-        raise LoadError(
-            f"{path} holds kernels of several packages ({', '.join(names)}); load them one by one, for example by the "
-            "index that each build wrote (builds/<package>.json)"
-        )
-    return package_of_kernels(kernels, str(path))
-
-
 def package_of_kernels(kernels: Sequence[Kernel], origin: str) -> Package:
     """Return kernels of one package as a package."""
     sources: dict[str, tuple[Callable[[], Kernel], ...]] = {}
@@ -248,70 +225,21 @@ def _constant(kernel: Kernel) -> Callable[[], Kernel]:
     return lambda: kernel
 
 
-def _package_of_index(path: Path) -> Package:
-    """Return the package of an index file inside a store."""
-    from attngen.store import Store
-    from attngen.store.index import read_index
-
-    store = Store(path.parent.parent)
-    index = read_index(store, path.stem) if path.suffix == ".json" else None
-    if index is None:
-        raise LoadError(f"{path} is no index of a build")
-    return _package_of_build(store, index)
-
-
-def _package_of_build(store: Any, index: Any) -> Package:
-    sources: dict[str, tuple[Callable[[], Kernel], ...]] = {}
-    for entry in index.kernels:
-        sources[entry.variant] = (*sources.get(entry.variant, ()), _reader(store.path(entry.key)))
-    return Package(index.package, str(store.root), sources, dict(index.inputs))
-
-
-def _reader(folder: Path) -> Callable[[], Kernel]:
+def reader(folder: Path) -> Callable[[], Kernel]:
+    """Return what reads the kernel of a folder when it is first asked for."""
     return lambda: read_kernel(folder)
 
 
-def built_packages() -> dict[str, Package]:
-    """Return the packages that this user has built, by name; none where the part that builds is not installed."""
-    try:
-        from attngen.store import Store
-        from attngen.store.index import read_indexes
-    except ImportError:
-        return {}
-    store = Store()
-    return {index.package: _package_of_build(store, index) for index in read_indexes(store)}
+def _discovery() -> Any:
+    """Return the module that finds installed packages and builds.
 
-
-def builds_stamp() -> int | None:
-    """Return what changes whenever an index is written: each is renamed into the folder of all."""
+    None in the copy of the runtime that a package carries: it comes without that module, and knows that package alone.
+    """
     try:
-        from attngen.store import default_root
+        from attngen.runtime import discovery
     except ImportError:
         return None
-    try:
-        return (default_root() / "builds").stat().st_mtime_ns
-    except OSError:
-        return None
-
-
-def installed_packages() -> dict[str, Package]:
-    """Return the packages that registered an entry point, by name; one that cannot be read is passed over."""
-    packages: dict[str, Package] = {}
-    for point in metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            package = package_of_folder(_folder_of(point.load()))
-        except Exception as error:  # a broken installation must not disable the others
-            warnings.warn(f"installed package '{point.name}': {error}", BrokenKernelWarning, stacklevel=2)
-            continue
-        packages[package.name] = package
-    return packages
-
-
-def _folder_of(found: Any) -> Path:
-    """Return the folder that an entry point names: a path, a function that returns one, or a package's own folder."""
-    if isinstance(found, ModuleType):
-        return Path(next(iter(found.__path__)))
-    return Path(found() if callable(found) else found)
+    return discovery
 
 
 registry = Registry()

@@ -70,7 +70,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
     tiles: first what needs the fewest, since each tile loads all of K and V, and of those the smallest.
     """
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, bool, tuple[int, int]]:
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, bool, bool, tuple[int, int]]:
         # The closest architecture first, then TMA, then the hand-written schedules, then how rows fill tiles.
         by_hand = kernel.backend == "cuda"
         saves = kernel.pack_gqa and call is not None and _saved(kernel, call) >= _LEAST_SAVED
@@ -83,6 +83,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
             kernel.loads != "descriptor",
             not by_hand,
             -kernel.arch.capability,
+            by_hand and not kernel.persistent,
             kernel.pack_gqa and not saves,
             wasteful,
             fit,
@@ -246,9 +247,25 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
     ]
     if not kernels:
         lines.append("  (no kernel of this variant is built)")
+    elif all(_for_another_machine(kernel, capability, driver) for kernel in kernels):
+        lines.append(_another_machine(kernels, capability, driver))
     lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
     lines += ["To build one, add to a spec and run 'attngen build':", *yaml_lines(call, capability, request)]
     return NoKernelError("\n".join(lines))
+
+
+def _for_another_machine(kernel: Kernel, capability: int, driver: Driver) -> bool:
+    return not kernel.arch.runs_on(capability) or driver.version() < (kernel.manifest.get("min_driver") or 0)
+
+
+def _another_machine(kernels: Sequence[Kernel], capability: int, driver: Driver) -> str:
+    """Say what all kernels of a variant need that this machine lacks, whatever else a call asks for."""
+    arches = ", ".join(dict.fromkeys(kernel.arch.name for kernel in kernels))
+    needed = min(kernel.manifest.get("min_driver") or 0 for kernel in kernels)
+    return (
+        f"  none of its kernels runs on this machine: they need {arches} and a driver for CUDA {_release(needed)} or "
+        f"later; this is sm{capability}, with a driver for CUDA {_release(driver.version())}"
+    )
 
 
 def describe(call: Call) -> str:

@@ -22,10 +22,11 @@ from typing import Any
 
 from attngen.dtypes import DTYPES
 from attngen.errors import Location, SpecError, suggest
+from attngen.formats import SCHEMA
 from attngen.lang.variant import Variant
 from attngen.spec.loading import DeclaredVariant, Spec
 from attngen.spec.messages import field_path
-from attngen.spec.models import SCHEMA, HeadDimModel, KernelModel, TileModel, WarpsModel
+from attngen.spec.models import HeadDimModel, KernelModel, TileModel, WarpsModel
 from attngen.spec.presets import declared_preset, preset_names
 from attngen.spec.quoting import show
 
@@ -72,6 +73,8 @@ class KernelSpec:
     dropout: bool = False
     deterministic: bool = False
     persistent: bool | None = None
+    order: str | None = None
+    epilogue: str | None = None
     pack_gqa: bool | None = None
     allow: tuple[str, ...] = ()
     spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
@@ -101,7 +104,8 @@ _FIELD_OF = {
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
     "variant", "arch", "dtype", "head_dim", "layout", "passes", "backend", "tile", "stages", "warps", "loads",
-    "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "pack_gqa",
+    "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
+    "epilogue", "pack_gqa",
 )  # fmt: skip
 
 
@@ -213,6 +217,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         dropout=_first(entry.dropout, declared.model.dropout),
         deterministic=values["deterministic"],
         persistent=values["persistent"],
+        order=values["order"],
+        epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
         allow=tuple(sorted(set(entry.allow))),
         spec_file=spec.name,

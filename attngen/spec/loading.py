@@ -15,11 +15,12 @@ from pydantic import ValidationError
 
 from attngen import resources
 from attngen.errors import Location, SpecError
+from attngen.formats import SCHEMA
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.spec import names, tree
 from attngen.spec.messages import spec_error
-from attngen.spec.models import SCHEMA, ScalarModel, SpecModel, TensorModel, VariantModel
+from attngen.spec.models import ScalarModel, SpecModel, TensorModel, VariantModel
 from attngen.spec.quoting import show
 
 MAX_INCLUDE_DEPTH = 8

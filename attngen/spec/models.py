@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from attngen.formats import SCHEMA
 from attngen.spec.fields import (
     Alignment,
     ArchName,
@@ -40,9 +41,6 @@ from attngen.spec.fields import (
 )
 from attngen.spec.quoting import show
 
-#: The version of the spec's form that this release reads.
-SCHEMA = 1
-
 Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference"))]
 Layout = Annotated[str, Choice(("dense", "varlen"))]
 Pass = Annotated[str, Choice(("forward", "backward"))]
@@ -50,6 +48,8 @@ Backend = Annotated[str, Choice(("triton", "cuda"))]
 Loads = Annotated[str, Choice(("descriptor", "pointer"))]
 TileMap = Annotated[str, Choice(("auto", "never", "always"))]
 Schedule = Annotated[str, Choice(("pingpong", "cooperative"))]
+Epilogue = Annotated[str, Choice(("staged", "direct"))]
+Order = Annotated[str, Choice(("longest_first", "natural"))]
 Allowance = Annotated[str, Choice(("spill", "serialized_wgmma"))]
 
 HeadDimension = Annotated[int, Field(ge=1, le=1024)]
@@ -182,7 +182,9 @@ class WarpsModel(Model):
     count: Annotated[int, Field(ge=1, le=32)] | None = Field(
         default=None, description="warps of a kernel without roles"
     )
-    producer: Annotated[int, Field(ge=1, le=4)] | None = Field(default=None, description="producer warps")
+    producer: Annotated[int, Field(ge=0, le=4)] | None = Field(
+        default=None, description="producer warps; 0: no warp specialization"
+    )
     consumer: Annotated[int, Field(ge=1, le=4)] | None = Field(default=None, description="consumer warpgroups")
     schedule: Schedule | None = None
     overlap: bool | None = None
@@ -223,6 +225,10 @@ class KernelModel(Model):
     dropout: bool | None = None
     deterministic: OneOrMany[bool] = (False,)
     persistent: OneOrMany[bool] | None = None
+    order: OneOrMany[Order] | None = Field(default=None, description="which query tiles come first")
+    epilogue: OneOrMany[Epilogue] | None = Field(
+        default=None, description="outputs leave through shared memory, or directly from registers"
+    )
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"
     )

@@ -16,11 +16,13 @@ from attngen.store.store import Store
 from attngen.tools.bench_cases import TOKENS, BenchCase, bench_cases
 from attngen.tools.bench_kernels import Team, chosen, reason_against, teams
 from attngen.tools.bench_machine import Monitor, ceilings, gpu_facts, versions
-from attngen.tools.bench_peers import peers
+from attngen.tools.bench_peers import Peer, peers
 from attngen.tools.bench_race import Track, foresee
 from attngen.tools.bench_report import BenchReport
 from attngen.tools.bench_timing import CudaClock
 from attngen.tools.build import compile_kernels, prepare
+from attngen.tools.ladder import Ladder, ladders
+from attngen.tools.ladder import reason_against as reason_against_ladder
 from attngen.tools.verify_gpu import Gpu
 
 _MAX_SEED = 2**31
@@ -31,7 +33,10 @@ Observer = Callable[[BenchReport, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is raced, and how. ``part`` is part of a kernel's name; without ``seqlens`` the cases have their own."""
+    """What is raced, and how. ``part`` is part of a kernel's name; without ``seqlens`` the cases have their own.
+
+    ``ladder``: instead of kernels and peers, the rungs that lead to each CUDA kernel.
+    """
 
     part: str | None = None
     variants: Sequence[str] = ()
@@ -40,6 +45,7 @@ class Options:
     rounds: int = 7
     check: bool = True
     jobs: int | None = None
+    ladder: bool = False
 
 
 def dry_run(spec: str | Path, options: Options) -> BenchReport:
@@ -49,7 +55,7 @@ def dry_run(spec: str | Path, options: Options) -> BenchReport:
     """
     capability = Gpu.current().capability if torch.cuda.is_available() else None
     report, cases = _planned(spec, options, capability)
-    rows = tuple(foresee(team, peers(), case) for team, case in cases)
+    rows = tuple(foresee(team, _peers(options), case) for team, case in cases)
     return replace(report, rows=rows)
 
 
@@ -63,13 +69,15 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
     gpu = Gpu.current()
     report, cases = _planned(spec, options, gpu.capability)
     kernels, errors = _compiled([team for team, _ in cases], options.jobs)
+    resources = {name: kernel.manifest["resources"] for name, kernel in kernels.items()}
     facts, clock, seed = gpu_facts(gpu), CudaClock(), secrets.randbelow(_MAX_SEED)
     generator = torch.Generator(gpu.device).manual_seed(seed)
-    report = replace(report, gpu=facts, versions=versions(), rounds=options.rounds, seed=seed)
+    report = replace(report, gpu=facts, versions=versions(), rounds=options.rounds, seed=seed, resources=resources)
     with torch.no_grad(), Monitor(gpu) as monitor:
         track = Track(
-            gpu.device, facts["l2_bytes"], clock, peers(), options.rounds, options.check, generator, monitor.since
-        )
+            gpu.device, facts["l2_bytes"], clock, _peers(options), options.rounds, options.check, generator,
+            monitor.since,
+        )  # fmt: skip
         if cases:
             report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
         for team, case in cases:
@@ -91,20 +99,39 @@ def _planned(
     left_out, kept = {}, []
     for kernel in chosen(prepare(loaded), options.part, options.variants):
         reason = reason_against(kernel.plan, capability)
+        if reason is None and options.ladder:
+            reason = reason_against_ladder(kernel.plan)
         if reason is None:
             kept.append(kernel)
         else:
             left_out[kernel.plan.name] = reason
+    climbed = tuple(ladders(kept)) if options.ladder else ()
     cases = [
         (team, case)
-        for team in teams(kept)
-        for case in bench_cases(
-            team.variant.name, team.dtype, team.head_dim_qk, team.head_dim_v,
-            tokens=options.tokens, seqlens=options.seqlens,
-        )
-    ]  # fmt: skip
+        for team in (map(_team_of, climbed) if options.ladder else teams(kept))
+        for case in _cases(team, options)
+    ]
     cases.sort(key=lambda planned: planned[1].suite)  # grid before variants
-    return BenchReport(str(spec), loaded.package, (), left_out), cases
+    return BenchReport(str(spec), loaded.package, (), left_out, ladders=climbed), cases
+
+
+def _peers(options: Options) -> Sequence[Peer]:
+    return () if options.ladder else peers()
+
+
+def _team_of(ladder: Ladder) -> Team:
+    """Return the rungs of a ladder as those that race."""
+    found = ladder.of
+    return Team(found.variant, found.dtype_name, found.head_dim_qk, found.head_dim_v, ladder.kernels)
+
+
+def _cases(team: Team, options: Options) -> Sequence[BenchCase]:
+    """Return the cases of a team; a ladder has those of one suite."""
+    found = bench_cases(
+        team.variant.name, team.dtype, team.head_dim_qk, team.head_dim_v,
+        tokens=options.tokens, seqlens=options.seqlens,
+    )  # fmt: skip
+    return [case for case in found if case.suite == found[0].suite] if options.ladder else found
 
 
 def _compiled(racing: Sequence[Team], jobs: int | None) -> tuple[dict[str, Kernel], dict[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 from attngen.tools.bench_cases import BenchCase
 from attngen.tools.bench_machine import Ceilings, Reading
 from attngen.tools.bench_timing import Timing
+from attngen.tools.ladder import Ladder, Rung
 
 #: Version of the JSON document.
 FORMAT = 1
@@ -134,8 +135,54 @@ def mean_of(of: str, rows: Iterable[Row]) -> Mean | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """A rung of a ladder in one case: its speed, and that by the speeds of the rungs before it and of the last one.
+
+    All three are None where the rung, or the one that it is compared with, was not measured.
+    """
+
+    rung: Rung
+    result: Result | None
+    to_previous: float | None
+    to_last: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as the report holds it."""
+        return {
+            "name": self.rung.name,
+            "tflops": self.result and self.result.tflops,
+            "to_previous": self.to_previous,
+            "to_last": self.to_last,
+        }
+
+
+def steps(ladder: Ladder, row: Row) -> tuple[Step, ...]:
+    """Return the rungs of a ladder as a case found them."""
+    results = {result.contestant: result for result in row.results}
+    speeds = {name: result.tflops for name, result in results.items() if result.tflops is not None}
+    last = speeds.get(ladder.rungs[-1].name)
+    found, previous = [], None
+    for rung in ladder.rungs:
+        speed = speeds.get(rung.name)
+        found.append(
+            Step(
+                rung,
+                results.get(rung.name),
+                speed / previous if speed is not None and previous is not None else None,
+                speed / last if speed is not None and last is not None else None,
+            )
+        )
+        previous = speed if speed is not None else previous
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
 class BenchReport:
-    """All that a race found. ``left_out`` maps kernels to the reason; ``stopped`` says why the race did not end."""
+    """All that a race found. ``left_out`` maps kernels to the reason; ``stopped`` says why the race did not end.
+
+    ``ladders`` are those that were raced, if that was asked for; ``resources`` holds what the compiler said of each
+    kernel.
+    """
 
     spec: str
     package: str
@@ -147,6 +194,13 @@ class BenchReport:
     rounds: int | None = None
     seed: int | None = None
     stopped: str | None = None
+    ladders: tuple[Ladder, ...] = ()
+    resources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def rows_of(self, ladder: Ladder) -> list[Row]:
+        """Return the cases in which the rungs of a ladder were raced."""
+        names = {kernel.plan.name for kernel in ladder.kernels.values()}
+        return [row for row in self.rows if {result.kernel for result in row.results} <= names]
 
     @property
     def groups(self) -> dict[str, list[Row]]:
@@ -190,4 +244,38 @@ class BenchReport:
             "rows": [row.to_dict() for row in self.rows],
             "means": [mean.to_dict() for mean in self.means],
             "left_out": dict(self.left_out),
+            "ladders": [self._ladder(ladder) for ladder in self.ladders],
         }
+
+    def _ladder(self, ladder: Ladder) -> dict[str, Any]:
+        return {
+            "kernel": ladder.of.name,
+            "rungs": [
+                {
+                    "name": rung.name,
+                    "kernel": rung.plan and rung.plan.name,
+                    "entry": list(rung.lines),
+                    "changed": list(rung.changed),
+                    "refusal": rung.refusal,
+                    **memory_of(rung, self.resources),
+                }
+                for rung in ladder.rungs
+            ],
+            "cases": [
+                {"name": row.case.name, "rungs": [step.to_dict() for step in steps(ladder, row)]}
+                for row in self.rows_of(ladder)
+            ],
+        }
+
+
+def memory_of(rung: Rung, resources: Mapping[str, Mapping[str, Any]]) -> dict[str, int | None]:
+    """Return the registers per thread that a launch reserves and a multiplying warp has, and bytes of shared memory.
+
+    None for what is not known before the kernel is compiled, or does not exist.
+    """
+    found = rung.plan
+    if found is None or found.hopper is None:
+        return {"registers": None, "consumer_registers": None, "shared_memory": None}
+    launched = resources.get(found.name, {}).get("registers")
+    own = found.hopper.consumer_registers if found.hopper.specialized else launched
+    return {"registers": launched, "consumer_registers": own, "shared_memory": found.hopper.shared_bytes}

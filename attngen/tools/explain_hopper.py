@@ -1,4 +1,4 @@
-"""A warp-specialized Hopper kernel in words and numbers: roles, registers, shared memory, barriers, loop, floor."""
+"""A Hopper kernel in CUDA in words and numbers: roles, registers, shared memory, barriers, loop, floor."""
 
 from __future__ import annotations
 
@@ -64,15 +64,18 @@ class HopperExplanation:
         hopper = self.hopper
         return {
             "roles": {
+                "specialized": hopper.specialized,
                 "consumers": hopper.consumers,
                 "rows": ROWS,
-                "scheduler_warp": 4 * hopper.consumers,
-                "loader_warp": 4 * hopper.consumers + 1,
-                "query_loader_warp": 4 * hopper.consumers + 2,
+                "scheduler_warp": 4 * hopper.consumers if hopper.specialized else None,
+                "loader_warp": 4 * hopper.consumers + 1 if hopper.specialized else 0,
+                "query_loader_warp": 4 * hopper.consumers + 2 if hopper.specialized else 0,
                 "schedule": hopper.schedule,
                 "overlap": hopper.overlap,
                 "persistent": hopper.persistent,
                 "lookahead": hopper.lookahead if hopper.persistent else None,
+                "order": "longest_first" if hopper.longest_first else "natural",
+                "epilogue": "staged" if hopper.staged else "direct",
                 "skips": hopper.skips,
                 "pack_gqa": self.plan.pack_gqa,
             },
@@ -105,11 +108,12 @@ class HopperExplanation:
         """Say which block does what; ``section`` says in which order."""
         rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
         tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
+        order = f"longest first; {section}" if self.hopper.longest_first else "head by head in natural order"
         if not self.hopper.persistent:
-            return f"{tiles} blocks, one for each tile of work; {section}"
+            return f"{tiles} blocks, one for each tile of work, {order}"
         return (
             f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; each block "
-            f"takes the next from a counter until none is left, longest first; {section}"
+            f"takes the next from a counter until none is left, {order}"
         )
 
     def loop(self) -> Iterator[tuple[str, str]]:
@@ -136,6 +140,7 @@ class HopperExplanation:
             yield "boundary", "PV(last) and QK(0) of the next tile of work go out together; O is written under the QK"
         else:
             yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
+        yield "epilogue", _epilogue(self.plan, hopper)
 
     def floor_lines(self) -> Iterator[str]:
         """Yield the floor, for people."""
@@ -145,6 +150,8 @@ class HopperExplanation:
         r, consumers = self.registers, self.hopper.consumers
         rest = f"{r.others} for addresses, references and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
         total = f"{r.threads} threads x {r.launch} = {r.pool}"
+        if not self.hopper.specialized:
+            return [f"a thread at most {r.consumer}: S {r.s} + P {r.p} + O {r.o} = {r.s + r.p + r.o}, {rest}"]
         return [
             f"a consumer's thread {r.consumer}: S {r.s} + P {r.p} + O {r.o} = {r.s + r.p + r.o}, {rest}",
             f"a producer's thread {r.producer}",
@@ -179,25 +186,31 @@ def _registers(plan: Plan, hopper: Hopper) -> Registers:
 
 
 def _barriers(plan: Plan, hopper: Hopper) -> Iterator[Barrier]:
-    """Yield the barriers with their arrivals, as ``forward.cu.j2`` initializes them."""
+    """Yield the barriers with their arrivals, as the template of the schedule initializes them."""
     consumers = hopper.consumers
     sizes = {region.name: region.bytes // 8 for region in hopper.shared}
     scheduler = consumers + 1 if plan.driver == "ranges" else 1
+    those, loader, told = "warpgroups", "the first warp", ""
+    if hopper.specialized:
+        those, loader, told = "consumers", "its loader", ", and what each consumer does with it is written"
     for name, arrivals, guards in (
-        ("q_full", 1, "a tile of Q has landed (its loader arrives, and the bytes; so below)"),
+        ("q_full", 1, f"a tile of Q has landed ({loader} arrives, and the bytes; so below)"),
         ("q_empty", consumers, "consumers have multiplied a tile of Q for the last time"),
-        ("k_full", 1, "a tile of K has landed, and what each consumer does with it is written"),
-        ("k_empty", consumers, "consumers are done with a tile of K"),
+        ("k_full", 1, f"a tile of K has landed{told}"),
+        ("k_empty", consumers, f"{those} are done with a tile of K"),
         ("v_full", 1, "a tile of V has landed"),
-        ("v_empty", consumers, "consumers are done with a tile of V"),
+        ("v_empty", consumers, f"{those} are done with a tile of V"),
         ("work_full", scheduler, "the scheduler has written the record of a tile of work"),
         ("work_empty", 4 * consumers + 1, "the warps of consumers, and the loader of Q, have read a record"),
         ("work_asked", 1, "the loader of K and V nears the end of a tile: the scheduler may take the next one"),
     ):
         if name in sizes:
             yield Barrier(name, sizes[name], arrivals, named=False, guards=guards)
-    together = "threads of a consumer wait for each other around O"
-    yield Barrier("group", consumers, _WARPGROUP, named=True, guards=together)
+    meets = [*(["O"] if hopper.staged else []), *(["skipped tiles"] if hopper.skips and not hopper.pingpong else [])]
+    if meets:
+        who = "consumer" if hopper.specialized else "warpgroup"
+        together = f"threads of a {who} wait for each other around {' and '.join(meets)}"
+        yield Barrier("group", consumers, _WARPGROUP, named=True, guards=together)
     if hopper.pingpong:
         turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
         yield Barrier("turn", consumers, 2 * _WARPGROUP, named=True, guards=turns)
@@ -211,6 +224,11 @@ def _barrier(barrier: Barrier) -> str:
 def _roles(plan: Plan, hopper: Hopper) -> Iterator[str]:
     first = 4 * hopper.consumers
     each = "consumer" if hopper.consumers == 1 else "consumers"
+    if not hopper.specialized:
+        each = "warpgroup" if hopper.consumers == 1 else "warpgroups"
+        yield f"none: {hopper.consumers} {each} of {ROWS} query rows, all alike; the first warp loads Q, K and V by TMA"
+        yield _overlap(hopper)
+        return
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
@@ -219,14 +237,23 @@ def _roles(plan: Plan, hopper: Hopper) -> Iterator[str]:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:
         yield "cooperative: consumers issue their products whenever they are ready"
-    if hopper.overlap:
-        yield "overlap: PV of a step runs under the logits of the next"
-    else:
-        yield "no overlap: a consumer waits for all its products before its softmax"
+    yield _overlap(hopper)
     if hopper.persistent:
         yield f"persistent; the next tile of work is taken when {hopper.lookahead} steps of a tile are left to load"
     else:
         yield "not persistent: one tile of work per block"
+
+
+def _overlap(hopper: Hopper) -> str:
+    if hopper.overlap:
+        return "overlap: PV of a step runs under the logits of the next"
+    return "no overlap: a warpgroup waits for all its products before its softmax"
+
+
+def _epilogue(plan: Plan, hopper: Hopper) -> str:
+    if not hopper.staged:
+        return "direct: O goes from registers to memory, 16 bytes of a row at a time"
+    return "staged: O goes through shared memory, " + ("and out by rows" if plan.varlen else "and out by TMA")
 
 
 def _masks(plan: Plan) -> str:

@@ -345,7 +345,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       advance_v();
     };
     const auto skip_v = [&] {
-      wait(kVFull + 8 * v_stage, v_phase);
+      // Only the warp that releases it waits: another one might come when the phase is long over, and wait for the next.
+      if (warp % 4 == 0) wait(kVFull + 8 * v_stage, v_phase);
       if (leader) arrive(kVEmpty + 8 * v_stage);
       advance_v();
     };
@@ -417,11 +418,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
               const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
               const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const float q_pos_float = float(q_pos);
+              const float row_value = (float(kv_first) - float(q_pos)) * slope_h_times_LOG2E;
               const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
               const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-              const int kv = kv_first + key;
-              x = x * softmax_scale_times_LOG2E + (float(kv) - q_pos_float) * slope_h_times_LOG2E;
+              x = x * softmax_scale_times_LOG2E + (row_value + float(key) * slope_h_times_LOG2E);
               if (key >= visible_to) x = kMasked;
             }
           }
@@ -433,10 +433,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
               const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
               const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const float q_pos_float = float(q_pos);
+              const float row_value = (float(kv_first) - float(q_pos)) * slope_h_times_LOG2E;
               const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-              const int kv = kv_first + key;
-              x = x * softmax_scale_times_LOG2E + (float(kv) - q_pos_float) * slope_h_times_LOG2E;
+              x = x * softmax_scale_times_LOG2E + (row_value + float(key) * slope_h_times_LOG2E);
             }
           }
         }

@@ -345,7 +345,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       advance_v();
     };
     const auto skip_v = [&] {
-      wait(kVFull + 8 * v_stage, v_phase);
+      // Only the warp that releases it waits: another one might come when the phase is long over, and wait for the next.
+      if (warp % 4 == 0) wait(kVFull + 8 * v_stage, v_phase);
       if (leader) arrive(kVEmpty + 8 * v_stage);
       advance_v();
     };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from attngen import cli
 from attngen.commands import bench as command
 from attngen.tools import bench as tool
 from attngen.tools.bench_report import BenchReport, Result, Row
+from attngen.tools.ladder import RUNGS
 from tests.tools.bench_support import SCHEMA, report, result, without_libraries
 
 SPEC = """
@@ -159,3 +161,65 @@ def test_figures_that_the_host_bounds_are_marked(spec: Path, monkeypatch: pytest
     assert "120000*" in output
     assert "100000*" not in output
     assert "* bound by the host" in output
+
+
+# --- the ladder -----------------------------------------------------------------------------------------------
+
+CUDA = """
+schema: 1
+package: mine
+arch: [sm90a]
+kernels:
+  - {variant: causal, head_dim: 64, backend: cuda}
+  - {variant: dilated, head_dim: 64, backend: cuda}
+  - {variant: causal, head_dim: 64}
+"""
+
+
+def test_a_dry_run_shows_what_changes_from_rung_to_rung(spec: Path, tmp_path: Path) -> None:
+    spec.write_text(CUDA)
+    output = run(spec, "--ladder", "--dry-run", "--seqlen", 512, "--json", tmp_path / "plan.json").stdout
+    assert "ladder of fwd_sm90a_wgmma_bf16_d64_causal_m192n128s2c3" in output
+    assert "  - variant: causal\n    head_dim: 64\n    arch: sm90a\n" in output
+    assert "    warps: {producer: 0, schedule: cooperative, overlap: false}\n" in output
+    line = next(line for line in output.splitlines() if line.startswith("persistent, longest first"))
+    assert line.split(maxsplit=4)[-1].strip() == "persistent: true; order: longest_first"
+    assert "not in the ladder: no warp specialization: " in output
+    assert "left out: 1 kernel: only CUDA kernels have a ladder" in output
+    assert "FlexAttention" not in output
+    document = json.loads((tmp_path / "plan.json").read_text())
+    jsonschema.validate(document, SCHEMA)
+    causal, dilated = document["ladders"]
+    assert causal["kernel"] == "fwd_sm90a_wgmma_bf16_d64_causal_m192n128s2c3"
+    assert [rung["name"] for rung in causal["rungs"]] == list(RUNGS)
+    assert dilated["rungs"][0]["kernel"] is None
+    assert [case["name"] for case in causal["cases"]] == ["causal d64 bf16 512"]
+
+
+def test_the_table_of_a_ladder(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec.write_text(CUDA)
+    planned = tool.dry_run(spec, tool.Options(variants=("causal",), seqlens=(512,), ladder=True))
+    (ladder,), (row,) = planned.ladders, planned.rows
+    speeds = [400 + 50 * number for number in range(len(RUNGS))]
+    results = [result(each.contestant, speed, ours=True) for each, speed in zip(row.results, speeds, strict=True)]
+    results = [replace(new, kernel=old.kernel) for new, old in zip(results, row.results, strict=True)]
+    names = [rung.plan.name for rung in ladder.rungs if rung.plan]
+    used = {name: {"registers": 159 if "unified" in name else 128} for name in names}
+    raced(monkeypatch, replace(planned, rows=(replace(row, results=tuple(results)),), resources=used))
+    output = run(spec, "--ladder", "--variant", "causal", "--json", tmp_path / "figures.json").stdout
+    table = [line.split() for line in output.splitlines()]
+    assert ["causal", "d64", "bf16", "512"] in table
+    assert ["no", "warp", "specialization", "400", "0.533", "159", "90184"] in table
+    warps = ["warps:", "{producer:", "1,", "schedule:", "cooperative,", "overlap:", "false}"]
+    assert next(line for line in table if line[:3] == ["warp", "specialization", "450"])[3:] == [
+        "1.125", "0.600", "128,", "160", "to", "multiply", "115464", *warps,
+    ]  # fmt: skip
+    document = json.loads((tmp_path / "figures.json").read_text())
+    jsonschema.validate(document, SCHEMA)
+    last = document["ladders"][0]["cases"][0]["rungs"][-1]
+    assert (last["tflops"], last["to_last"]) == (750, 1.0)
+
+
+def test_a_ladder_has_no_picture(spec: Path) -> None:
+    done = run(spec, "--ladder", "--plot", spec.with_suffix(".png"), code=cli.EXIT_USAGE)
+    assert "--plot draws races with peers" in done.stderr

@@ -27,8 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """Finish what a test started, so that an error of its kernels is reported as its own."""
+def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Finish what a test started: an error of its kernels is its own, and nothing can run after one that loses all."""
     yield
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            pytest.exit(f"{request.node.nodeid} lost the CUDA context: {error}", returncode=1)

@@ -45,7 +45,7 @@ def label(plan: Plan) -> str:
         plan.dtype_name,
         f"d{head_dim}",
         plan.layout,
-        "wgmma" if plan.backend == "cuda" else plan.loads,
+        plan.schedule.rpartition("_")[2],  # descriptor, pointer, wgmma, unified
         *(["pack"] if plan.pack_gqa else []),
     ]
     return "-".join(parts)

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from attngen import cli
 from attngen.runtime.registry import registry
+from attngen.tools.ladder import RUNGS
 from attngen.tools.retarget import arch_of
 from tests.tools.bench_support import SCHEMA
 
@@ -42,3 +43,24 @@ def test_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (flex["status"] == "measured") == (row["variant"] != "allowed"), flex
     assert document["ceilings"]["copy_gbps"] > 0
     assert document["gpu"]["l2_bytes"] > 0
+
+
+def test_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("CUDA kernels are for sm90a")
+    spec, figures = tmp_path / "mine.yaml", tmp_path / "figures.json"
+    entry = "{variant: causal, head_dim: 64, backend: cuda}"
+    spec.write_text(f"schema: 1\npackage: mine\narch: sm90a\nkernels:\n  - {entry}\n")
+    sizes = ("--tokens", "4096", "--seqlen", "2048", "--rounds", "2")
+    registry.clear()
+    done = CliRunner().invoke(cli.group, ["bench", str(spec), "--ladder", "--json", str(figures), *sizes])
+    registry.clear()
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads(figures.read_text())
+    jsonschema.validate(document, SCHEMA)
+    (ladder,), (row,) = document["ladders"], document["rows"]
+    assert [result["status"] for result in row["results"]] == ["measured"] * len(RUNGS)
+    assert max(result["relative_error"] for result in row["results"]) < 1e-2
+    assert ladder["cases"][0]["rungs"][-1]["to_last"] == 1.0
+    assert all(rung["registers"] > 0 for rung in ladder["rungs"])

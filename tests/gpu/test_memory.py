@@ -101,6 +101,10 @@ RACES = [
     "causal-bf16-d192x128-dense-wgmma",
     "sink_window-bf16-d80-dense-wgmma",
     "sliding_window-bf16-d48-dense-wgmma",
+    "causal-bf16-d64-dense-unified",
+    "packed_documents-bf16-d80-varlen-unified",
+    "sliding_window-bf16-d96-varlen-unified",
+    "sliding_window-bf16-d112-dense-wgmma",
     "causal-bf16-d128-dense-wgmma-pack",
     "sliding_window-bf16-d80-varlen-wgmma-pack",
 ]

@@ -86,6 +86,10 @@ def test_names_tell_choices_apart() -> None:
         {"softmax": "lazy"},
         {"softmax": "exact_max"},
         {"persistent": "false"},
+        {"order": "natural"},
+        {"epilogue": "direct"},
+        {"warps": "{producer: 0}"},
+        {"warps": "{producer: 0, overlap: false}"},
         {"tile": "{n: 64}"},
         {"pipeline": "{stages: 3}"},
         {"fast_math": "false"},
@@ -152,6 +156,34 @@ def test_padded_head_dims(head_dim: int) -> None:
     boxes = {a.of: (a.box, a.swizzle, a.window) for a in plan.arguments if a.kind == "descriptor"}
     assert boxes["q"] == ((1, plan.tile_m, 1, roles.box_columns), 2 * roles.box_columns, None)
     assert boxes["v"] == ((1, 1, plan.tile_n, 1, roles.box_columns), 2 * roles.box_columns, plan.tile_n)
+
+
+@pytest.mark.parametrize(("variant", "driver"), [("allowed", "tile_map"), ("dilated", "classified")])
+def test_tiles_that_must_be_listed_need_a_producer(variant: str, driver: str) -> None:
+    with pytest.raises(PlanError, match=rf"tiles must be ranges .*, not {driver}; allowed: producer 1"):
+        on_hopper(variant, warps="{producer: 0}")
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_without_a_producer_all_warpgroups_are_alike(consumers: int) -> None:
+    plan = on_hopper(warps=f"{{producer: 0, consumer: {consumers}}}")
+    roles = roles_of(plan)
+    assert (plan.schedule, plan.threads) == ("cuda_forward_unified", 128 * consumers)
+    assert (roles.specialized, roles.persistent, roles.pingpong, roles.skips) == (False, False, False, False)
+    assert roles.overlap
+    assert plan.threads * roles.consumer_registers <= 65536
+    assert roles.consumer_registers <= 255
+    assert "tile_counter" not in [argument.name for argument in plan.arguments]
+    names = [region.name for region in roles.shared]
+    assert names == ["q", "k", "v", "out", "q_full", "k_full", "k_empty", "v_full", "v_empty"]
+
+
+def test_outputs_that_leave_from_registers_take_no_shared_memory() -> None:
+    staged, direct = on_hopper(), on_hopper(epilogue="direct")
+    assert "out_map" in [argument.name for argument in staged.arguments]
+    assert "out_map" not in [argument.name for argument in direct.arguments]
+    assert "out" not in [region.name for region in roles_of(direct).shared]
+    assert roles_of(direct).shared_bytes < roles_of(staged).shared_bytes
 
 
 def test_varlen_kernels_store_without_a_descriptor() -> None:
@@ -223,7 +255,19 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
             r"pingpong needs at least 2 consumers .* allowed: cooperative",
         ),
         ({"warps": "{consumer: 4}"}, r"4 consumers are not allowed; allowed: 1, 2, 3"),
-        ({"warps": "{producer: 2}"}, r"2 producers are not allowed; allowed: 1"),
+        (
+            {"warps": "{producer: 0, schedule: pingpong}"},
+            r"warps: without a producer .* warpgroups take no turns; allowed: cooperative",
+        ),
+        (
+            {"warps": "{producer: 0, registers: {consumer: 240}}"},
+            r"warps: without a producer .* all threads have the same registers; leave them out",
+        ),
+        (
+            {"warps": "{producer: 0}", "persistent": "true"},
+            r"persistent: without a producer .* a block has one tile of work; allowed: false",
+        ),
+        ({"warps": "{producer: 2}"}, r"2 producers are not allowed; allowed: 0, 1"),
         ({"warps": 8}, r"cuda kernels have roles: give producer, consumer and schedule, not a count"),
         ({"warps": "{registers: {consumer: 100}}"}, r"100 registers are no multiple of 8 from 24 to 256"),
         ({"tile": "{n: 72}"}, r"tile\.n: 72 is no multiple of 16 from 16 to 256; nearest: (64|80)"),

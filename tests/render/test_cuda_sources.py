@@ -71,7 +71,9 @@ def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
         head = source.text.partition("#include")[0]
         assert head.startswith(f"// {found.name}\n")
         assert f"variant {found.variant.name}: mask `{canonical(found.variant.mask)}`" in head
-        assert f"Rendered from templates/cuda/forward.cu.j2 by `attngen build {spec}`." in head
+        assert found.hopper is not None
+        template = "forward" if found.hopper.specialized else "forward_unified"
+        assert f"Rendered from templates/cuda/{template}.cu.j2 by `attngen build {spec}`." in head
         assert str(root()) not in source.text
         assert not re.search(r"(/home/|/root/|/tmp/|/work/|[A-Z]:\\)", source.text)
         assert not re.search(r"\b20\d\d-\d\d-\d\d\b", source.text), "a date"
@@ -170,6 +172,9 @@ FORMS: tuple[tuple[str, dict[str, object]], ...] = (
     ("causal", {"layout": "varlen"}),
     ("causal", {"warps": "{schedule: cooperative, overlap: false}", "persistent": "false", "softmax": "lazy"}),
     ("causal", {"softmax": "exact_max", "head_dim": 256}),
+    ("causal", {"epilogue": "direct", "order": "natural"}),
+    ("sliding_window", {"warps": "{producer: 0}", "epilogue": "direct", "order": "natural", "softmax": "lazy"}),
+    ("causal_packed", {"warps": "{producer: 0, overlap: false}", "layout": "varlen"}),
     ("causal_packed", {}),
     ("softcap_window", {}),
     ("relative_bias", {}),

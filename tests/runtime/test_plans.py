@@ -9,15 +9,13 @@ import pytest
 import torch
 
 import attngen
-from attngen.compile.parameters import triton_parameters
 from attngen.plan import plan
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import expand, load_spec_text, preset_names
 from tests.runtime.hand_masks import arguments
+from tests.runtime.manifests import parameters_of_plan
 from tests.runtime.support import FakeDriver
-
-_SPANS = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
 def planned(text: str) -> list[Kernel]:
@@ -26,24 +24,13 @@ def planned(text: str) -> list[Kernel]:
     for spec in expand(load_spec_text("schema: 1\npackage: planned\narch: [sm90a]\n" + text)):
         made = plan(spec)
         manifest = made.to_dict()
-        manifest["parameters"] = _parameters(made.arguments)
+        manifest["parameters"] = parameters_of_plan(made.arguments)
         if made.classifier is not None:
-            manifest["classifier"]["parameters"] = _parameters(made.classifier.arguments)
+            manifest["classifier"]["parameters"] = parameters_of_plan(made.classifier.arguments)
         manifest["resources"] = {"shared_memory": 65536}
         image = json.dumps(manifest).encode()
         kernels.append(Kernel(manifest, lambda image=image: image, origin="planned"))
     return kernels
-
-
-def _parameters(planned_arguments: Any) -> list[dict[str, Any]]:
-    rows = [argument.to_dict() for argument in planned_arguments]
-    metadata = []
-    for row in rows:
-        if row["kind"] == "descriptor":
-            span = next((s for s in (128, 64, 32) if row["box"][-1] * 2 >= s), 0)
-            box = [*row["box"][:-1], min(row["box"][-1], span // 2 if span else 256)]
-            metadata.append({"block_size": box, "swizzle": _SPANS[span]})
-    return triton_parameters(rows, metadata)
 
 
 @pytest.mark.parametrize("loads", ["descriptor", "pointer"])

@@ -81,6 +81,12 @@ def test_backends(gpu: FakeDriver) -> None:
     assert attngen.explain(*tensors(), variant="causal", backend="reference").runs == "reference"
 
 
+def test_persistent_kernels_come_first(gpu: FakeDriver) -> None:
+    once = manifest_of(variant(), name="once", backend="cuda")
+    install(kernel_of(once), kernel_of({**once, "name": "again", "persistent": True}))
+    assert chosen(*tensors()) == "again"
+
+
 def test_alignment(gpu: FakeDriver) -> None:
     install(kernel(variant(), name="wide"), kernel(variant(), name="narrow", align=2))
     q, k, v = tensors()

@@ -52,6 +52,8 @@ def test_lists_expand_in_order():
         ("softmax: [exact_max, lazy]", "softmax", ["exact_max", "lazy"]),
         ("deterministic: [true, false]", "deterministic", [True, False]),
         ("persistent: [true, false]", "persistent", [True, False]),
+        ("order: [longest_first, natural]", "order", ["longest_first", "natural"]),
+        ("epilogue: [staged, direct]", "epilogue", ["staged", "direct"]),
         ("dtype: [float32, fp8]", "dtype", ["fp32", "fp8"]),
     ],
 )

@@ -103,6 +103,8 @@ PLAUSIBLE = {
     "softmax_scale": [0.5, 1, -1],
     "deterministic": [True],
     "persistent": [True, False],
+    "order": ["longest_first", "natural"],
+    "epilogue": ["staged", "direct"],
     "allow": [[], ["spill"]],
 }
 

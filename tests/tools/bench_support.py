@@ -160,6 +160,17 @@ SCHEMA = _object(
     )),
     means=_each(_object(of={"type": "string"}, ratios=_map(NUMBER), least=_map(NUMBER), cases=_map(SIZE))),
     left_out=_map({"type": "string"}),
+    ladders=_each(_object(
+        kernel={"type": "string"},
+        rungs=_each(_object(
+            name={"type": "string"}, kernel=TEXT, entry=_each({"type": "string"}), changed=_each({"type": "string"}),
+            refusal=TEXT, registers=NUMBER, consumer_registers=NUMBER, shared_memory=NUMBER,
+        )),
+        cases=_each(_object(
+            name={"type": "string"},
+            rungs=_each(_object(name={"type": "string"}, tflops=NUMBER, to_previous=NUMBER, to_last=NUMBER)),
+        )),
+    )),
 )  # fmt: skip
 
 

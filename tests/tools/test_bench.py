@@ -13,9 +13,10 @@ from attngen.errors import CompileError
 from attngen.tools import bench as tool
 from attngen.tools.bench import Options, bench
 from attngen.tools.bench_machine import Ceilings, Reading
-from attngen.tools.bench_report import BenchReport
+from attngen.tools.bench_report import BenchReport, steps
 from attngen.tools.build import BuiltKernel, Failure, Prepared
 from attngen.tools.interpreter import kernel_of
+from attngen.tools.ladder import RUNGS
 from attngen.tools.verify_gpu import Gpu
 from tests.tools.bench_support import SPEC, StubPeer, TickClock
 
@@ -98,3 +99,16 @@ def test_a_lost_gpu_ends_the_race(spec: Path, monkeypatch: pytest.MonkeyPatch) -
     assert report.stopped == f"the GPU does not answer since {report.rows[0].case.name}"
     assert seen == [report]
     assert not report.ok
+
+
+def test_a_race_of_rungs(spec: Path) -> None:
+    entries = "  - {variant: causal, head_dim: 256, backend: cuda}\n  - {variant: full, head_dim: 256}\n"
+    spec.write_text(f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n{entries}")
+    report = bench(spec, Options(tokens=32, seqlens=(32,), rounds=1, ladder=True), lambda so_far, total: None)
+    assert report.ok
+    (row,), (ladder,) = report.rows, report.ladders
+    assert row.case.suite == "grid"  # and not among the variants, too
+    assert [(result.contestant, result.status) for result in row.results] == [(name, "measured") for name in RUNGS]
+    assert [step.to_last is None for step in steps(ladder, row)] == [False] * len(RUNGS)
+    assert set(report.resources) == {rung.plan.name for rung in ladder.rungs if rung.plan}
+    assert list(report.left_out.values()) == ["only CUDA kernels have a ladder"]

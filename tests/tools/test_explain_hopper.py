@@ -145,6 +145,9 @@ CHOICES = [
     ("full", 128, "    warps: {consumer: 1}\n    persistent: false\n"),
     ("causal", 128, "    warps: {schedule: cooperative, overlap: false}\n    softmax: lazy\n"),
     ("causal", 64, "    softmax: exact_max\n    layout: varlen\n"),
+    ("causal", 128, "    epilogue: direct\n    order: natural\n"),
+    ("sliding_window", 128, "    warps: {producer: 0}\n    tile: {m: 192, n: 64}\n"),
+    ("causal", 64, "    warps: {producer: 0, overlap: false}\n    epilogue: direct\n    order: natural\n"),
 ]
 
 
@@ -167,13 +170,16 @@ def test_text_tells_regions_roles_and_order(tmp_path: Path, variant: str, head_d
     path = tmp_path / "t.yaml"
     path.write_text(spec_text(variant, head_dim, more))
     (found,) = explain_spec(path, seqlens=[256])
-    text = output(path, CUDA, "--seqlen", 256)
+    text = output(path, found.plan.name, "--seqlen", 256)
     hopper = found.hopper
     assert hopper is not None
     for region in hopper.hopper.shared:
         assert re.search(rf"{region.offset} +{region.bytes}  {region.name} ", text), region
     assert f"{hopper.hopper.shared_bytes} B of 232448 B" in text
-    assert f"{hopper.hopper.consumers} consumer" in text
+    assert f"{hopper.hopper.consumers} {'consumer' if hopper.hopper.specialized else 'warpgroup'}" in text
+    assert ("producer: warp" in text) == hopper.hopper.specialized
+    assert ("staged: O goes through shared memory" in text) == hopper.hopper.staged
+    assert ("longest first" in text) == hopper.hopper.longest_first
     assert ("ping-pong" in text) == hopper.hopper.pingpong
     assert ("no overlap" in text) != hopper.hopper.overlap
     assert ("wait for S(j), PV(j-1)" in text) != hopper.hopper.overlap
@@ -208,7 +214,7 @@ def test_json_has_the_same_numbers(both: Path) -> None:
     assert hopper["floor"]["block"]["step"] == 2048
     assert hopper["floor"]["bound_by"] == ["products"]
     assert hopper["floor"]["heads"][0]["steps"] == 2 * 10
-    assert set(hopper["loop"]) == {"order", "first tile", "step j", "softmax", "masks", "skips", "boundary"}
+    assert set(hopper["loop"]) == {"order", "first tile", "step j", "softmax", "masks", "skips", "boundary", "epilogue"}
     assert "regions" not in kernels[1]["shared_memory"]
 
 

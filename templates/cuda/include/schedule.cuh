@@ -18,6 +18,17 @@ __device__ __forceinline__ void place_tile(
   q_tile = q_tiles - 1 - rest / width;
 }
 
+// The numbers that another lane holds.
+template <typename Numbers>
+__device__ __forceinline__ Numbers from_lane(const Numbers& own, int lane) {
+  Numbers other;
+#pragma unroll
+  for (int i = 0; i < sizeof(Numbers) / sizeof(int); ++i) {
+    reinterpret_cast<int*>(&other)[i] = __shfl_sync(~0u, reinterpret_cast<const int*>(&own)[i], lane);
+  }
+  return other;
+}
+
 // The next tile that no block has taken. The counter runs from 0 and wraps when every block has come away empty once,
 // so that it is 0 again for the next launch.
 __device__ __forceinline__ int take_tile(uint32_t* counter, int tiles, int lane) {

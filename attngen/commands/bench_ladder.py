@@ -1,0 +1,85 @@
+"""What ``attngen bench --ladder`` prints: each rung, what changed, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from attngen.commands.output import print_table
+
+if TYPE_CHECKING:
+    from attngen.tools.bench_report import BenchReport, Row, Step
+    from attngen.tools.ladder import Ladder
+
+
+def print_ladders(report: BenchReport) -> None:
+    """Print the entry that each ladder begins with, and its rungs: a table for each case that was measured."""
+    from attngen.tools.bench_report import steps
+
+    for ladder in report.ladders:
+        click.secho(f"ladder of {ladder.of.name}", bold=True)
+        first = next(rung for rung in ladder.rungs if rung.kernel is not None)
+        click.echo(f"  {first.name}, as an entry of 'kernels'; a line of a later rung replaces its namesake:")
+        for index, line in enumerate(first.lines):
+            click.echo(f"  {'- ' if index == 0 else '  '}{line}")
+        rows = [row for row in report.rows_of(ladder) if any(result.tflops is not None for result in row.results)]
+        for row in rows:
+            _print_case(report, row, steps(ladder, row))
+        if not rows:
+            _print_plan(report, ladder)
+        for rung in ladder.rungs:
+            if rung.refusal is not None:
+                click.echo(f"not in the ladder: {rung.name}: {rung.refusal}")
+
+
+def _print_case(report: BenchReport, row: Row, found: Sequence[Step]) -> None:
+    from attngen.tools.bench_report import memory_of
+
+    lines = []
+    for step in found:
+        if step.rung.kernel is None:
+            continue
+        memory = memory_of(step.rung, report.resources)
+        used = (_registers(memory), _number(memory["shared_memory"]))
+        lines.append([step.rung.name, *_figures(step), *used, _change(step)])
+    names = ["rung", "TFLOP/s", "/ previous", "/ last", "registers", "shared B", "changed"]
+    print_table(names, lines, title=row.case.name)
+
+
+def _print_plan(report: BenchReport, ladder: Ladder) -> None:
+    from attngen.tools.bench_report import Step, memory_of
+
+    lines = [
+        [rung.name, _number(memory_of(rung, report.resources)["shared_memory"]), _change(Step(rung, None, None, None))]
+        for rung in ladder.rungs
+        if rung.kernel is not None
+    ]
+    print_table(["rung", "shared B", "changed"], lines)
+
+
+def _figures(step: Step) -> tuple[str, str, str]:
+    if step.result is None or step.result.tflops is None:
+        return step.result.status if step.result else "", "", ""
+    mark = "*" if step.result.timing is not None and step.result.timing.host_bound else ""
+    return f"{step.result.tflops:5.0f}{mark}", _ratio(step.to_previous), _ratio(step.to_last)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _registers(memory: dict[str, int | None]) -> str:
+    """Return the registers of a multiplying thread, behind those of the launch where roles share them out anew."""
+    launched, own = memory["registers"], memory["consumer_registers"]
+    return _number(own) if launched in (None, own) else f"{launched}, {own} to multiply"
+
+
+def _change(step: Step) -> str:
+    """Return the lines that differ from the rung before; the first rung's are printed above."""
+    return "" if step.rung.changed == step.rung.lines else "; ".join(step.rung.changed)

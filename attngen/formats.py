@@ -1,0 +1,18 @@
+"""Which attngen this is, and which forms of files it writes and reads: the only place that counts them.
+
+A package that was shipped carries these numbers, so that a runtime that does not understand it can say so.
+"""
+
+from __future__ import annotations
+
+#: Version of this release, and of the runtime that packages made by it carry.
+VERSION = "0.1.0"
+
+#: Form of a spec, its expressions included.
+SCHEMA = 1
+
+#: Form of the manifest of a kernel.
+MANIFEST_FORMAT = 1
+
+#: Form of a package: its folders and its ``package.json``.
+PACKAGE_FORMAT = 1

@@ -1,0 +1,151 @@
+"""The files of a package's module: runtime, kernels, sources, spec, stubs, and an index of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attngen.errors import PackageError
+from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
+from attngen.packaging.vendor import runtime_files
+from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, fill
+from attngen.runtime.shipped import INDEX, KERNELS
+from attngen.store.entry import CLASSIFIER, CUBIN, MANIFEST
+from attngen.store.store import Store
+from attngen.tools.build import BuiltKernel, Observer, Prepared, compile_kernels, prepare
+
+if TYPE_CHECKING:
+    from attngen.spec import Spec
+
+#: Figures of a manifest that differ from one compile to the next, though the kernel does not.
+_PASSING = frozenset({"compile_seconds"})
+
+#: Compile errors that are shown whole; of the others the first line, which names the kernel.
+_FULL_ERRORS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The files of a module by their path below it, and what they are of."""
+
+    module: str
+    files: Mapping[str, bytes]
+
+
+def contents_of(
+    spec: Spec,
+    version: str,
+    *,
+    arches: Sequence[str] = (),
+    store: Store | None = None,
+    jobs: int | None = None,
+    observer: Observer | None = None,
+) -> Contents:
+    """Compile what the cache lacks of a spec's kernels, and return the files of its package.
+
+    The same spec and compilers give the same bytes, wherever and whenever. Raises SpecError for a wrong spec, and
+    PackageError if a kernel does not compile.
+    """
+    store = store or Store()
+    kernels = kernels_of(spec, arches)
+    built, failures = compile_kernels(kernels, store=store, jobs=jobs, observer=observer)
+    if failures:
+        lines = [str(f.error) if i < _FULL_ERRORS else str(f.error).splitlines()[0] for i, f in enumerate(failures)]
+        raise PackageError("\n".join([f"{len(failures)} of {len(kernels)} kernels do not compile:", *lines]))
+    files: dict[str, bytes] = {}
+    manifests: list[Mapping[str, Any]] = []
+    for kernel in kernels:
+        manifest = _lasting(built[kernel.plan.name].manifest)
+        manifests.append(manifest)
+        for name, data in _kernel_files(kernel, built[kernel.plan.name], manifest, store):
+            files[f"{KERNELS}/{kernel.plan.name}/{name}"] = data
+    headers = {name: text for kernel in kernels for name, text in kernel.source.headers.items()}
+    view = view_of(spec, kernels, version, manifests)
+    files |= {f"include/{name}": text.encode() for name, text in headers.items()}
+    files |= {f"spec/{name}": data for name, data in spec_files(spec).items()}
+    files |= {f"_runtime/{name}": data for name, data in runtime_files().items()}
+    files |= {
+        INDEX: _json(_index(view, manifests)),
+        "__init__.py": fill("init.py.j2", view=view).encode(),
+        "__init__.pyi": fill("init.pyi.j2", view=view).encode(),
+        "py.typed": b"",
+        "NOTICE.txt": fill("notice.txt.j2", view=view).encode(),
+    }
+    return Contents(spec.package, dict(sorted(files.items())))
+
+
+def kernels_of(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
+    """Return the kernels of a spec, planned and rendered. Raises SpecError, and PackageError if there is none."""
+    kernels = prepare(spec, arches)
+    if not kernels:
+        raise PackageError(f"{spec.file} asks for no kernel, so there is nothing to package")
+    return kernels
+
+
+def view_of(
+    spec: Spec, kernels: Sequence[Prepared], version: str, manifests: Sequence[Mapping[str, Any]] = ()
+) -> PackageView:
+    """Return what the texts of a package say of it; without manifests, before anything is compiled."""
+    variants = {kernel.plan.variant.name: kernel.plan.variant for kernel in kernels}
+    return PackageView(
+        module=spec.package,
+        version=version,
+        spec=spec.name,
+        arches=tuple(dict.fromkeys(kernel.plan.arch.name for kernel in kernels)),
+        variants=tuple(VariantView.of(variant) for variant in variants.values()),
+        toolchain=compiler_lines(compilers_of(manifests)),
+        headers=any(kernel.source.headers for kernel in kernels),
+    )
+
+
+def spec_files(spec: Spec) -> dict[str, bytes]:
+    """Return the files that a spec was read from, by their path from its folder. SpecError if one is gone by now."""
+    folder = Path(spec.file).parent
+    return {Path(source.path).relative_to(folder).as_posix(): Path(source.path).read_bytes() for source in spec.sources}
+
+
+def _kernel_files(
+    kernel: Prepared, built: BuiltKernel, manifest: Mapping[str, Any], store: Store
+) -> Iterator[tuple[str, bytes]]:
+    artifact, damage = store.read(built.key)
+    if artifact is None:
+        raise PackageError(f"{kernel.plan.name} was built, but is gone from the cache; {damage or 'run it again'}")
+    yield MANIFEST, _json(manifest)
+    yield CUBIN, artifact.cubin
+    if artifact.classifier is not None:
+        yield CLASSIFIER, artifact.classifier
+    yield f"source{Path(kernel.source.file_name).suffix}", kernel.source.text.encode()
+
+
+def _lasting(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest without what differs between two compiles of one kernel."""
+    resources = {name: value for name, value in manifest["resources"].items() if name not in _PASSING}
+    return {**manifest, "resources": resources}
+
+
+def _index(view: PackageView, manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the index: which forms the package is written in, what it needs, and a row for each kernel."""
+    columns = ("name", "arch", "backend", "dtype", "head_dim_qk", "head_dim_v", "layout", "direction")
+    return {
+        "format": PACKAGE_FORMAT,
+        "manifest": MANIFEST_FORMAT,
+        "schema": SCHEMA,
+        "attngen": VERSION,
+        "package": view.module,
+        "version": view.version,
+        "spec": view.spec,
+        "arches": list(view.arches),
+        "min_driver": max(manifest.get("min_driver") or 0 for manifest in manifests),
+        "toolchain": compilers_of(manifests),
+        "kernels": [
+            {**{name: manifest[name] for name in columns}, "variant": manifest["variant"]["name"]}
+            for manifest in manifests
+        ],
+    }
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"

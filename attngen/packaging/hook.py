@@ -1,0 +1,118 @@
+"""The build hook for hatchling: compiles a project's specs while its wheel is built, and puts their packages into it.
+
+A project asks for it by ``[tool.hatch.build.targets.wheel.hooks.attngen]``, and says in ``[tool.attngen]`` what to
+build. ``attngen package`` writes such a project itself, so that there is one way to make a wheel.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.plugin import hookimpl
+
+from attngen.errors import PackageError
+from attngen.packaging.contents import Contents, contents_of
+from attngen.packaging.settings import Settings
+from attngen.packaging.sizes import sizes_of
+from attngen.runtime.discovery import ENTRY_POINTS
+from attngen.tools.build import Observer
+
+#: Modules that a package would hide from whoever imports them.
+_TAKEN = frozenset({"attngen", "torch", "triton", "cuda", "cupy", "numpy"}) | sys.stdlib_module_names
+
+
+class AttngenHook(BuildHookInterface):
+    """Adds the package of each spec to a wheel, also to an editable one; other targets are left as they are."""
+
+    PLUGIN_NAME = "attngen"
+
+    observer: Observer | None = None
+    jobs: int | None = None
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, write the packages to a folder that lasts as long as the build, and have them included."""
+        if self.target_name != "wheel":
+            return
+        settings = self._settings()
+        self._folder = TemporaryDirectory(prefix="attngen-")
+        included = build_data["force_include"]
+        if version == "editable":  # takes the place of all other forced inclusions, once there are any
+            included = build_data["force_include_editable"]
+            included.update({**self.build_config.get_force_include(), **build_data["force_include"], **included})
+        for contents in self._contents(settings):
+            place = Path(self._folder.name, contents.module)
+            for name, data in contents.files.items():
+                path = place / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            included[str(place)] = contents.module
+            self._warn_if_unregistered(contents.module)
+        build_data["pure_python"] = False
+        if "tag" not in build_data and not build_data["infer_tag"]:
+            build_data["tag"] = settings.tag
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Check the size of the wheel, which is removed if it is larger than allowed."""
+        if self.target_name != "wheel":
+            return
+        self._folder.cleanup()
+        most, wheel = self._settings().max_size, Path(artifact_path)
+        if most is not None:
+            try:
+                sizes_of(wheel).require(most, wheel.name)
+            except PackageError:
+                wheel.unlink()
+                raise
+
+    def _settings(self) -> Settings:
+        return Settings.of(self.metadata.config.get("tool", {}).get("attngen"))
+
+    def _contents(self, settings: Settings) -> list[Contents]:
+        """Return the packages of the specs. A name that is taken is refused before anything is compiled."""
+        from attngen.spec import load_spec
+
+        # Sources name a spec by its path in the project, so that they are the same wherever the project lies.
+        specs = [replace(load_spec(Path(self.root, path)), name=path) for path in settings.specs]
+        taken: dict[str, str] = {}
+        for spec in specs:
+            reason = self._clash(spec.package, taken)
+            if reason:
+                raise PackageError(
+                    f"{spec.name}: its package would be '{spec.package}', {reason}; name another one in the spec, by "
+                    "'package: ...'"
+                )
+            taken[spec.package] = spec.name
+        version = self.metadata.version
+        return [
+            contents_of(spec, version, arches=settings.arches, jobs=self.jobs, observer=self.observer) for spec in specs
+        ]
+
+    def _clash(self, module: str, taken: dict[str, str]) -> str | None:
+        """Return who else has the name of a module, or None."""
+        if module in _TAKEN:
+            return "which others import by that name"
+        if module in taken:
+            return f"as that of {taken[module]}"
+        for folder in (Path(self.root), Path(self.root, "src")):
+            if (folder / module / "__init__.py").exists() or (folder / f"{module}.py").exists():
+                return f"which is a module of the project itself, in {(folder / module).relative_to(self.root)}"
+        return None
+
+    def _warn_if_unregistered(self, module: str) -> None:
+        """Say so if an attngen beside the package would not find it."""
+        if module not in self.metadata.core.entry_points.get(ENTRY_POINTS, {}).values():
+            self.app.display_warning(
+                f"attngen.attention will not find {module}, which works by its own name; to register it, add to "
+                f'pyproject.toml: [project.entry-points."{ENTRY_POINTS}"] {module} = "{module}"'
+            )
+
+
+@hookimpl
+def hatch_register_build_hook() -> type[AttngenHook]:
+    """Tell hatchling of the hook; it finds this module by the entry point group ``hatch``."""
+    return AttngenHook

@@ -1,0 +1,109 @@
+"""From a spec to a wheel or a source distribution: the project is written, hatchling builds it, the result is moved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from attngen.errors import PackageError
+from attngen.packaging.project import Choices, project_files
+from attngen.packaging.sizes import Sizes, sizes_of
+from attngen.tools.build import Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The files that were made. ``sizes`` is of the wheel, if there is one."""
+
+    package: str
+    files: tuple[Path, ...]
+    sizes: Sizes | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``attngen package --json`` prints it."""
+        files = [{"path": str(path), "bytes": path.stat().st_size} for path in self.files]
+        return {"package": self.package, "files": files, "wheel": None if self.sizes is None else self.sizes.to_dict()}
+
+
+def package(
+    spec: str | Path,
+    out: Path,
+    choices: Choices | None = None,
+    *,
+    targets: Iterable[str] = ("wheel",),
+    max_size: int | None = None,
+    jobs: int | None = None,
+    observer: Observer | None = None,
+) -> Made:
+    """Write the wheel or the source distribution (``sdist``) of a spec's package, or both, into the folder ``out``.
+
+    A wheel holds compiled kernels; a source distribution compiles them where it is installed. Files of the same name
+    are replaced, each as a whole and only if everything was made. Raises SpecError for a wrong spec, and PackageError
+    if a kernel does not compile, a name is taken, or the wheel takes more than ``max_size`` bytes.
+    """
+    from attngen.spec import load_spec
+
+    loaded = load_spec(spec)
+    with TemporaryDirectory(prefix="attngen-project-") as project:
+        root = Path(project).resolve()
+        for name, data in project_files(loaded, choices or Choices()).items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(data)
+        with _beside(out) as work:
+            built = [_build(target, root, work, jobs, observer) for target in targets]
+            sizes = next((sizes_of(path) for path in built if path.suffix == ".whl"), None)
+            if sizes is not None and not sizes.shares:
+                raise PackageError(
+                    "hatchling ran without its hooks, so the wheel is empty; is HATCH_BUILD_NO_HOOKS set?"
+                )
+            if sizes is not None and max_size is not None:
+                sizes.require(max_size, f"the wheel of {loaded.package}")
+            for path in built:
+                os.replace(path, out / path.name)
+    return Made(loaded.package, tuple(out / path.name for path in built), sizes)
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder in ``out``, from where a file gets its name in one step. Raises PackageError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder = TemporaryDirectory(prefix=".attngen-", dir=out)
+    except OSError as error:
+        raise PackageError(f"cannot write to {out}: {error.strerror or error}") from error
+    with folder as name:
+        yield Path(name)
+
+
+def _build(target: str, root: Path, directory: Path, jobs: int | None, observer: Observer | None) -> Path:
+    """Build one target of a project with hatchling, and return its file. Raises PackageError if that fails."""
+    from hatchling.builders.sdist import SdistBuilder
+    from hatchling.builders.wheel import WheelBuilder
+    from hatchling.plugin import hookimpl
+    from hatchling.plugin.manager import PluginManager
+
+    from attngen.packaging.hook import AttngenHook
+
+    class Hook(AttngenHook):
+        """The hook of this very attngen, whichever one is installed, which reports to this caller."""
+
+    Hook.observer, Hook.jobs = observer, jobs
+
+    class Plugin:
+        @hookimpl
+        def hatch_register_build_hook(self) -> type[AttngenHook]:
+            return Hook
+
+    plugins = PluginManager()
+    plugins.manager.register(Plugin(), name=AttngenHook.PLUGIN_NAME)  # so that the installed one is not looked for
+    builder = {"wheel": WheelBuilder, "sdist": SdistBuilder}[target](str(root), plugin_manager=plugins)
+    try:
+        (path,) = builder.build(directory=str(directory), versions=["standard"])
+    except OSError as error:
+        raise PackageError(f"cannot write the {target}: {error.strerror or error}") from error
+    return Path(path)

@@ -1,0 +1,72 @@
+"""The project that ``attngen package`` builds: a pyproject.toml, a README, a licence and the files of one spec."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from attngen.errors import PackageError
+from attngen.packaging.contents import kernels_of, spec_files, view_of
+from attngen.packaging.settings import PLATFORMS
+from attngen.packaging.view import fill
+
+if TYPE_CHECKING:
+    from attngen.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the one who packages decides: version, architectures, platform tags, a licence of their own."""
+
+    version: str = "0.1.0"
+    arches: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = PLATFORMS
+    licence: Path | None = None
+
+
+def project_files(spec: Spec, choices: Choices) -> Mapping[str, bytes]:
+    """Return the files of a project whose wheel is the package of a spec. Nothing is compiled.
+
+    Raises PackageError for a version that is none, or a licence that cannot be read.
+    """
+    folder = PurePosixPath(spec.name).parent
+    specs = {(folder / name).as_posix(): data for name, data in spec_files(spec).items()}
+    licence = {} if choices.licence is None else {"LICENSE": _read(choices.licence)}
+    view = view_of(spec, kernels_of(spec, choices.arches), _version(choices.version))
+    project = fill(
+        "pyproject.toml.j2",
+        view=view,
+        settings={"arches": _toml(choices.arches), "platforms": _toml(sorted(choices.platforms))},
+        files=_toml(specs),
+        licences=_toml(licence),
+    )
+    return {
+        "pyproject.toml": project.encode(),
+        "README.md": fill("readme.md.j2", view=view).encode(),
+        **licence,
+        **specs,
+    }
+
+
+def _toml(values: object) -> str:
+    """Return a list of texts as TOML writes it; JSON's form is legal there."""
+    return json.dumps(list(values))  # type: ignore[call-overload]
+
+
+def _version(text: str) -> str:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(text))
+    except InvalidVersion:
+        raise PackageError(f"version {text!r} is none that pip understands; one is, for example, '1.0.0'") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PackageError(f"licence {path} cannot be read: {error.strerror or error}") from error

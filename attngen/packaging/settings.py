@@ -1,0 +1,91 @@
+"""The table ``[tool.attngen]`` of a project: which specs become part of its wheel, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attngen.arch import ARCHES
+from attngen.errors import PackageError, suggest
+
+#: A package holds no code for the host's processor and links nothing, so that the least glibc that wheels can name
+#: will do; the platforms are those of torch's CUDA builds.
+PLATFORMS = ("manylinux_2_17_aarch64", "manylinux_2_17_x86_64")
+
+_PLATFORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+|any")
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMG]i?B|B)?")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_KEYS = ("specs", "arch", "platforms", "max-size")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A checked table. ``specs`` are paths from the project's folder; ``max_size`` is in bytes."""
+
+    specs: tuple[str, ...]
+    arches: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = PLATFORMS
+    max_size: int | None = None
+
+    @property
+    def tag(self) -> str:
+        """The tag of the wheel: any Python 3, no ABI, these platforms."""
+        return f"py3-none-{'.'.join(sorted(self.platforms))}"
+
+    @classmethod
+    def of(cls, table: Any) -> Settings:
+        """Return the settings of a table as TOML has it. Raises PackageError, naming the key."""
+        if not isinstance(table, Mapping):
+            raise PackageError(
+                'pyproject.toml: there is no table [tool.attngen]; write specs = ["my_masks.yaml"] there'
+            )
+        for key in table:
+            if key not in _KEYS:
+                raise _wrong(key, f"unknown key{suggest(key, _KEYS)}; allowed: {', '.join(_KEYS)}")
+        specs = _texts(table, "specs")
+        if not specs:
+            raise _wrong("specs", 'missing; write the files of your specs, such as ["my_masks.yaml"]')
+        for spec in specs:
+            if spec.startswith("/") or ".." in spec.split("/"):
+                raise _wrong(
+                    "specs", f"found {spec!r}; allowed: files inside the project, by their path from its folder"
+                )
+        arches = _texts(table, "arch")
+        for arch in arches:
+            if arch not in ARCHES:
+                raise _wrong("arch", f"found {arch!r}{suggest(arch, ARCHES)}; allowed: {', '.join(ARCHES)}")
+        platforms = check_platforms(_texts(table, "platforms")) or PLATFORMS
+        size = table.get("max-size")
+        return cls(specs, arches, platforms, None if size is None else size_in_bytes(str(size)))
+
+
+def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise _wrong(key, f"found {value!r}; allowed: a list of texts")
+    return tuple(value)
+
+
+def _wrong(key: str, message: str) -> PackageError:
+    return PackageError(f"pyproject.toml: [tool.attngen] {key}: {message}")
+
+
+def check_platforms(platforms: tuple[str, ...]) -> tuple[str, ...]:
+    """Return platform tags, or raise PackageError with what a tag looks like."""
+    for platform in platforms:
+        if not _PLATFORM.fullmatch(platform):
+            raise PackageError(
+                f"platform {platform!r} is no platform tag; one is, for example, 'manylinux_2_17_x86_64' or "
+                "'linux_x86_64'"
+            )
+    return platforms
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes that a size stands for: ``8 MB`` is 8,000,000, ``8 MiB`` 8,388,608. Raises PackageError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise PackageError(f"size {text!r} is none; write a number with kB, MB, GB, KiB, MiB, GiB or nothing for bytes")
+    return int(float(match["number"]) * _UNITS[(match["unit"] or "B").upper()])

@@ -1,0 +1,82 @@
+"""The runtime as a package carries it: the modules that a call needs, copied, with imports relative to the copy.
+
+There is one runtime, in ``attngen.runtime`` and the modules above it; the copy is made anew for each package.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import attngen
+from attngen.formats import VERSION
+
+#: What a package's own ``__init__`` imports; the rest follows from what these import.
+ROOTS = ("errors", "runtime.debug", "runtime.dispatch", "runtime.shipped", "runtime.tile_map")
+
+#: Looks beyond the package, which a package does not.
+LEFT_OUT = frozenset({"runtime.discovery"})
+
+#: Parts of attngen that may be copied: none of them imports anything but torch, cuda-bindings and the standard library.
+COPIED = frozenset({"errors", "dtypes", "arch", "formats", "lang", "runtime"})
+
+_FOLDER = Path(attngen.__file__).parent
+_IMPORT = re.compile(r"from attngen[\w.]* import")
+
+
+@cache
+def runtime_files() -> dict[str, bytes]:
+    """Return the files of the copy by their path in it, sorted."""
+    modules: set[str] = set()
+    waiting = list(ROOTS)
+    while waiting:
+        module = waiting.pop()
+        if module not in modules:
+            modules.add(module)
+            waiting += [found for found, _ in _imports(module) if found not in LEFT_OUT]
+    strays = sorted(module for module in modules if module.split(".")[0] not in COPIED)
+    assert not strays, f"the runtime imports what a package must not need: {', '.join(strays)}"
+    files = {f"{module.replace('.', '/')}.py": _relative(module).encode() for module in modules}
+    for part in {module.split(".")[0] for module in modules if "." in module}:
+        files[f"{part}/__init__.py"] = (_FOLDER / part / "__init__.py").read_bytes()
+    files["__init__.py"] = f'"""The runtime of attngen {VERSION}, which this package carries."""\n'.encode()
+    return dict(sorted(files.items()))
+
+
+def _text(module: str) -> str:
+    return (_FOLDER / f"{module.replace('.', '/')}.py").read_text("utf-8")
+
+
+def _imports(module: str) -> Iterator[tuple[str, ast.ImportFrom]]:
+    """Yield every module of attngen that a module imports, inside functions too, and the statement that does."""
+    for node in ast.walk(ast.parse(_text(module))):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "attngen" for alias in node.names), f"{module}:{node.lineno}"
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "attngen":
+            named = node.module.removeprefix("attngen").lstrip(".")
+            for alias in node.names:
+                inner = f"{named}.{alias.name}".lstrip(".")
+                is_module = (_FOLDER / f"{inner.replace('.', '/')}.py").is_file()
+                yield inner if is_module else named, node
+
+
+def _relative(module: str) -> str:
+    """Return the text of a module with its imports of attngen made relative."""
+    lines = _text(module).splitlines(keepends=True)
+    for _, node in _imports(module):
+        lines[node.lineno - 1] = _IMPORT.sub(
+            f"from {_dotted(module, node.module or '')} import", lines[node.lineno - 1]
+        )
+    return "".join(lines)
+
+
+def _dotted(module: str, target: str) -> str:
+    """Return how a module names a target, ``attngen.a.b``, relative to itself."""
+    here, there = module.split(".")[:-1], target.split(".")[1:]
+    shared = 0
+    while shared < min(len(here), len(there)) and here[shared] == there[shared]:
+        shared += 1
+    return "." * (1 + len(here) - shared) + ".".join(there[shared:])

@@ -1,0 +1,86 @@
+"""What the texts of a package are filled from: its name, its variants and how they are called, its compilers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attngen.formats import VERSION
+from attngen.lang.printing import canonical
+from attngen.lang.variant import Scalar, Variant
+from attngen.render.environment import environment
+
+_PYTHON_TYPES = {"int32": "int", "int64": "int", "fp32": "float", "bool": "bool"}
+
+#: Distribution that a manifest names as its compiler → what people call it.
+_COMPILERS = {"triton": "Triton", "nvidia-cuda-nvrtc": "NVRTC"}
+
+
+@dataclass(frozen=True, slots=True)
+class VariantView:
+    """A variant as stubs and tables show it."""
+
+    name: str
+    default: str  # behind its name in an overload: the one that a call runs which names none
+    arguments: tuple[str, ...]  # as a stub declares them
+    listed: str  # as a table lists them
+    summary: str
+
+    @classmethod
+    def of(cls, variant: Variant) -> VariantView:
+        """Return the view of a variant."""
+        tensors = [f"{tensor.name}: Tensor" for tensor in variant.tensors]
+        scalars = [_declared(scalar) for scalar in variant.arguments]
+        names = [f"`{tensor.name}`" for tensor in variant.tensors]
+        names += [f"`{scalar.name}`" for scalar in variant.arguments]
+        parts = [f"Mask `{canonical(variant.mask)}`" if variant.masked else "Every query sees every key"]
+        if variant.score is not None:
+            parts.append(f"score `{canonical(variant.score)}`")
+        default = " = ..." if variant.name == "full" else ""
+        return cls(variant.name, default, (*tensors, *scalars), ", ".join(names), "; ".join(parts) + ".")
+
+
+def _declared(scalar: Scalar) -> str:
+    text = f"{scalar.name}: {_PYTHON_TYPES[scalar.dtype]}"
+    return text if scalar.default is None else f"{text} = ..."
+
+
+@dataclass(frozen=True, slots=True)
+class PackageView:
+    """A package as its texts describe it. ``spec`` is the spec's file, never absolute."""
+
+    module: str
+    version: str
+    spec: str
+    arches: tuple[str, ...]
+    variants: tuple[VariantView, ...]
+    toolchain: tuple[str, ...] = ()
+    headers: bool = False
+    attngen: str = VERSION
+
+    @property
+    def distribution(self) -> str:
+        """The name by which pip knows the package."""
+        return self.module.replace("_", "-")
+
+
+def compilers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the version of each compiler that made the kernels, by the name of its distribution, sorted."""
+    found = {name: text for m in manifests for name, text in m.get("toolchain", {}).items() if name in _COMPILERS}
+    return {name: str(found[name]) for name in sorted(found)}
+
+
+def compiler_lines(compilers: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what the notice says of the kernels' origin, one line for each compiler."""
+    return tuple(
+        f"sources that attngen rendered from the spec, and what {_COMPILERS[name]} {version} ({name}) made of them"
+        for name, version in compilers.items()
+    )
+
+
+def fill(template: str, **values: Any) -> str:
+    """Return the text of a template of ``templates/package``, without trailing blank lines."""
+    text = environment("package").get_template(f"package/{template}").render(**values)
+    return re.sub(r"\n{4,}", "\n\n\n", text).rstrip() + "\n"

@@ -1,0 +1,338 @@
+// fwd_sm90a_unified_bf16_d128_causal_m128n128s2w8_nooverlap_exactmax_natural_direct
+//
+// Attention forward, variant causal: mask `q_pos >= kv`.
+// Rendered from templates/cuda/forward_unified.cu.j2 by `attngen build specs/ladder.yaml`.
+//
+// No warp roles: a block of 2 warpgroups, each of which multiplies 64 query rows by the keys and values that the
+// block sees, right to left. The first warp also loads, by TMA, as far ahead as there are stages.
+#include "barrier.cuh"
+#include "expression.cuh"
+#include "schedule.cuh"
+#include "softmax.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+using Element = bf16;
+
+constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockN = 128;  // keys of one step
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
+constexpr int kStages = 2;  // K and V tiles in flight
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kThreads = 256;
+constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
+constexpr int kBoxBytes = 2 * kBoxColumns;
+// Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
+constexpr uint32_t kShared = 1024;
+constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
+constexpr uint32_t kK = kShared + 32768;  // 65536 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 98304;  // 65536 B: V, a tile per stage
+constexpr uint32_t kQFull = kShared + 163840;  // 8 B: barriers
+constexpr uint32_t kKFull = kShared + 163848;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 163864;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 163880;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 163896;  // 16 B: barriers
+constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
+constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
+constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
+
+// How the tensor cores read these: K-major rows of Q and K, and V, whose rows are keys.
+using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
+using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
+using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
+
+// KV tiles that some row of a box of rows sees, and those that each of its rows sees whole.
+struct Spans {
+  int visible_lo, visible_hi;
+  int full_lo, full_hi;
+};
+
+// The tile of work of a block: which rows of which head, and over how many KV tiles they go.
+struct Place {
+  int b, h, q_start, tiles, q_begin, k_begin, seqlen_q, seqlen_k;
+};
+
+extern __shared__ char shared_memory[];
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16_d128_causal_m128n128s2w8_nooverlap_exactmax_natural_direct(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k,
+    float softmax_scale,
+    int write_lse, int has_seqused_k
+) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int lane = threadIdx.x % 32;
+  const int warpgroup = warp / 4;
+
+  Place work;
+  Spans mine, all;  // of the rows of this warpgroup, and of all rows
+  {
+    const int unit = blockIdx.x / q_tiles, q_tile = blockIdx.x % q_tiles;
+    const int b = unit / heads, h = unit % heads;
+    const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
+    const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+    const int whole_tiles = seqlen_k / kBlockN;
+    const int part = lane / 8;  // eight lanes for the rows of each warpgroup, and eight for all rows
+    const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
+    const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
+    const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+    const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+    const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
+    const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
+    Spans spans = {0, visible_hi, 0, full_hi};
+    if (q_start >= seqlen_q) spans = {};
+    mine = from_lane(spans, 8 * warpgroup);
+    all = from_lane(spans, 8 * kConsumers);
+    const int tiles = max(all.visible_hi - all.visible_lo, 0);
+    work = {b, h, q_tile * kBlockM, tiles, q_begin, k_begin, seqlen_q, seqlen_k};
+  }
+  if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: what an empty sum gives
+    const int rows = min(kBlockM, work.seqlen_q - work.q_start);
+    for (int i = threadIdx.x; i < rows * 16; i += kThreads) {
+      const int q = work.q_start + i / 16;
+      *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 8 * (i % 16)) = {};
+    }
+    for (int i = threadIdx.x; write_lse && i < rows; i += kThreads) {
+      const int q = work.q_start + i;
+      lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = kMasked;
+    }
+    return;
+  }
+
+  if (threadIdx.x == 0) {
+    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
+    init_barrier(kQFull, 1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(kKFull + 8 * stage, 1);
+      init_barrier(kKEmpty + 8 * stage, kConsumers);
+      init_barrier(kVFull + 8 * stage, 1);
+      init_barrier(kVEmpty + 8 * stage, kConsumers);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  // The number of the tile from which on so many remain, itself included.
+  const auto tile_at = [&](int remaining) {
+    const int tile = all.visible_lo + remaining - 1;
+    return tile;
+  };
+
+  // What the first warp loads: Q, and K and V from the last key to the first.
+  const int kv_head = work.h / group;
+  int k_unloaded = work.tiles, k_to = 0, v_unloaded = work.tiles, v_to = 0;
+  uint32_t k_to_phase = 0, v_to_phase = 0;
+  const auto load_q = [&] {
+    if (lane == 0) {
+      arrive_expecting(kQFull, kQBytes);
+      for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+        load_box(kQ + column * kBlockM * 2, q_map, kQFull, column, work.h,
+                 work.q_start, work.b);
+      }
+    }
+    __syncwarp();
+  };
+  const auto load_k = [&] {
+    wait(kKEmpty + 8 * k_to, k_to_phase ^ 1);
+    if (lane == 0) {
+      arrive_expecting(kKFull + 8 * k_to, kKBytes);
+      const int start = tile_at(k_unloaded) * kBlockN;
+      for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+        load_box(kK + k_to * kKBytes + column * kBlockN * 2, k_map, kKFull + 8 * k_to, column, kv_head,
+                 start, work.b);
+      }
+    }
+    __syncwarp();
+    --k_unloaded;
+    if (++k_to == kStages) {
+      k_to = 0;
+      k_to_phase ^= 1;
+    }
+  };
+  const auto load_v = [&] {
+    wait(kVEmpty + 8 * v_to, v_to_phase ^ 1);
+    if (lane == 0) {
+      arrive_expecting(kVFull + 8 * v_to, kVBytes);
+      const int start = tile_at(v_unloaded) * kBlockN;
+      const int rows = min(kBlockN, work.seqlen_k - start);  // rows behind the end become 0
+      for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+        load_box(kV + v_to * kVBytes + column * kBlockN * 2, v_map, kVFull + 8 * v_to, column, kv_head,
+                 kBlockN - rows, start + rows, work.b);
+      }
+    }
+    __syncwarp();
+    --v_unloaded;
+    if (++v_to == kStages) {
+      v_to = 0;
+      v_to_phase ^= 1;
+    }
+  };
+  if (warp == 0) {
+    load_q();
+    for (int ahead = 1; ahead < kStages; ++ahead) {
+      if (__any_sync(~0u, k_unloaded > 0)) {
+        load_k();
+        load_v();
+      }
+    }
+  }
+
+  // 64 query rows of a warpgroup. A lane holds elements of two of them, 8 rows apart.
+  const int group_thread = threadIdx.x % 128;
+  const bool leader = group_thread == 0;
+  const int row_in_group = 16 * (warp % 4) + lane / 4;
+  const uint32_t q_rows = kQ + warpgroup * 64 * kBoxBytes;
+
+  float s[kBlockN / 2];       // logits
+  uint32_t p[kBlockN / 4];    // probabilities, in pairs
+  float acc[kHeadDimV / 2];   // outputs, before their division by the sum of probabilities
+
+  const auto issue_qk = [&](int stage, int q_stage) {
+    const QMatrix q(q_rows + q_stage * kQBytes);
+    const KMatrix k(kK + stage * kKBytes);
+    fence_products();
+#pragma unroll
+    for (int column = 0; column < kHeadDimQk; column += 16) {
+      const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+      Product<Element, kBlockN>::ss<0>(s, q.at(box * kBlockM + inside), k.at(box * kBlockN + inside), column > 0);
+    }
+    commit_products();
+  };
+  const auto issue_pv = [&](int stage) {
+    const VMatrix v(kV + stage * kVBytes);
+    fence_products();
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+      Product<Element, kHeadDimV>::rs<1>(acc, p + key / 4, v.at(key * kBoxBytes), 1);
+    }
+    commit_products();
+  };
+
+  constexpr int q_stage = 0;  // there is one tile of Q
+  int k_stage = 0, v_stage = 0, left = work.tiles, tile = 0;
+  uint32_t k_phase = 0, v_phase = 0;
+  bool partial = false;
+  // Waits for a tile. The one that is loaded meanwhile takes the place of the tile before, which every warpgroup has
+  // had a step of time to leave.
+  const auto wait_k = [&] {
+    if (warp == 0 && __any_sync(~0u, k_unloaded > 0)) load_k();
+    tile = tile_at(left);
+    partial = !(tile >= mine.full_lo && tile < mine.full_hi);
+    wait(kKFull + 8 * k_stage, k_phase);
+  };
+  const auto wait_v = [&] {
+    if (warp == 0 && __any_sync(~0u, v_unloaded > 0)) load_v();
+    wait(kVFull + 8 * v_stage, v_phase);
+  };
+  const auto release_k = [&] {
+    if (leader) arrive(kKEmpty + 8 * k_stage);
+    if (++k_stage == kStages) {
+      k_stage = 0;
+      k_phase ^= 1;
+    }
+  };
+  const auto release_v = [&] {
+    if (leader) arrive(kVEmpty + 8 * v_stage);
+    if (++v_stage == kStages) {
+      v_stage = 0;
+      v_phase ^= 1;
+    }
+  };
+
+  const int seqlen_k = work.seqlen_k;
+  const int q_first = work.q_start + 64 * warpgroup + row_in_group;
+  const float scale_log2e = softmax_scale * kLog2e;
+  float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
+#pragma unroll
+  for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
+
+  // Turns products into logits, and masks those of keys that a row does not see.
+  const auto finish_logits = [&] {
+    const int kv_first = tile * kBlockN + 2 * (lane % 4);
+    if (__any_sync(~0u, partial)) {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 4; ++i) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          float& x = s[4 * (i / 2) + 2 * row + i % 2];
+          const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+          if (key >= visible_to) x = kMasked;
+        }
+      }
+    }
+  };
+
+  // The first tile.
+  wait(kQFull, 0);
+  wait_k();
+  issue_qk(k_stage, q_stage);
+  wait_products<0>();
+  settle(s);
+  release_k();
+  finish_logits();
+  find_maximum(s, scale_log2e, maximum);
+  raise_reference(maximum, reference, alpha);
+  exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+
+  // The others: the product of the last probabilities with V behind that of Q with the next K.
+  while (__any_sync(~0u, --left > 0)) {
+    wait_k();
+    issue_qk(k_stage, q_stage);
+    wait_products<0>();
+    settle(s);
+    release_k();
+    wait_v();
+    issue_pv(v_stage);
+    wait_products<0>();
+    settle(acc);
+    release_v();
+    finish_logits();
+    find_maximum(s, scale_log2e, maximum);
+    raise_reference(maximum, reference, alpha);
+    rescale(acc, alpha);
+    row_sum[0] *= alpha[0];
+    row_sum[1] *= alpha[1];
+    exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+  }
+
+  // The last product with V.
+  wait_v();
+  issue_pv(v_stage);
+  float normalize[2];
+  finish_sum(row_sum, normalize);
+  wait_products<0>();
+  settle(acc);
+  rescale(acc, normalize);
+
+  // Straight from registers: four lanes write 16 bytes of a row at a time.
+  const auto store_rows = [&] {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
+      if (q < seqlen_q) {
+        Element* const to = (out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 2 * (lane % 4);
+#pragma unroll
+        for (int column = 0; column < 128; column += 8) {
+          const int i = column / 2 + 2 * row;
+          *reinterpret_cast<uint32_t*>(to + column) = pack<Element>(acc[i], acc[i + 1]);
+        }
+      }
+    }
+  };
+  store_rows();
+  if (write_lse && lane % 4 == 0) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
+      if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+    }
+  }
+}

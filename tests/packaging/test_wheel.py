@@ -1,0 +1,218 @@
+"""What a wheel holds, that it is always the same, and that nothing half-made is left."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import json
+import os
+import tarfile
+from email.parser import Parser
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from attngen.errors import PackageError, SpecError
+from attngen.formats import VERSION
+from attngen.packaging.sizes import sizes_of
+from attngen.packaging.vendor import runtime_files
+from tests.packaging.support import INCLUDED, SPEC, make, write_spec
+
+#: One kernel of each compiler, compiled for real.
+REAL = """
+schema: 1
+package: attngen_real
+include: masks/own.yaml
+kernels:
+  - {variant: own, head_dim: 32, arch: sm80}
+  - {variant: causal, head_dim: 64, arch: sm90a, backend: cuda}
+"""
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_it_holds_the_runtime_the_kernels_and_their_sources(wheel: Path) -> None:
+    files = contents(wheel)
+    index = json.loads(files["attngen_small/package.json"])
+    assert (index["package"], index["attngen"], index["spec"]) == ("attngen_small", VERSION, "small.yaml")
+    assert (index["arches"], index["min_driver"]) == (["sm90a", "sm80"], 13000)
+    assert [row["variant"] for row in index["kernels"]] == ["full", "sliding_window", "allowed"] + ["causal"] * 4 + [
+        "own"
+    ]
+    for row in index["kernels"]:
+        folder = f"attngen_small/kernels/{row['name']}"
+        manifest = json.loads(files[f"{folder}/manifest.json"])
+        assert {name: manifest[name] for name in row if name != "variant"} == {
+            name: value for name, value in row.items() if name != "variant"
+        }
+        assert hashlib.sha256(files[f"{folder}/kernel.cubin"]).hexdigest() == manifest["sha256"]
+        assert f"def {row['name']}(" in files[f"{folder}/source.py"].decode()
+        assert b"by `attngen build small.yaml`" in files[f"{folder}/source.py"]
+        assert "compile_seconds" not in manifest["resources"]
+    assert files["attngen_small/spec/small.yaml"].decode() == SPEC
+    assert files["attngen_small/spec/masks/own.yaml"].decode() == INCLUDED
+    for name, data in runtime_files().items():
+        assert files[f"attngen_small/_runtime/{name}"] == data
+    assert files["attngen_small/py.typed"] == b""
+    notice = files["attngen_small/NOTICE.txt"].decode()
+    assert "the licence of attngen applies" in notice
+    assert "Triton 3.0 (triton)" in notice
+
+
+def test_its_metadata(wheel: Path) -> None:
+    assert wheel.name == "attngen_small-0.1.0-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl"
+    files = contents(wheel)
+    info = "attngen_small-0.1.0.dist-info"
+    metadata = Parser().parsestr(files[f"{info}/METADATA"].decode())
+    assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("attngen-small", "0.1.0", ">=3.10")
+    assert metadata.get_all("Requires-Dist") is None  # torch is the caller's own
+    assert "| `own` | `step`, `loud` |" in metadata.get_payload()
+    tags = Parser().parsestr(files[f"{info}/WHEEL"].decode())
+    assert tags["Root-Is-Purelib"] == "false"
+    assert tags.get_all("Tag") == ["py3-none-manylinux_2_17_aarch64", "py3-none-manylinux_2_17_x86_64"]
+    assert files[f"{info}/entry_points.txt"].decode() == "[attngen.kernels]\nattngen_small = attngen_small\n"
+    rows = list(csv.reader(io.StringIO(files[f"{info}/RECORD"].decode())))
+    assert sorted(row[0] for row in rows) == sorted(files)
+    for name, digest, size in rows:
+        if digest:
+            wanted = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).rstrip(b"=").decode()
+            assert (digest, int(size)) == (f"sha256={wanted}", len(files[name]))
+
+
+def test_the_same_spec_gives_the_same_bytes_wherever_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real compilers, two folders, two caches, other times and permissions."""
+    made = []
+    for name in ("one", "another/place"):
+        monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / name / "cache"))
+        spec = write_spec(tmp_path / name, REAL, "real.yaml")
+        os.utime(spec, (1_000_000_000, 1_000_000_000 + len(made)))
+        spec.chmod(0o600 if made else 0o644)
+        made.append(make(spec, tmp_path / name / "dist", "wheel", "sdist"))
+    for first, second in zip(made[0].files, made[1].files, strict=True):
+        assert first.name == second.name
+        assert first.read_bytes() == second.read_bytes()
+    files = contents(made[0].files[0])
+    for name, data in files.items():
+        assert str(tmp_path).encode() not in data, name
+        assert os.fsencode(Path.home()) not in data, name
+    assert "attngen_real/include/wgmma.cuh" in files
+    cubins = [data for name, data in files.items() if name.endswith("kernel.cubin")]
+    assert [data[:4] for data in cubins] == [b"\x7fELF"] * 2
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_arch_version_platform_and_licence(tmp_path: Path) -> None:
+    (tmp_path / "LIC").write_text("All rights reserved.\n")
+    made = make(
+        write_spec(tmp_path), tmp_path / "dist",
+        version="2.0.0rc1", arches=("sm80",), platforms=("linux_x86_64",), licence=tmp_path / "LIC",
+    )  # fmt: skip
+    assert made.files[0].name == "attngen_small-2.0.0rc1-py3-none-linux_x86_64.whl"
+    files = contents(made.files[0])
+    assert json.loads(files["attngen_small/package.json"])["arches"] == ["sm80"]
+    assert files["attngen_small-2.0.0rc1.dist-info/licenses/LICENSE"] == b"All rights reserved.\n"
+    assert b'__version__ = "2.0.0rc1"' in files["attngen_small/__init__.py"]
+    with pytest.raises(SpecError, match="asks for no kernel for 'sm120a'"):
+        make(write_spec(tmp_path), tmp_path / "dist", arches=("sm120a",))
+    with pytest.raises(PackageError, match="version 'new' is none that pip understands"):
+        make(write_spec(tmp_path), tmp_path / "dist", version="new")
+    with pytest.raises(PackageError, match="cannot be read: No such file"):
+        make(write_spec(tmp_path), tmp_path / "dist", licence=tmp_path / "nowhere")
+
+
+def test_what_costs_how_much(wheel: Path) -> None:
+    sizes = sizes_of(wheel)
+    assert sizes.total == wheel.stat().st_size
+    assert {(s.variant, s.head_dim, s.arch, s.kernels) for s in sizes.shares} == {
+        ("full", "64", "sm90a", 1), ("sliding_window", "64", "sm90a", 1), ("allowed", "64", "sm90a", 1),
+        ("causal", "64", "sm90a", 2), ("causal", "64", "sm80", 2), ("own", "64/32", "sm90a", 1),
+    }  # fmt: skip
+    assert [s.wheel_bytes for s in sizes.shares] == sorted((s.wheel_bytes for s in sizes.shares), reverse=True)
+    files = contents(wheel)
+    cubins = sum(len(data) for name, data in files.items() if name.endswith(".cubin"))
+    assert sum(s.cubin_bytes for s in sizes.shares) == cubins
+    assert 0 < sizes.rest < sizes.total
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_a_wheel_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    from attngen.packaging.make import package
+
+    spec, out = write_spec(tmp_path), tmp_path / "dist"
+    old = make(spec, out).files[0]
+    content = old.read_bytes()
+    with pytest.raises(PackageError, match=r"would take [\d,]+ B, more than the 1,000 B") as caught:
+        package(spec, out, max_size=1000)
+    assert "causal, head_dim 64, sm90a: 2 kernels" in str(caught.value)
+    assert "choose with --arch" in str(caught.value)
+    assert (os.listdir(out), old.read_bytes()) == ([old.name], content)
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_an_earlier_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, out = write_spec(tmp_path), tmp_path / "dist"
+    old = make(spec, out, "wheel", "sdist").files
+    before = {path: path.read_bytes() for path in old}
+    spec.write_text(SPEC + "  - {variant: causal, head_dim: 128}\n")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ZipFile, "writestr", fail)
+        with pytest.raises(PackageError, match="cannot write the wheel: No space left"):
+            make(spec, out, "sdist", "wheel")
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    with old[0].open("rb") as reader:
+        make(spec, out)
+        assert reader.read() == before[old[0]]  # who reads the old one keeps it
+    assert old[0].read_bytes() != before[old[0]]
+    assert sorted(os.listdir(out)) == sorted(path.name for path in old)
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_what_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = write_spec(tmp_path, "schema: 1\npackage: nothing\n", "nothing.yaml")
+    with pytest.raises(PackageError, match="asks for no kernel"):
+        make(empty, tmp_path / "dist")
+    for name in ("json", "attngen", "torch"):
+        clash = write_spec(tmp_path, SPEC.replace("attngen_small", name), "clash.yaml")
+        with pytest.raises(PackageError, match=f"clash.yaml: its package would be '{name}', which others import"):
+            make(clash, tmp_path / "dist")
+    with monkeypatch.context() as patch:
+        patch.setenv("HATCH_BUILD_NO_HOOKS", "1")
+        with pytest.raises(PackageError, match="ran without its hooks"):
+            make(write_spec(tmp_path), tmp_path / "dist")
+    (tmp_path / "file").touch()
+    with pytest.raises(PackageError, match="cannot write to"):
+        make(write_spec(tmp_path), tmp_path / "file")
+    assert not list((tmp_path / "dist").iterdir())
+
+
+def test_a_kernel_that_does_not_compile_fails_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngen.tools import build
+
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "COMPILER", "tests.store.fakes:compile_quickly")
+    spec = write_spec(tmp_path, SPEC.replace("own, head", "reject, head").replace("own.yaml", "reject.yaml"))
+    (tmp_path / "masks/reject.yaml").write_text(INCLUDED.replace("own", "reject"))
+    with pytest.raises(PackageError, match="1 of 8 kernels do not compile:\n.*rejected"):
+        make(spec, tmp_path / "dist")
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_a_source_distribution_holds_the_project_alone(tmp_path: Path) -> None:
+    made = make(write_spec(tmp_path), tmp_path / "dist", "sdist")
+    assert [path.name for path in made.files] == ["attngen_small-0.1.0.tar.gz"]
+    assert made.sizes is None
+    with tarfile.open(made.files[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names == {"pyproject.toml", "README.md", "PKG-INFO", "small.yaml", "masks/own.yaml"}

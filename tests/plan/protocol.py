@@ -1,0 +1,490 @@
+"""A small model of the Hopper kernels' barriers: who waits for whom, and what each stage holds when it is read.
+
+Roles are generators that follow the templates line by line (``_scheduler``, the loaders, ``_consumer`` with ``_step``,
+and ``forward_unified``): each yields the condition that it waits for. The simulation lets any role run whose condition
+holds, so that a run is one of the interleavings that a GPU may choose. A barrier in shared memory is what PTX says:
+it counts phases, and a wait sees only their parity, so that one who comes two phases late waits for the wrong one. A
+consumer has two warps, the leader that arrives for all, and another; products, named barriers and nothing else keep
+them together. Copies land some time after they were issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+Condition = Callable[[], bool]
+Role = Iterator[Condition]
+Tile = tuple[int, int]  # tile of work, and place among its tiles
+
+WARPS = 2  # of a consumer: the leader, and one for the others
+
+
+class ProtocolError(Exception):
+    """The protocol is wrong: all roles wait, or one reads what is not there."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules that keep the protocol alive. The templates obey all of them."""
+
+    last_product_before_skips: bool = True  # P V of the last tile goes out in the first turn of the next tile of work
+    turn_for_skipped: bool = True  # a skipped tile takes its turn, too
+    meet_before_release: bool = True  # without turns, the warps of a consumer meet before it lets go of a skipped tile
+    skips_are_bounded: bool = True  # no more than stages - 1 while a tile of V is held
+    only_leader_awaits_skipped: bool = True  # of V, so that no other warp can wait for a phase that is long over
+    v_until_product: bool = True  # V is released when its product is complete
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block's work: for each tile of work, in the order of its KV tiles, which consumers see each of these."""
+
+    works: tuple[tuple[frozenset[int], ...], ...]
+    consumers: int
+    stages: int
+    q_stages: int
+    lookahead: int
+    pingpong: bool
+    overlap: bool
+    skips: bool
+
+    @classmethod
+    def random(cls, random: Random) -> Case:
+        """Return any case that the plan allows, and patterns of tiles beyond those that masks make."""
+        consumers = random.randint(1, 3)
+        share = random.choice((0.2, 0.5, 0.9))
+        works = tuple(
+            tuple(
+                frozenset(c for c in range(consumers) if random.random() < share) for _ in range(random.randint(1, 7))
+            )
+            for _ in range(random.randint(1, 4))
+        )
+        return cls(
+            works,
+            consumers,
+            stages=random.randint(2, 4),
+            q_stages=random.randint(1, 2),
+            lookahead=random.choice((2, 6)),
+            pingpong=consumers > 1 and random.random() < 0.6,
+            overlap=random.random() < 0.5,
+            skips=random.random() < 0.7,
+        )
+
+    def skipped(self, tile: Tile, consumer: int) -> bool:
+        """Whether a consumer may pass over a tile: it sees some of the others, and not this one."""
+        work = self.works[tile[0]]
+        return self.skips and any(consumer in seen for seen in work) and consumer not in work[tile[1]]
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: ``count`` arrivals complete a phase."""
+
+    count: int
+    arrived: int = 0
+    phases: int = 0
+
+    def arrive(self) -> None:
+        self.arrived += 1
+        if self.arrived == self.count:
+            self.arrived, self.phases = 0, self.phases + 1
+
+    def done(self, parity: int) -> Condition:
+        return lambda: self.phases % 2 != parity
+
+
+@dataclass
+class Named:
+    """A named barrier over a number of warps, of which some only arrive."""
+
+    count: int
+    arrived: int = 0
+    generation: int = 0
+
+    def arrive(self) -> None:
+        self.arrived += 1
+        if self.arrived == self.count:
+            self.arrived, self.generation = 0, self.generation + 1
+
+    def sync(self) -> Role:
+        awaited = self.generation + 1
+        self.arrive()
+        yield lambda: self.generation >= awaited
+
+
+@dataclass
+class Ring:
+    """Stages with their barriers, and a place in them that advances."""
+
+    stages: int
+    consumers: int
+    full: list[Barrier] = field(init=False)
+    empty: list[Barrier] = field(init=False)
+    holds: list[object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.full = [Barrier(2) for _ in range(self.stages)]  # the loader's arrival, and the bytes
+        self.empty = [Barrier(self.consumers) for _ in range(self.stages)]
+        self.holds = [None] * self.stages
+
+
+@dataclass
+class Place:
+    """A stage of a ring and the parity of its phase, as each role keeps them."""
+
+    ring: Ring
+    stage: int = 0
+    phase: int = 0
+
+    def advance(self) -> None:
+        self.stage += 1
+        if self.stage == self.ring.stages:
+            self.stage, self.phase = 0, self.phase ^ 1
+
+    def copy(self) -> Place:
+        return Place(self.ring, self.stage, self.phase)
+
+    def full(self) -> Condition:
+        return self.ring.full[self.stage].done(self.phase)
+
+    def empty(self) -> Condition:
+        return self.ring.empty[self.stage].done(self.phase ^ 1)
+
+    def release(self) -> None:
+        self.ring.empty[self.stage].arrive()
+
+    def expect(self, wanted: object) -> None:
+        if self.ring.holds[self.stage] != wanted:
+            raise ProtocolError(f"read {self.ring.holds[self.stage]} where {wanted} should be")
+
+
+class Simulation:
+    """A block of a kernel: its barriers, its shared memory, and the roles that are still at work."""
+
+    def __init__(self, case: Case, rules: Rules, random: Random, *, unified: bool = False) -> None:
+        self.case, self.rules, self.random = case, rules, random
+        consumers = case.consumers
+        self.q = Ring(1 if unified else case.q_stages, consumers)
+        self.k, self.v = Ring(case.stages, consumers), Ring(case.stages, consumers)
+
+        def readers() -> Barrier:
+            return Barrier(WARPS * consumers + 1)  # the warps of consumers, and the loader of Q
+
+        self.work_full, self.work_empty = [Barrier(1), Barrier(1)], [readers(), readers()]
+        self.work_asked = Barrier(1)
+        self.records: list[int | None] = [None, None]
+        self.group = [Named(WARPS) for _ in range(consumers)]
+        self.turn = [Named(2 * WARPS) for _ in range(consumers)]
+        self.roles: dict[str, Role] = {}
+        if not unified:
+            self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
+        role = unified_warp if unified else consumer
+        self.roles |= {f"warp {c}.{w}": role(self, c, w) for c in range(consumers) for w in range(WARPS)}
+
+    def copy(self, to: Place, what: object) -> None:
+        """Issue a copy; until it lands, the stage holds nothing."""
+        to.ring.holds[to.stage] = None
+        to.ring.full[to.stage].arrive()
+
+        def land(stage: int) -> Role:
+            yield lambda: True
+            to.ring.holds[stage] = what
+            to.ring.full[stage].arrive()
+
+        self.copies += 1
+        name = f"copy {self.copies}"
+        self.roles[name] = land(to.stage)
+        self.waiting[name] = next(self.roles[name])
+
+    def run(self) -> None:
+        """Run to the end; ProtocolError if that is not reached, or something else is read than was meant."""
+        self.copies = 0
+        self.waiting: dict[str, Condition] = {name: lambda: True for name in self.roles}
+        slowness = {name: self.random.choice((1, 5, 50)) for name in self.roles}
+        while self.waiting:
+            ready = [name for name, condition in self.waiting.items() if condition()]
+            if not ready:
+                raise ProtocolError(f"deadlock of {', '.join(self.waiting)}")
+            (name,) = self.random.choices(ready, [1 / slowness.get(name, 5) for name in ready])
+            try:
+                self.waiting[name] = next(self.roles[name])
+            except StopIteration:
+                del self.waiting[name]
+
+
+# --- with roles -----------------------------------------------------------------------------------------------
+
+
+def scheduler(s: Simulation) -> Role:
+    """``_scheduler.cu.j2``; what no row sees never reaches the others."""
+    slot = phase = asked_phase = 0
+    for record in (*range(len(s.case.works)), None):
+        yield s.work_empty[slot].done(phase ^ 1)
+        s.records[slot] = record
+        s.work_full[slot].arrive()
+        slot ^= 1
+        phase ^= slot == 0
+        if record is not None:
+            yield s.work_asked.done(asked_phase)
+            asked_phase ^= 1
+
+
+def loader(s: Simulation) -> Role:
+    """``_loader.cu.j2``: V one step behind K."""
+    slot = work_phase = 0
+    k, pending = Place(s.k), Place(s.v)
+    expected = 0
+    while True:
+        yield s.work_full[slot].done(work_phase)
+        work = s.records[slot]
+        slot ^= 1
+        work_phase ^= slot == 0
+        if work is None:
+            return
+        if work != expected:
+            raise ProtocolError(f"the loader read record {work} for {expected}")
+        expected += 1
+        count = len(s.case.works[work])
+        if count <= s.case.lookahead:
+            s.work_asked.arrive()
+        for number in range(count):
+            yield k.empty()
+            if count - number == s.case.lookahead < count:
+                s.work_asked.arrive()
+            s.copy(k, (work, number))
+            if number > 0:
+                yield pending.empty()
+                s.copy(pending, (work, number - 1))
+            pending = Place(s.v, k.stage, k.phase)
+            k.advance()
+        yield pending.empty()
+        s.copy(pending, (work, count - 1))
+
+
+def query_loader(s: Simulation) -> Role:
+    """``_query_loader.cu.j2``."""
+    slot = work_phase = 0
+    q = Place(s.q)
+    for expected in (*range(len(s.case.works)), None):
+        yield s.work_full[slot].done(work_phase)
+        if s.records[slot] != expected:
+            raise ProtocolError(f"the loader of Q read record {s.records[slot]} for {expected}")
+        s.work_empty[slot].arrive()
+        slot ^= 1
+        work_phase ^= slot == 0
+        if expected is not None:
+            yield q.empty()
+            s.copy(q, expected)
+            q.advance()
+
+
+def consumer(s: Simulation, c: int, w: int) -> Role:
+    """``_consumer.cu.j2`` and ``_step.cu.j2``: one warp of a consumer."""
+    case, rules, leader = s.case, s.rules, w == 0
+    k, q, v, held = Place(s.k), Place(s.q), Place(s.v), Place(s.v)
+    work, slot, work_phase, held_for = -1, 0, 0, 0
+    tile: Tile = (0, 0)  # at which K stands
+    own: Tile = (0, 0)  # whose probabilities wait for V
+
+    def take_turn() -> Role:
+        if case.pingpong:
+            yield from s.turn[c].sync()
+
+    def pass_turn() -> None:
+        if case.pingpong:
+            s.turn[(c + 1) % case.consumers].arrive()
+
+    def give_up_turn() -> Role:
+        if case.pingpong and rules.turn_for_skipped:
+            yield from take_turn()
+            pass_turn()
+        elif not case.pingpong and rules.meet_before_release:
+            yield from s.group[c].sync()
+
+    def release(place: Place) -> None:
+        if leader:
+            place.release()
+        place.advance()
+
+    def release_k() -> None:
+        if leader and case.q_stages == 1 and tile[1] == len(case.works[work]) - 1:
+            q.release()  # that was the last product of these queries
+        release(k)
+
+    def expect(*reads: tuple[Place, object]) -> None:
+        for place, wanted in reads if leader else ():
+            place.expect(wanted)
+
+    def issue(*reads: tuple[Place, object]) -> Role:
+        """Issue a product, which the warps of a consumer do together: what it reads is there."""
+        yield from s.group[c].sync()
+        expect(*reads)
+
+    def complete(*reads: tuple[Place, object]) -> Role:
+        """Wait for a product: until now, what it reads must have stayed."""
+        yield lambda: True
+        expect(*reads)
+
+    def finish_pv(pv: tuple[Place, object]) -> Role:
+        if leader and not rules.v_until_product:
+            held.release()
+        yield from complete(pv)
+        if leader and rules.v_until_product:
+            held.release()
+
+    def hold_v() -> None:
+        """Keep the tile of V that belongs to these logits until its product."""
+        nonlocal held, own, held_for
+        held, own, held_for = v.copy(), tile, 0
+        v.advance()
+
+    def skip_v() -> Role:
+        if leader or not rules.only_leader_awaits_skipped:
+            yield v.full()
+        release(v)
+
+    def next_work() -> Role:
+        nonlocal slot, work_phase, work
+        yield s.work_full[slot].done(work_phase)
+        work += 1
+        expected = work if work < len(case.works) else None
+        if s.records[slot] != expected:
+            raise ProtocolError(f"consumer {c} read record {s.records[slot]} for {expected}")
+        s.work_empty[slot].arrive()
+        slot ^= 1
+        work_phase ^= slot == 0
+
+    def blind() -> bool:
+        """Whether these rows see nothing of the tile, and there is another."""
+        return case.skipped(tile, c) and tile[1] < len(case.works[work]) - 1
+
+    def start(turn_is_spent: bool) -> Role:
+        """Pass over tiles that these rows do not see, and multiply the first that they do."""
+        nonlocal tile
+        while blind():
+            if not turn_is_spent:
+                yield from give_up_turn()
+            turn_is_spent = False
+            release_k()
+            yield from skip_v()
+            tile = (work, tile[1] + 1)
+            yield k.full()
+        yield from take_turn()
+        qk = ((k.copy(), tile), (q.copy(), work))
+        yield from issue(*qk)
+        pass_turn()
+        yield from complete(*qk)
+
+    if c == case.consumers - 1:
+        pass_turn()
+    yield from next_work()
+    if work < len(case.works):
+        yield q.full()
+        yield k.full()
+        yield from start(turn_is_spent=False)
+    while work < len(case.works):
+        release_k()
+        hold_v()
+        while tile[1] < len(case.works[work]) - 1:
+            tile = (work, tile[1] + 1)
+            yield k.full()
+            if case.skipped(tile, c) and (held_for < case.stages - 1 or not rules.skips_are_bounded):
+                yield from give_up_turn()
+                release_k()
+                yield from skip_v()
+                held_for += 1
+                continue
+            qk, pv = ((k.copy(), tile), (q.copy(), work)), (held, own)
+            yield from take_turn()
+            yield from issue(*qk)
+            if not case.overlap:
+                yield from complete(*qk)
+                release_k()
+            yield held.full()
+            yield from issue(pv)
+            pass_turn()
+            if case.overlap:
+                yield from complete(*qk)
+                release_k()
+            yield from finish_pv(pv)
+            hold_v()
+        if leader and case.q_stages > 1:
+            q.release()
+        q.advance()
+        pv = (held, own)
+        yield from next_work()
+        more = work < len(case.works)
+        if more:
+            tile = (work, 0)
+            yield q.full()
+            yield k.full()
+        if more and blind() and not rules.last_product_before_skips:
+            yield from start(turn_is_spent=False)
+            yield held.full()
+            yield from issue(pv)
+            yield from finish_pv(pv)
+            continue
+        yield held.full()
+        yield from take_turn()
+        yield from issue(pv)
+        qk = ((k.copy(), tile), (q.copy(), work)) if more and not blind() else ()
+        if qk:
+            yield from issue(*qk)
+        pass_turn()
+        yield from finish_pv(pv)
+        if qk:
+            yield from complete(*qk)
+        elif more:
+            yield from start(turn_is_spent=True)
+    if c == 0:
+        yield from take_turn()
+
+
+# --- without roles --------------------------------------------------------------------------------------------
+
+
+def unified_warp(s: Simulation, c: int, w: int) -> Role:
+    """``forward_unified.cu.j2``: one warp of a warpgroup; the very first one loads for all."""
+    case, leader, loads = s.case, w == 0, (c, w) == (0, 0)
+    count = len(case.works[0])
+    k, v, k_to, v_to, q = Place(s.k), Place(s.v), Place(s.k), Place(s.v), Place(s.q)
+    loaded = {id(s.k): 0, id(s.v): 0}
+
+    def load(to: Place) -> Role:
+        if loads and loaded[id(to.ring)] < count:
+            yield to.empty()
+            s.copy(to, (0, loaded[id(to.ring)]))
+            loaded[id(to.ring)] += 1
+            to.advance()
+
+    def wait(place: Place, to: Place) -> Role:
+        yield from load(to)
+        yield place.full()
+
+    def multiply(place: Place, tile: int) -> Role:
+        yield from s.group[c].sync()
+        if leader:
+            place.expect((0, tile))
+        yield lambda: True
+        if leader:
+            place.expect((0, tile))
+            place.release()
+        place.advance()
+
+    if loads:
+        s.copy(q, 0)
+        for _ in range(case.stages - 1):
+            yield from load(k_to)
+            yield from load(v_to)
+    yield q.full()
+    yield from wait(k, k_to)
+    yield from multiply(k, 0)
+    for tile in range(1, count):
+        yield from wait(k, k_to)
+        yield from multiply(k, tile)
+        yield from wait(v, v_to)
+        yield from multiply(v, tile - 1)
+    yield from wait(v, v_to)
+    yield from multiply(v, count - 1)

@@ -1,0 +1,51 @@
+"""The barriers of the Hopper kernels, by simulation: no interleaving waits forever or reads what is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.plan.protocol import Case, ProtocolError, Rules, Simulation
+
+RUNS = 400
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rules_of_the_templates_hold(seed: int) -> None:
+    random = Random(seed)
+    for _ in range(RUNS):
+        case = Case.random(random)
+        Simulation(case, Rules(), random).run()
+
+
+def test_without_roles() -> None:
+    random = Random(0)
+    for _ in range(RUNS):
+        case = replace(Case.random(random), pingpong=False, skips=False)
+        Simulation(case, Rules(), random, unified=True).run()
+
+
+@pytest.mark.parametrize(
+    ("rule", "becomes", "pingpong"),
+    [
+        ("last_product_before_skips", "deadlock", True),
+        ("last_product_before_skips", "deadlock", False),
+        ("turn_for_skipped", "deadlock", True),
+        ("meet_before_release", "deadlock", False),
+        ("skips_are_bounded", "deadlock|read", True),
+        ("skips_are_bounded", "deadlock|read", False),
+        ("only_leader_awaits_skipped", "deadlock", True),
+        ("only_leader_awaits_skipped", "deadlock", False),
+        ("v_until_product", "read", True),
+        ("v_until_product", "read", False),
+    ],
+)
+def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool) -> None:
+    """What the model could not find, it could not exclude either."""
+    random = Random(1)
+    with pytest.raises(ProtocolError, match=becomes):
+        for _ in range(RUNS):
+            case = replace(Case.random(random), consumers=2, pingpong=pingpong, skips=True)
+            Simulation(case, Rules(**{rule: False}), random).run()

@@ -1,0 +1,119 @@
+"""The ladder: one choice more in each rung, entries that build what was raced, and what becomes of refused steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.plan import plan
+from attngen.resources import specs_dir
+from attngen.spec import expand, load_spec, load_spec_text
+from attngen.tools.bench_cases import bench_cases
+from attngen.tools.bench_report import BenchReport, Result, Row, steps
+from attngen.tools.build import Prepared, prepare
+from attngen.tools.ladder import RUNGS, Ladder, ladders, reason_against
+
+
+def prepared(*entries: str) -> list[Prepared]:
+    lines = "".join(f"  - {{{entry}, backend: cuda}}\n" for entry in entries)
+    return prepare(load_spec_text(f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n{lines}", "mine.yaml"))
+
+
+def ladder_of(entry: str) -> Ladder:
+    (found,) = ladders(prepared(entry))
+    return found
+
+
+def test_each_rung_changes_its_own_lines_only() -> None:
+    ladder = ladder_of("variant: causal, head_dim: 128")
+    assert tuple(rung.name for rung in ladder.rungs) == RUNGS
+    first, *others = ladder.rungs
+    assert first.changed == first.lines
+    assert [rung.changed for rung in others] == [
+        ("warps: {producer: 1, schedule: cooperative, overlap: false}",),
+        ("warps: {producer: 1, schedule: cooperative, overlap: true}",),
+        ("warps: {producer: 1, schedule: pingpong, overlap: true}",),
+        ("epilogue: staged",),
+        ("softmax: lazy",),
+        ("softmax: fixed_reference",),
+        ("persistent: true", "order: longest_first"),
+    ]
+    assert first.plan is not None
+    assert first.plan.hopper is not None
+    assert not first.plan.hopper.specialized
+    plans = [rung.plan for rung in ladder.rungs]
+    assert plans[-1] == ladder.of  # the kernel of the spec itself
+    assert len({found.name for found in plans if found}) == len(RUNGS)
+    assert len({(found.tile_m, found.tile_n, found.stages) for found in plans if found}) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "variant: causal, head_dim: 128",
+        "variant: full, head_dim: {qk: 192, v: 128}, dtype: fp16, fast_math: false, allow: [spill]",
+        "variant: full, head_dim: 128, tile: {m: 192, n: 80}, warps: {registers: {producer: 24, consumer: 160}}",
+    ],
+)
+def test_the_printed_entry_builds_the_rung(entry: str) -> None:
+    for rung in ladder_of(entry).rungs:
+        text = "\n    ".join(rung.lines)
+        spec = load_spec_text(f"schema: 1\npackage: mine\nkernels:\n  - {text}\n", "mine.yaml")
+        (kernel,) = expand(spec)
+        assert plan(kernel) == rung.plan, rung.name
+
+
+def test_a_refused_step_is_left_out_of_those_behind_it() -> None:
+    rungs = {rung.name: rung for rung in ladder_of("variant: full, head_dim: 64, warps: {consumer: 1}").rungs}
+    refused = rungs["ping-pong"]
+    assert refused.kernel is None
+    assert "pingpong needs at least 2 consumers" in str(refused.refusal)
+    assert rungs["TMA store"].changed == ("epilogue: staged",)
+    assert "schedule: cooperative" in " ".join(rungs["fixed reference"].lines)
+    first, second, *_ = ladder_of("variant: dilated, head_dim: 64").rungs
+    assert "tiles must be ranges" in str(first.refusal)
+    assert second.changed == second.lines  # there is none before it
+
+
+def test_kernels_that_differ_in_a_rung_share_a_ladder() -> None:
+    found = ladders(prepared(
+        "variant: causal, head_dim: 64", "variant: causal, head_dim: 64, softmax: lazy",
+        "variant: causal, head_dim: 64, tile: {m: 128, n: 128}",
+    ))  # fmt: skip
+    assert [(ladder.of.tile_m, ladder.of.softmax) for ladder in found] == [
+        (192, "fixed_reference"),
+        (128, "fixed_reference"),
+    ]
+
+
+def test_triton_kernels_have_none() -> None:
+    (triton,) = prepare(load_spec_text("schema: 1\narch: sm90a\nkernels: [{variant: full, head_dim: 64}]\n", "a.yaml"))
+    assert reason_against(triton.plan) == "only CUDA kernels have a ladder"
+    assert reason_against(prepared("variant: full, head_dim: 64")[0].plan) is None
+
+
+def test_the_shipped_ladder_is_that_of_its_last_kernel() -> None:
+    shipped = [plan(kernel) for kernel in expand(load_spec(specs_dir() / "ladder.yaml"))]
+    (ladder,) = ladders(prepared("variant: causal, head_dim: 128"))
+    assert [found.name for found in shipped] == [rung.plan.name for rung in ladder.rungs if rung.plan]
+
+
+# --- figures --------------------------------------------------------------------------------------------------
+
+
+def test_ratios_to_the_rung_before_and_to_the_last() -> None:
+    ladder = ladder_of("variant: causal, head_dim: 128")
+    speeds = [400.0, 500.0, None, 600.0, 600.0, 660.0, 726.0, 800.0]
+    results = [
+        Result(rung.name, rung.plan and rung.plan.name, "failed" if speed is None else "measured", tflops=speed)
+        for rung, speed in zip(ladder.rungs, speeds, strict=True)
+    ]
+    row = Row(bench_cases("causal", "bf16", 128, 128)[0], tuple(results))
+    found = steps(ladder, row)
+    assert [step.to_previous for step in found] == [None, 1.25, None, 1.2, 1.0, 1.1, 1.1, pytest.approx(800 / 726)]
+    assert [step.to_last for step in found] == [speed and speed / 800 for speed in speeds]
+    other = ladder_of("variant: causal, head_dim: 128, tile: {m: 192, n: 64}")
+    report = BenchReport("s", "p", (row,), ladders=(ladder, other))
+    assert report.rows_of(ladder) == [row]
+    assert report.rows_of(other) == []
+    nothing = steps(ladder, Row(row.case, tuple(results[:-1])))
+    assert {step.to_last for step in nothing} == {None}
