@@ -254,6 +254,7 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
             {"warps": "{consumer: 1, schedule: pingpong}"},
             r"pingpong needs at least 2 consumers .* allowed: cooperative",
         ),
+        ({"warps": "{producer: 0}", "pack_gqa": "true"}, r"pack_gqa: without a producer .* allowed: false"),
         ({"warps": "{consumer: 4}"}, r"4 consumers are not allowed; allowed: 1, 2, 3"),
         (
             {"warps": "{producer: 0, schedule: pingpong}"},
