@@ -159,6 +159,8 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
         PRODUCT.name: Binding("x", _Q | _KV),
         _KV_FIRST.name: Binding("kv_first", _Q),
         _KEY.name: Binding("key", _KV),
+        "q_start": Binding("q_begin"),
+        "kv_start": Binding("k_begin"),
     }
     return scalar_bindings(plan, CUDA) | heads | rows
 

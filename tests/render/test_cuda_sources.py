@@ -10,6 +10,8 @@ from attngen.lang.printing import canonical
 from attngen.plan import plan
 from attngen.plan.arguments import argument_name
 from attngen.render import render
+from attngen.render.cuda_math import _elements
+from attngen.render.expressions import CUDA, corner_bindings
 from attngen.render.source import headers
 from attngen.resources import root
 from attngen.spec import KernelSpec
@@ -231,6 +233,23 @@ def test_a_name_that_the_kernel_needs_gets_a_suffix(name: str) -> None:
     assert f"{name}_value_ptr" in parameters
     assert f"extent_{name}_value_0" in parameters
     assert len(set(parameters)) == len(parameters)
+
+
+def test_symbols_of_the_analysis_are_no_names_of_a_variant() -> None:
+    """Else a scalar would stand for where a sequence begins, or for the number of its tiles."""
+    found = planned("causal", backend="cuda")
+    for bound in (corner_bindings(found, CUDA), _elements(found, ragged=True)):
+        assert not [name for name in bound if is_legal(name)]
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_packed_positions_are_bound_in_masks(layout: str) -> None:
+    """Intervals of keys are measured from where the sequence begins."""
+    for mask in ("kv_global < 100", "q_global - kv_global >= 5", "kv < 5 and q_global > 3"):
+        declared = f'variants:\n  own:\n    mask: "{mask}"\n'
+        text = render(planned("own", backend="cuda", layout=layout, declared=declared)).text
+        work = text.partition("while (more) {")[2].partition("const auto finish_logits")[0]
+        assert re.search(r"const int (q|k)_begin = work\.\1_begin;", work), mask
 
 
 def test_suffixed_names_differ() -> None:
