@@ -252,6 +252,12 @@ def test_packed_positions_are_bound_in_masks(layout: str) -> None:
         assert re.search(r"const int (q|k)_begin = work\.\1_begin;", work), mask
 
 
+def test_a_bound_that_reads_an_int64_is_declared_once() -> None:
+    declared = 'variants:\n  own:\n    mask: "limits[b] > 3"\n    tensors: {limits: {dtype: int64, shape: [b]}}\n'
+    text = render(planned("own", backend="cuda", declared=declared)).text
+    assert len(re.findall(r"const \w+ visible_hi = ", text)) == 1
+
+
 def test_suffixed_names_differ() -> None:
     declared = (
         'variants:\n  own:\n    mask: "kv < work + work_value"\n'
