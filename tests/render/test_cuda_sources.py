@@ -118,7 +118,8 @@ def test_what_depends_on_the_head_is_computed_for_each_row() -> None:
         'variants:\n  own:\n    mask: "kv < limit[h] and kv <= q_pos - 3 * h"\n'
         '    score: "gain[h] * cap * tanh(s / cap)"\n'
         "    scalars: {cap: {type: fp32, const: 20.0}}\n"
-        "    tensors:\n      limit: {dtype: int32, shape: [h]}\n      gain: {dtype: fp32, shape: [h], range: {min: 0}}\n"
+        "    tensors:\n      limit: {dtype: int32, shape: [h]}\n"
+        "      gain: {dtype: fp32, shape: [h], range: {min: 0}}\n"
     )
     for packed in (True, False):
         text = render(planned("own", backend="cuda", declared=declared, pack_gqa=str(packed).lower())).text
