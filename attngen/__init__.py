@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from attngen.formats import VERSION
 
 if TYPE_CHECKING:
-    from attngen import errors
+    from attngen import errors, integrations
     from attngen.runtime.debug import debug
     from attngen.runtime.discovery import load
     from attngen.runtime.dispatch import attention, attention_varlen, explain, tile_map
 
 __version__ = VERSION
 
-__all__ = ["attention", "attention_varlen", "debug", "errors", "explain", "load", "tile_map"]
+__all__ = ["attention", "attention_varlen", "debug", "errors", "explain", "integrations", "load", "tile_map"]
 
 #: Public name → the module that holds it; None for a submodule of that name.
 _HOMES = {
@@ -27,6 +27,7 @@ _HOMES = {
     "debug": "attngen.runtime.debug",
     "errors": None,
     "explain": "attngen.runtime.dispatch",
+    "integrations": None,
     "load": "attngen.runtime.discovery",
     "tile_map": "attngen.runtime.dispatch",
 }

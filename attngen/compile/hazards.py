@@ -5,16 +5,24 @@ A matrix product must not find its operand overwritten by an earlier turn of its
 two products do: Q, loaded before the loop, and P, made in each turn, got the same registers, as if nothing read Q
 after the first turn. So every Hopper cubin with such products is checked.
 
-A uniform register must not be read before it is written. ptxas 12.8 computed the address of an operand of serialized
-products from a register that nothing had written; 12.9 did not. Cubins with serialized products are checked for it.
+The descriptor of an operand in shared memory must begin with its address. ptxas 12.8 was seen to add a step to it in
+place (``UIADD3 UR42, UP1, UR42, 0x40``), in registers that held something else, where it should have begun with the
+address; 12.9 did not. The upper half shows it: that of an address is 0.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from attngen.compile.inspect import disassemble
-from attngen.compile.machine import Instruction, decode, parse, uniform_uses
+from attngen.compile.machine import Instruction, adds_in_place, decode, instructions, parse
+
+#: A constant added to 64 bits in uniform registers, in place, in two halves that a carry joins.
+_LOWER_SUM = re.compile(r"UIADD3 UR(\d+), (UP\d), UR\1, 0x")
+_UPPER_SUM = re.compile(r"UIADD3\.X UR(\d+), UR\1, -?0x\w+, URZ, (UP\d), ")
+_CLEAR = re.compile(r"UMOV UR(\d+), URZ$")
+_UNIFORM_RESULT = re.compile(r"(?:@!?U?P\w+ )?\w+(?:\.(?!64|WIDE)\w+)*(\.64|\.WIDE)?[\w.]* (?:UP\d, )?UR(\d+),")
 
 
 def overwritten_operands(cubin: bytes) -> list[str]:
@@ -48,22 +56,26 @@ def overwritten(code: Sequence[Instruction]) -> list[str]:
     return list(found)
 
 
-def unwritten_uniform_registers(cubin: bytes) -> list[str]:
-    """Return a line for each instruction of a cubin that reads a uniform register before any has written it."""
-    return unwritten(disassemble(cubin))
+def lost_addresses(cubin: bytes) -> list[str]:
+    """Return a line for each descriptor of a cubin that does not begin with an address; empty for correct code."""
+    return lost(disassemble(cubin)) if adds_in_place(cubin) else []
 
 
-def unwritten(sass: str) -> list[str]:
-    """Return the instructions in a text of nvdisasm that read a uniform register which none before them writes.
-
-    Code is taken in the order in which it stands, which is that in which it first runs, save for waits at its end.
-    """
+def lost(sass: str) -> list[str]:
+    """Return the instructions in a text of nvdisasm that finish a sum in place of which the upper half was not 0."""
     found = []
-    written: set[int] = set()
-    for text, reads, writes in uniform_uses(sass):
-        if unknown := sorted(reads - written):
-            found.append(f"{text} reads {', '.join(f'UR{register}' for register in unknown)}")
-        written |= writes
+    zero: set[int] = set()  # uniform registers that hold 0 for certain
+    begun: dict[int, str] = {}  # sums of which the lower half is done, by the register of the upper
+    for text in instructions(sass):
+        if low := _LOWER_SUM.match(text):
+            begun[int(low[1]) + 1] = low[2]
+        high = _UPPER_SUM.match(text)
+        if high and begun.get(int(high[1])) == high[2] and int(high[1]) not in zero:
+            found.append(text)
+        if cleared := _CLEAR.match(text):
+            zero.add(int(cleared[1]))
+        elif written := _UNIFORM_RESULT.match(text):
+            zero -= {int(written[2]), int(written[2]) + (written[1] is not None)}
     return found
 
 

@@ -20,6 +20,7 @@ _A_REGISTERS = 4
 
 _LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_WHOLE_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;")
 _BRANCH = re.compile(r"`\((\.L_x_\d+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 
@@ -35,6 +36,8 @@ _WIDE = {"128": 4, "64": 2, "WIDE": 2}
 #: the first that it reads.
 _OPERATION, _OPERATION_AND_FORM = 0x1FF, 0xFFF
 _BRA, _HGMMA, _HGMMA_OF_SHARED_MEMORY = 0x147, 0x1F0, 0x9F0
+_UIADD3_CONSTANT = 0x890
+_EXTENDED = 1 << 10  # of the upper word: takes a carry
 _NO_REGISTER = 255
 _INSTRUCTION_BYTES = 16
 
@@ -111,25 +114,11 @@ def parse(sass: str) -> list[Instruction]:
     return code
 
 
-def uniform_uses(sass: str) -> Iterator[tuple[str, frozenset[int], frozenset[int]]]:
-    """Yield the instructions of a text of nvdisasm with the uniform registers that they are seen to read and to write.
-
-    ``gdesc`` names the first of four registers; the upper two hold the descriptor of a product's second operand.
-    """
+def instructions(sass: str) -> Iterator[str]:
+    """Yield the instructions of a text of nvdisasm, as it prints them, with the predicate that guards them."""
     for line in sass.splitlines():
-        if not (instruction := _INSTRUCTION.match(line)):
-            continue
-        name, operands = instruction[1], instruction[2]
-        first, _, others = operands.partition(",")
-        result = re.fullmatch(r"UR(\d+)", first.strip())
-        count = max((_WIDE.get(part, 1) for part in name.split(".")), default=1)
-        writes = _registers(int(result[1]), count) if result and not name.startswith(_NO_RESULT) else _NONE
-        if name.startswith("R2UR") and result:
-            writes = _registers(int(result[1]), 1)
-        named = re.sub(
-            r"gdesc\[UR(\d+)\]", lambda m: f"UR{int(m[1]) + 2} UR{int(m[1]) + 3}", others if writes else operands
-        )
-        yield f"{name} {operands}", frozenset(map(int, re.findall(r"\bUR(\d+)\b", named))), writes
+        if found := _WHOLE_INSTRUCTION.match(line):
+            yield " ".join(found[1].split())
 
 
 def _first_operand(operands: str) -> frozenset[int]:
@@ -161,11 +150,30 @@ def decode(cubin: bytes) -> list[Instruction]:
     What it says of products and branches is exact; ``writes`` may hold more registers than are written, never fewer.
     Raises CompileError for what is no cubin.
     """
+    return [_decode(place, low, high) for place, (low, high) in enumerate(_words(cubin))]
+
+
+def adds_in_place(cubin: bytes) -> bool:
+    """Whether a cubin adds a constant to 64 bits in uniform registers in place: both halves, joined by a carry."""
+    begun: dict[int, int] = {}
+    for low, high in _words(cubin):
+        result, operand = low >> 16 & 0xFF, low >> 24 & 0xFF
+        if low & _OPERATION_AND_FORM != _UIADD3_CONSTANT or result != operand:
+            continue
+        if not high & _EXTENDED:
+            begun[result + 1] = high >> 17 & 7  # the predicate that takes the carry
+        elif begun.get(result) == high >> 23 & 7:
+            return True
+    return False
+
+
+def _words(cubin: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the two words of each instruction of a cubin; CompileError for what is no cubin."""
     try:
         code = b"".join(data for name, data in sections(cubin) if name.startswith(b".text."))
     except (struct.error, ValueError) as error:
         raise CompileError(f"the cubin is no ELF file: {error}") from error
-    return [_decode(place, low, high) for place, (low, high) in enumerate(struct.iter_unpack("<QQ", code))]
+    yield from struct.iter_unpack("<QQ", code)
 
 
 def sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -19,7 +19,7 @@ from attngen.arch import Arch
 from attngen.compile.artifact import Artifact
 from attngen.compile.drivers import min_driver
 from attngen.compile.environment import scrubbed
-from attngen.compile.hazards import overwritten_operands, unwritten_uniform_registers
+from attngen.compile.hazards import lost_addresses, overwritten_operands
 from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, resources_of_log
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
@@ -292,8 +292,8 @@ def _check_hopper(plan: Plan, kernel: CompiledFunction) -> None:
     resources = kernel.registers_and_spills
     if "wgmma" in kernel.ptx and (overwritten := overwritten_operands(kernel.cubin)):
         raise CompileError(f"{plan.name}: {WRONG_CODE}: {overwritten[0]}")
-    if resources.serialized_wgmma and (unwritten := unwritten_uniform_registers(kernel.cubin)):
-        raise CompileError(f"{plan.name}: {WRONG_CODE}: {unwritten[0]}")
+    if "wgmma" in kernel.ptx and (lost := lost_addresses(kernel.cubin)):
+        raise CompileError(f"{plan.name}: {WRONG_CODE}: {lost[0]}")
     if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
         raise CompileError(
             f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile, more "

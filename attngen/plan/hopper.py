@@ -43,14 +43,15 @@ class _Choice:
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, which three consumers hide better than two;
-#: a "listed" mask loads a value for each key. Measured on an H200 where docs/performance.md says so; the rest follows
-#: from budgets.
+#: a "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much.
+#: Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
 _TABLE = (
     _Choice("light", 64, 3, 128, "pingpong"),
     _Choice("gather", 128, 2, 64, "pingpong"),
     _Choice("gather", 256, 2, 32, "pingpong"),
     _Choice("score", 128, 3, 64, "pingpong"),
     _Choice("listed", 128, 3, 64, "pingpong"),
+    _Choice("window", 128, 3, 64, "pingpong"),
     _Choice("any", 128, 2, 128, "pingpong"),
     _Choice("any", 192, 2, 96, "pingpong"),
     _Choice("any", 256, 2, 64, "pingpong"),
@@ -127,6 +128,8 @@ def _families(spec: KernelSpec) -> frozenset[str]:
     found = {"any"}
     if is_light(spec.variant) and spec.layout == "dense":
         found.add("light")
+        if any(interval.lo is not None for interval in bands(spec.variant.mask, Facts.of(spec.variant)).visible):
+            found.add("window")
     if gathers(spec.variant):
         found.add("gather")
     if spec.variant.score is not None:

@@ -1,6 +1,8 @@
 """The checks of machine code for what ptxas compiled wrongly."""
 
-from attngen.compile.hazards import overwritten, unwritten
+import pytest
+
+from attngen.compile.hazards import lost, overwritten
 from attngen.compile.machine import parse
 
 _LOOP = """
@@ -37,28 +39,26 @@ def test_an_operand_in_shared_memory_reads_no_registers() -> None:
     assert overwritten(parse(code)) == []
 
 
-_ADDRESSES = """
-        /*0100*/                   ULDC.64 UR4, c[0x0][0x208] ;
-        /*0110*/                   UMOV UR8, 0x400 ;
-        /*0120*/                   UIADD3 UR30, UP1, {base}, 0x20, URZ ;
-        /*0130*/                   UIADD3.X UR31, UR5, -0x3ffffff0, URZ, UP1, !UPT ;
-        /*0140*/                   R2UR UR42, R3 ;
-        /*0150*/                   UMOV UR43, 0xc0000010 ;
-        /*0160*/                   HGMMA.64x16x16.F32 R56, R24, gdesc[{product}].tnspB, R56, gsb0 ;
-        /*0170*/                   EXIT ;
+_ADDRESS = """
+        /*0100*/                   USHF.R.U32.HI UR10, URZ, 0x4, UR40 ;
+        /*0110*/                   USGXT.U32 UR42, UR10, 0xe ;
+        /*0120*/                   {upper} ;
+        /*0130*/                   UIADD3 UR42, UP1, UR42, 0x40, URZ ;
+        /*0140*/                   IMAD.MOV.U32 R22, RZ, RZ, R80 ;
+        /*0150*/                   UIADD3.X UR43, UR43, -0x7fffffe0, URZ, UP1, !UPT ;
+        /*0160*/                   UIADD3 UR46, UP2, UR42, 0x40, URZ ;
+        /*0170*/                   UIADD3.X UR47, UR43, URZ, URZ, UP2, !UPT ;
+        /*0180*/                   EXIT ;
 """
 
 
-def test_a_uniform_register_that_nothing_wrote_is_found() -> None:
-    (found,) = unwritten(_ADDRESSES.format(base="UR30", product="UR40"))
-    assert found == "UIADD3 UR30, UP1, UR30, 0x20, URZ reads UR30"
+@pytest.mark.parametrize(
+    "upper",
+    ["UMOV UR43, UR35", "UMOV UR47, URZ", "@UP1 UMOV UR43, URZ", "R2UR UR43, R7", "ULDC.64 UR42, c[0x0][0x208]"],
+)
+def test_a_step_added_to_no_address_is_found(upper: str) -> None:
+    assert lost(_ADDRESS.format(upper=upper)) == ["UIADD3.X UR43, UR43, -0x7fffffe0, URZ, UP1, !UPT"]
 
 
-def test_a_descriptor_that_nothing_wrote_is_found() -> None:
-    (found,) = unwritten(_ADDRESSES.format(base="UR8", product="UR20"))
-    assert found.endswith("reads UR22, UR23")
-
-
-def test_uniform_registers_that_were_written_are_right() -> None:
-    assert unwritten(_ADDRESSES.format(base="UR8", product="UR28")) == []
-    assert unwritten(_ADDRESSES.format(base="UR5", product="UR40")) == []
+def test_a_step_added_to_an_address_is_right() -> None:
+    assert lost(_ADDRESS.format(upper="UMOV UR43, URZ")) == []

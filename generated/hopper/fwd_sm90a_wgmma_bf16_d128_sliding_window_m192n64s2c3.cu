@@ -1,9 +1,9 @@
-// fwd_sm90a_wgmma_bf16_d128_sliding_window_m128n128s2c2
+// fwd_sm90a_wgmma_bf16_d128_sliding_window_m192n64s2c3
 //
 // Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
 // Rendered from templates/cuda/forward.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each multiplies 64 query rows by the keys and values that they see, right to left, and
 // keeps their logits, probabilities and outputs in registers.
 #include "barrier.cuh"
@@ -15,15 +15,15 @@
 
 using Element = bf16;
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
-constexpr int kBlockN = 128;  // keys of one step
+constexpr int kBlockM = 192;  // query rows of a tile of work
+constexpr int kBlockN = 64;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kStages = 2;  // K and V tiles in flight
 constexpr int kQStages = 2;  // Q tiles in flight
-constexpr int kConsumers = 2;  // warpgroups that multiply
-constexpr int kThreads = 384;
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kConsumers = 3;  // warpgroups that multiply
+constexpr int kThreads = 512;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
 constexpr int kBoxBytes = 2 * kBoxColumns;
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
@@ -32,21 +32,21 @@ constexpr float kRedoAbove = 0x1p40f;  // sum of a lane's probabilities that ask
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 65536 B: Q
-constexpr uint32_t kK = kShared + 65536;  // 65536 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 131072;  // 65536 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 196608;  // 32768 B: O on its way out
-constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 230016;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 230032;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 230048;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 230064;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 230080;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 230096;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 230112;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 230128;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 230144;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 230152;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 98304 B: Q
+constexpr uint32_t kK = kShared + 98304;  // 32768 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 131072;  // 32768 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 163840;  // 49152 B: O on its way out
+constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 213632;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 213648;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 213664;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 213680;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 213696;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 213712;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 213728;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 213744;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 213760;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 213768;  // 8 B: which tile is in each stage of K
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
@@ -82,7 +82,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_sliding_window_m128n128s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_sliding_window_m192n64s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
@@ -199,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
+        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         slot ^= 1;
         work_phase ^= slot == 0;
         if (__any_sync(~0u, tiles < 0)) break;
@@ -218,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
           wait(kKEmpty + 8 * stage, phase ^ 1);
           if (lane == 0) {
@@ -245,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit);
+          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
+          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
         }
         load_v();
       }
@@ -326,17 +328,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         k_phase ^= 1;
       }
     };
-    const auto wait_v = [&] { wait(kVFull + 8 * v_stage, v_phase); };
+    int held_stage = 0, held_for = 0;  // of V: the tile whose product is still to come, and how many were skipped since
+    uint32_t held_phase = 0;
+    const auto wait_v = [&] { wait(kVFull + 8 * held_stage, held_phase); };
     const auto release_v = [&] {
-      if (leader) arrive(kVEmpty + 8 * v_stage);
+      if (leader) arrive(kVEmpty + 8 * held_stage);
+    };
+    const auto advance_v = [&] {
       if (++v_stage == kStages) {
         v_stage = 0;
         v_phase ^= 1;
       }
     };
+    // Keeps the tile of V that belongs to these logits until its product.
+    const auto hold_v = [&] {
+      held_stage = v_stage;
+      held_phase = v_phase;
+      held_for = 0;
+      advance_v();
+    };
+    const auto skip_v = [&] {
+      // Only the warp that releases it waits: another one might come when the phase is long over, and wait for the next.
+      if (warp % 4 == 0) wait(kVFull + 8 * v_stage, v_phase);
+      if (leader) arrive(kVEmpty + 8 * v_stage);
+      advance_v();
+    };
+    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       wait(kKFull + 8 * k_stage, k_phase);
       tile_info = shared_at<int>(kTileInfo + 4 * k_stage);
+      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
+    };
+    // Where no product keeps the warps of a consumer together, one of them must not run ahead of what others still read.
+    const auto give_up_turn = [&] {  // every consumer has one turn for each tile
+      take_turn();
+      pass_turn();
     };
     const auto next_work = [&] {
       wait(kWorkFull + 8 * slot, work_phase);
@@ -351,19 +377,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     Place work = next_work();
     bool more = __any_sync(~0u, work.tiles > 0);
     left = work.tiles;
-    const auto wait_operands = [&] {
+    // The first tile: none of these rows may see it, as long as there is another.
+    const auto first_is_blind = [&] {
       wait(kQFull + 8 * q_stage, q_phase);
-      wait_k();
+      return wait_k() && __any_sync(~0u, left > 1);
     };
-    const auto start = [&] {
-      wait_operands();
+    // Passes over the tiles that these rows do not see, and multiplies the first that they do.
+    const auto start = [&](bool blind, bool turn_is_spent) {
+      while (blind) {
+        if (!turn_is_spent) give_up_turn();
+        turn_is_spent = false;
+        release_k();
+        skip_v();
+        --left;
+        blind = wait_k() && __any_sync(~0u, left > 1);
+      }
       take_turn();
       issue_qk(k_stage, q_stage);
       pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start();
+    if (more) start(first_is_blind(), false);
     while (more) {
       const int seqlen_k = work.seqlen_k;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
@@ -394,6 +429,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The first tile.
       release_k();
+      hold_v();
       finish_logits();
       find_maximum(s, scale_log2e, maximum);
       raise_reference(maximum, reference, alpha);
@@ -401,11 +437,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The others: the product of the last probabilities with V runs behind that of Q with the next K.
       while (__any_sync(~0u, --left > 0)) {
-        wait_k();
+        // What these rows do not see they skip, as long as there is room beside the tile of V that they hold.
+        if (wait_k() && __any_sync(~0u, held_for < kStages - 1)) {
+          give_up_turn();
+          release_k();
+          skip_v();
+          ++held_for;
+          continue;
+        }
         take_turn();
         issue_qk(k_stage, q_stage);
         wait_v();
-        issue_pv(v_stage);
+        issue_pv(held_stage);
         pass_turn();
         wait_products<1>();
         settle(s);
@@ -432,6 +475,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
+        hold_v();
       }
 
       if (leader) arrive(kQEmpty + 8 * q_stage);
@@ -483,15 +527,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      if (more) wait_operands();
+      const bool blind = more && first_is_blind();
       wait_v();
       take_turn();
-      issue_pv(v_stage);
-      issue_qk(k_stage, q_stage);
-      pass_turn();
-      free_out();
-      wait_products<1>();
-      write_out();
+      if (blind) {
+        issue_pv(held_stage);
+        pass_turn();
+        free_out();
+        wait_products<0>();
+        write_out();
+        start(true, true);
+      } else {
+        issue_pv(held_stage);
+        issue_qk(k_stage, q_stage);
+        pass_turn();
+        free_out();
+        wait_products<1>();
+        write_out();
+      }
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

@@ -1,0 +1,205 @@
+"""Which variant serves a call that came in another library's form: the first of several that a built kernel takes.
+
+A special variant (``causal``) stands before the general one that includes it (``window``, with run-time sides), so that
+a user's own build of the presets is enough where it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen import resources
+from attngen.errors import NoKernelError
+from attngen.integrations.catalogue import variant
+from attngen.runtime import dispatch
+from attngen.runtime import driver as drivers
+from attngen.runtime.arguments import ATTENTION_DTYPES
+from attngen.runtime.cache import LruCache
+from attngen.runtime.module import Kernel
+from attngen.runtime.registry import registry
+
+#: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of a packed call.
+Packing = tuple[Tensor, Tensor, int, int]
+
+#: No limit on a side of a window, as the variants with sides write it.
+NO_LIMIT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A variant that computes what a call asks for, and the variant's own arguments.
+
+    ``late`` returns further arguments: tensors that are made only if the candidate's turn comes.
+    """
+
+    variant: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    late: Callable[[], Mapping[str, Any]] | None = None
+
+    def own(self) -> Mapping[str, Any]:
+        """Return all arguments of the variant."""
+        return self.arguments if self.late is None else {**self.arguments, **self.late()}
+
+
+#: Which candidate served the last call of a kind, by what a kernel is built for. A hint: the others are still tried.
+_LAST: LruCache[int] = LruCache(512)
+
+
+def attend(
+    candidates: Sequence[Candidate],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: str,
+    packing: Packing | None = None,
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``.
+
+    Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
+    on the reference, built or not. Raises NoKernelError, which names the shipped ``spec`` that builds the candidates.
+    """
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend
+    }  # fmt: skip
+    if torch.compiler.is_compiling():
+        names = tuple(candidate.variant for candidate in candidates)
+        layout = "dense" if packing is None else "varlen"
+        dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
+        place, name = _built_at_trace(names, dtype, q.shape[-1], v.shape[-1], layout, device, spec)
+        return _call(name, candidates[place].own(), q, k, v, packing, options)
+    if not on_gpu(q) or backend == "reference":
+        first = candidates[0]
+        return _call(variant(first.variant), first.own(), q, k, v, packing, options)
+    kind = _kind(candidates, q, v, packing)
+    last = _LAST.get(kind) or 0
+    order = range(len(candidates)) if not last else (last, *(i for i in range(len(candidates)) if i != last))
+    error: NoKernelError | None = None
+    for place in order:
+        chosen = candidates[place]
+        try:
+            found = _call(variant(chosen.variant), chosen.own(), q, k, v, packing, options)
+        except NoKernelError as refused:
+            error = refused
+            continue
+        if place != last:
+            _LAST.put(kind, place)
+        return found
+    raise _none_takes(candidates, spec, error)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether kernels, not the reference, compute on this tensor."""
+    return tensor.is_cuda
+
+
+def _call(
+    chosen: Any,
+    arguments: Mapping[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing | None,
+    options: Mapping[str, Any],
+) -> Any:
+    if packing is None:
+        return dispatch.attention(q, k, v, variant=chosen, **options, **arguments)
+    starts_q, starts_k, longest_q, longest_k = packing
+    return dispatch.attention_varlen(
+        q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **arguments
+    )
+
+
+def _kind(candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None) -> tuple[Any, ...]:
+    names = tuple(candidate.variant for candidate in candidates)
+    return (names, q.dtype, q.shape[-1], v.shape[-1], packing is None, q.device.index, registry.generation)
+
+
+def _none_takes(candidates: Sequence[Candidate], spec: str, error: NoKernelError | None) -> NoKernelError:
+    tried = ", ".join(candidate.variant for candidate in candidates)
+    lines = [f"no built kernel takes this call; variants that would serve it: {tried}"]
+    if error is not None:
+        lines.append(str(error))
+    lines.append(f"'attngen build {shipped(spec)}' builds the shipped kernels of these variants")
+    return NoKernelError("\n".join(lines))
+
+
+def shipped(spec: str) -> str:
+    """Return where the spec of an integration is, for messages."""
+    return str(resources.specs_dir() / "integrations" / f"{spec}.yaml")
+
+
+def kernels_of(
+    name: str, *, direction: str, dtype: str, head_dim_qk: int, head_dim_v: int, layout: str
+) -> list[tuple[str, Kernel]]:
+    """Return the kernels that compute exactly this variant at these dimensions, each with its package's name."""
+    wanted = variant(name)
+    found = []
+    for _, package in registry.packages():
+        if name not in package.sources:
+            continue
+        found += [
+            (package.name, kernel)
+            for kernel in package.kernels(name)
+            if (kernel.direction, kernel.dtype, kernel.layout) == (direction, dtype, layout)
+            and (kernel.head_dim_qk, kernel.head_dim_v) == (head_dim_qk, head_dim_v)
+            and kernel.variant == wanted
+        ]
+    return found
+
+
+def has_backward(name: str, q: Tensor, v: Tensor) -> bool:
+    """Whether this device has a kernel for the gradients of a dense call; q and v are (…, head_dim)."""
+    registry.refresh_if_built()
+    key = (name, q.dtype, q.shape[-1], v.shape[-1], q.device.index, registry.generation)
+    known = _BACKWARD.get(key)
+    if known is None:
+        capability = drivers.current().capability(q.device.index or 0)
+        found = kernels_of(
+            name, direction="backward", dtype=ATTENTION_DTYPES[q.dtype], head_dim_qk=q.shape[-1],
+            head_dim_v=v.shape[-1], layout="dense",
+        )  # fmt: skip
+        known = any(kernel.arch.runs_on(capability) for _, kernel in found)
+        _BACKWARD.put(key, known)
+    return known
+
+
+_BACKWARD: LruCache[bool] = LruCache(512)
+
+
+@torch.compiler.assume_constant_result
+def _built_at_trace(
+    names: tuple[str, ...], dtype: str, head_dim_qk: int, head_dim_v: int, layout: str, device: str, spec: str
+) -> tuple[int, str]:
+    """Return the place of the candidate that a trace calls, and its full name. Runs on plain values.
+
+    On the CPU the variant alone has to be known, since the reference takes all dimensions.
+    """
+    for place, name in enumerate(names):
+        if device == "cuda":
+            found = [
+                package
+                for package, _ in kernels_of(
+                    name, direction="forward", dtype=dtype, head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,
+                    layout=layout,
+                )
+            ]  # fmt: skip
+        else:
+            wanted = variant(name)
+            found = [
+                package.name
+                for _, package in registry.packages()
+                if any(kernel.variant == wanted for kernel in package.kernels(name))
+            ]
+        if found:
+            return place, f"{found[0]}/{name}"
+    raise _none_takes([Candidate(name) for name in names], spec, None)

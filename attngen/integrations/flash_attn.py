@@ -1,0 +1,314 @@
+"""flash-attn's functions, argument for argument, on attngen's kernels: replace one import.
+
+The forms are those of flash-attn 2.8 (https://github.com/Dao-AILab/flash-attention, ``flash_attn_interface.py``).
+q is (batch, seqlen_q, heads, head_dim), k and v are (batch, seqlen_k, kv_heads, head_dim); packed calls take
+(total, heads, head_dim) and ``cu_seqlens``. ``causal`` and ``window_size`` are aligned at the last query and the last
+key, as in flash-attn from 2.1 on. What no kernel computes is refused with NoKernelError, which says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend
+from attngen.lang.ir import MAX_SEQLEN
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+SPEC = "flash_attn"
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Return attention of q (b, sq, h, d) over k and v (b, sk, hk, d); h is a multiple of hk.
+
+    ``window_size`` is (left, right) in keys, −1 for no limit; ``softcap`` 0 means none; ``alibi_slopes`` is (h,) or
+    (b, h) in float32. With ``return_attn_probs`` the result is (out, lse, empty): lse (b, h, sq) is float32, natural,
+    −inf for a query that sees no key; probabilities are never formed. ``deterministic`` changes nothing: the same
+    inputs always give the same bits. Raises NoKernelError for what no kernel computes, dropout above all, and
+    CallError for arguments that disagree.
+    """
+    del deterministic
+    q, k, v = (_steppable(tensor) for tensor in (q, k, v))
+    candidates = _candidates(q, dropout_p, causal, window_size, softcap, alibi_slopes, q.shape[0])
+    found = attend(candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs)
+    return _results(q, found, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As ``flash_attn_func``, with k and v in one tensor (b, sk, 2, hk, d), of which nothing is copied."""
+    k, v = _unpack("kv", kv, 5, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As ``flash_attn_func``, with q, k and v in one tensor (b, s, 3, h, d), of which nothing is copied."""
+    q, k, v = _unpack("qkv", qkv, 5, 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """As ``flash_attn_func``, for sequences packed one after the other: q (total_q, h, d), k and v (total_k, hk, d).
+
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32, (batch + 1,). The log-sum-exp is (h, total_q). A ``block_table``
+    is refused.
+    """
+    del deterministic
+    if block_table is not None:
+        raise _refused("block_table", "no kernel reads keys through a table of pages; gather them first")
+    q, k, v = (_steppable(tensor) for tensor in (q, k, v))
+    packing: Packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    batch = cu_seqlens_q.shape[0] - 1
+    candidates = _candidates(q, dropout_p, causal, window_size, softcap, alibi_slopes, batch)
+    found = attend(
+        candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs
+    )
+    return _results(q, found, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As ``flash_attn_varlen_func``, with k and v in one tensor (total_k, 2, hk, d)."""
+    k, v = _unpack("kv", kv, 4, 2)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As ``flash_attn_varlen_func``, with q, k and v in one tensor (total, 3, h, d)."""
+    q, k, v = _unpack("qkv", qkv, 4, 3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Return attention of q (b, sq, h, d) over a cache (b, capacity, hk, d) of which ``cache_seqlens`` keys count.
+
+    New k and v (b, new, hk, d) are first written into the cache in place, behind the ``cache_seqlens`` (an int, or
+    int32 (b,)) that it holds. ``num_splits`` changes nothing. Rotary embeddings, pages (``block_table``),
+    ``cache_batch_idx`` and ``cache_leftpad`` are refused. With ``return_softmax_lse`` the result is (out, lse).
+    """
+    del rotary_interleaved, num_splits
+    if rotary_cos is not None or rotary_sin is not None:
+        raise _refused("rotary_cos", "no kernel rotates q and k; rotate them before the call")
+    if block_table is not None:
+        raise _refused("block_table", "no kernel reads keys through a table of pages")
+    if cache_batch_idx is not None:
+        raise _refused("cache_batch_idx", "no kernel reads the cache through an index; pass a cache in q's order")
+    if cache_leftpad is not None:
+        raise _refused("cache_leftpad", "no variant of this integration skips the first keys of a cache")
+    if (k is None) != (v is None):
+        raise CallError("k and v are given together or not at all")
+    if k is not None and cache_seqlens is None:
+        raise CallError("new keys need cache_seqlens, which says where they go")
+    used = None
+    if cache_seqlens is not None:
+        used = _lengths(cache_seqlens, q)
+    if k is not None and v is not None and used is not None:
+        used = _append(k_cache, v_cache, k, v, used)
+    candidates = _candidates(q, 0.0, causal, window_size, softcap, alibi_slopes, q.shape[0])
+    return attend(
+        candidates, q, k_cache, v_cache, spec=SPEC, softmax_scale=softmax_scale, seqused_k=used,
+        return_lse=return_softmax_lse,
+    )  # fmt: skip
+
+
+def _steppable(tensor: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is contiguous, a copy only if need be, as flash-attn does."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _lengths(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens.to(torch.int32).contiguous()
+    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, used: Tensor) -> Tensor:
+    """Write new keys and values behind the used ones, and return how many are used then."""
+    batch, new = k.shape[:2]
+    rows = torch.arange(batch, device=k.device)[:, None]
+    places = used[:, None].long() + torch.arange(new, device=k.device)
+    k_cache[rows, places] = k
+    v_cache[rows, places] = v
+    return used + new
+
+
+def _candidates(
+    q: Tensor,
+    dropout_p: float,
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    batch: int,
+) -> list[Candidate]:
+    """Return the variants that compute what the arguments ask for, the most special one first."""
+    if dropout_p:
+        raise _refused("dropout_p", "no kernel has dropout; pass 0.0")
+    if len(window_size) != 2:
+        raise CallError(f"window_size must be (left, right), got {window_size!r}")
+    left, right = (int(side) if 0 <= side < MAX_SEQLEN else NO_LIMIT for side in window_size)
+    if causal:
+        right = 0
+    if softcap < 0:
+        raise CallError(f"softcap must not be negative, got {softcap}")
+    sides = {"left": left, "right": right}
+    if alibi_slopes is not None:
+        slope = _slopes(alibi_slopes, batch, q.shape[-2])
+        if softcap:
+            return [Candidate("window_softcap_alibi", {**sides, "cap": softcap, "slope": slope})]
+        general = Candidate("window_alibi", {**sides, "slope": slope})
+        plain = alibi_slopes.dim() == 1 and (left, right) == (NO_LIMIT, 0)
+        return [Candidate("alibi", {"slope": alibi_slopes}), general] if plain else [general]
+    capped, suffix = ({"cap": softcap}, "_softcap") if softcap else ({}, "")
+    general = Candidate(f"window{suffix}", {**sides, **capped})
+    if (left, right) == (NO_LIMIT, 0):
+        return [Candidate("softcap" if softcap else "causal", capped), general]
+    if right == 0:
+        return [Candidate("softcap_window" if softcap else "sliding_window", {"window": left + 1, **capped}), general]
+    if (left, right) == (NO_LIMIT, NO_LIMIT) and not softcap:
+        return [Candidate("full"), general]
+    return [general]
+
+
+def _slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
+    """Return ALiBi slopes as (batch, heads), without copying them."""
+    if slopes.dtype != torch.float32 or slopes.shape not in ((heads,), (batch, heads)):
+        raise CallError(
+            f"alibi_slopes must be float32 of shape ({heads},) or ({batch}, {heads}), got {slopes.dtype} of shape "
+            f"{tuple(slopes.shape)}"
+        )
+    return slopes.expand(batch, heads)
+
+
+def _unpack(name: str, tensor: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
+    if tensor.dim() != rank or tensor.shape[-3] != parts:
+        form = f"({'batch, seqlen' if rank == 5 else 'total'}, {parts}, heads, head_dim)"
+        raise CallError(f"{name} must have shape {form}, got {tuple(tensor.shape)}")
+    return tensor.unbind(-3)
+
+
+def _results(q: Tensor, found: Any, with_lse: bool) -> Any:
+    """Return out, or (out, lse, probabilities): flash-attn leaves the last empty where there is no dropout."""
+    return (*found, q.new_empty(0)) if with_lse else found
+
+
+def _refused(argument: str, reason: str) -> NoKernelError:
+    return NoKernelError(f"{argument} is not served: {reason}")

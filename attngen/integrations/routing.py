@@ -1,0 +1,353 @@
+"""Routing torch's ``scaled_dot_product_attention`` to attngen, with torch's own semantics, where a kernel fits.
+
+    with attngen.integrations.sdpa() as routed:
+        model(x)
+    print(routed.report())
+
+Inside the block the name ``torch.nn.functional.scaled_dot_product_attention`` stands for a function that decides call
+by call. It routes only in the thread that entered the block, and in the threads that run a backward pass meanwhile,
+since they recompute checkpointed forwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.integrations import choice
+from attngen.integrations.choice import Candidate, attend, has_backward
+from attngen.runtime.arguments import FLOAT32_MAX
+from attngen.runtime.cache import LruCache
+from attngen.runtime.registry import registry
+
+SPEC = "sdpa"
+
+#: Calls that ``explain=True`` keeps; older ones are dropped.
+KEPT_CALLS = 10_000
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_BIAS = {
+    torch.bfloat16: "bias_bf16",
+    torch.float16: "bias_fp16",
+    torch.float32: "bias_fp32",
+    torch.float64: "bias_fp32",  # which the reference takes for float64 inputs
+}
+
+#: What was decided for calls of one form: all that a decision depends on → why torch serves them, or nothing.
+_VERDICTS: LruCache[str] = LruCache(2048)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedCall:
+    """One call inside the block: its shapes, and the variant that served it or the reason why torch did."""
+
+    shapes: str
+    variant: str | None
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"{self.shapes}: {self.variant}" if self.variant else f"{self.shapes}: torch, since {self.reason}"
+
+
+class Routing:
+    """What happened inside one ``sdpa`` block. Counts are exact if one thread at a time uses it."""
+
+    def __init__(self, backend: str | None, explain: bool) -> None:
+        self.backend = backend
+        self.variants: Counter[str] = Counter()  # of the calls that attngen served
+        self.reasons: Counter[str] = Counter()  # of the calls that torch served
+        self.calls: deque[RoutedCall] | None = deque(maxlen=KEPT_CALLS) if explain else None
+
+    @property
+    def routed(self) -> int:
+        """How many calls ran on attngen."""
+        return self.variants.total()
+
+    @property
+    def fell_back(self) -> int:
+        """How many calls ran on torch."""
+        return self.reasons.total()
+
+    def report(self) -> str:
+        """Say how many calls each variant served, and why the others fell back; with ``explain``, each call too."""
+        served = ", ".join(f"{name} {count}" for name, count in self.variants.most_common())
+        lines = [f"{self.routed} calls on attngen" + (f": {served}" if served else "")]
+        lines.append(f"{self.fell_back} calls on torch" + (":" if self.reasons else ""))
+        lines += [f"  {count} since {_indented(reason)}" for reason, count in self.reasons.most_common()]
+        lines += [f"{number}. {_indented(str(call))}" for number, call in enumerate(self.calls or (), 1)]
+        return "\n".join(lines)
+
+    def __call__(self, original: Callable[..., Tensor], query: Any, key: Any, value: Any, *options: Any) -> Tensor:
+        """Serve one call. ``options``: attn_mask, dropout_p, is_causal, scale, enable_gqa."""
+        attn_mask, dropout_p, is_causal, scale, enable_gqa = options
+        found = self._attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        name, result = found if isinstance(found, tuple) else (None, found)
+        if name is None:
+            self.reasons[result] += 1
+        else:
+            self.variants[name] += 1
+        if self.calls is not None:
+            self.calls.append(RoutedCall(_shapes(query, key, value, attn_mask), name, None if name else result))
+        if name is not None:
+            return result
+        return original(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
+
+    def _attend(
+        self, q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+    ) -> tuple[str, Tensor] | str:
+        """Return the variant and its result, or the reason why torch has to serve the call."""
+        reason = _unusual(q, k, v, mask)
+        if reason is not None:
+            return reason
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v, mask = (_autocast(tensor) for tensor in (q, k, v, mask))
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        facts = (
+            self.backend, dropout_p, is_causal, scale, enable_gqa, learns, registry.generation,
+            q.dtype, q.shape, q.stride(), q.device, q.data_ptr() & 15,
+            k.dtype, k.shape, k.stride(), k.device, k.data_ptr() & 15,
+            v.dtype, v.shape, v.stride(), v.device, v.data_ptr() & 15,
+            None if mask is None else (
+                mask.dtype, mask.shape, mask.stride(), mask.device, mask.data_ptr() & 15, mask.requires_grad,
+                torch.is_grad_enabled(),
+            ),
+        )  # fmt: skip
+        verdict = _VERDICTS.get(facts)
+        if verdict and registry.refresh_if_built():
+            verdict = None  # what was built since may take the call
+        if verdict is None:
+            verdict = self._verdict(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, learns) or ""
+            _VERDICTS.put(facts, verdict)
+        if verdict:
+            return verdict
+        three = q.dim() == 3  # batch × heads, or one head: (N, L, E)
+        if three:
+            q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+        candidate = _candidate(q, k, mask, is_causal, three)
+        assert isinstance(candidate, Candidate)
+        try:
+            out = attend(
+                (candidate,), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec=SPEC, softmax_scale=scale,
+                backend=self.backend,
+            )  # fmt: skip
+        except CallError as error:  # among them NoKernelError
+            _VERDICTS.put(facts, str(error))
+            return str(error)
+        out = out.transpose(1, 2)
+        return candidate.variant, out.squeeze(1) if three else out
+
+    def _verdict(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: Any, is_causal: Any, scale: Any,
+        enable_gqa: Any, learns: bool,
+    ) -> str | None:  # fmt: skip
+        """Return why torch has to serve calls of this form, or None if a kernel may."""
+        if not choice.on_gpu(q) and self.backend != "reference":
+            return f"q is on {q.device.type}, and kernels run on GPUs"
+        reason = _disagreement(q, k, v, mask, enable_gqa) or _option(dropout_p, is_causal, mask, scale)
+        if reason is not None:
+            return reason
+        three = q.dim() == 3
+        parts = [tensor.unsqueeze(1) if three else tensor for tensor in (q, k, v)]
+        candidate = _candidate(parts[0], parts[1], mask, is_causal, three)
+        if isinstance(candidate, str):
+            return candidate
+        if self.backend != "reference":
+            if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+                return "the mask asks for a gradient"
+            if learns and not has_backward(candidate.variant, q, v):
+                return f"no backward kernel of {candidate.variant} is built, and a gradient may be asked for"
+        return None
+
+
+def _unusual(*tensors: Any) -> str | None:
+    """Return why these cannot be handed to a kernel at all, or None."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN:
+            return f"there is a {type(tensor).__name__} among the tensors"
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            return "there is a nested or sparse tensor"
+        if tensor.is_meta:
+            return "there is a tensor without data"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func is active"
+    return "torch.jit.trace is active" if torch._C._is_tracing() else None
+
+
+def _autocast(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor as autocast passes it on: torch lists this function among those that run in lower precision."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def _disagreement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str | None:
+    """Return what of shapes, dtypes and devices only torch can judge, or None."""
+    if not q.dim() == k.dim() == v.dim() or q.dim() not in (3, 4):
+        return f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; 4, or 3, can be routed"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}"
+    if any(tensor.device != q.device for tensor in (k, v, mask) if tensor is not None):
+        return "the tensors are on several devices"
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
+        return "the shapes of q, k and v disagree, or broadcast"
+    if q.dim() == 4:
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if kv_heads != v.shape[1]:
+            return "k and v have different numbers of heads"
+        if heads != kv_heads and not (enable_gqa and kv_heads and heads % kv_heads == 0):
+            return f"q has {heads} heads, k and v have {kv_heads}" + ("" if enable_gqa else ", without enable_gqa")
+    if any(tensor.shape[-1] > 1 and tensor.stride(-1) != 1 for tensor in (q, k, v)):
+        return "the last dimension of q, k or v is not contiguous"
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype, torch.float32):
+        return f"the mask is {mask.dtype}"
+    return None
+
+
+def _option(dropout_p: float, is_causal: bool, mask: Tensor | None, scale: float | None) -> str | None:
+    if dropout_p:
+        return f"dropout_p is {dropout_p}, and no kernel has dropout"
+    if is_causal and mask is not None:
+        return "there is a mask beside is_causal"
+    if scale is not None and not (isinstance(scale, int | float) and 0 < scale <= FLOAT32_MAX):
+        return f"scale is {scale}, and kernels take what is larger than 0"
+    return None
+
+
+def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, three: bool) -> Candidate | str:
+    """Return the variant of a call: q is (b, h, L, E), k (b, hk, S, E), the mask broadcasts to (b, h, L, S)."""
+    if mask is None:
+        return Candidate("causal_top_left" if is_causal else "full")
+    if three and mask.dim() == 3:
+        mask = mask.unsqueeze(1)
+    if mask.dim() > 4:
+        return f"the mask has {mask.dim()} dimensions"
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if any(found not in (1, wanted) for found, wanted in zip(mask.shape, shape, strict=True)):
+        return f"the mask of shape {tuple(mask.shape)} does not broadcast to {shape}"
+    by_head = mask.shape[1] > 1 or mask.dtype != torch.bool
+    expanded = mask.expand(shape if by_head else (shape[0], 1, *shape[2:]))
+    if shape[3] > 1 and expanded.stride(3) != 1:
+        expanded = expanded.contiguous()
+    if mask.dtype != torch.bool:
+        return Candidate(_BIAS[mask.dtype], {"bias": expanded})
+    if by_head:
+        return Candidate("allowed_by_head", {"allowed": expanded})
+    return Candidate("allowed", {"allowed": expanded[:, 0]})
+
+
+def _shapes(q: Any, k: Any, v: Any, mask: Any) -> str:
+    parts = [f"{name} {_shape(tensor)}" for name, tensor in (("q", q), ("k", k), ("v", v))]
+    if mask is not None:
+        parts.append(f"mask {_shape(mask)} {str(mask.dtype).removeprefix('torch.')}")
+    return ", ".join(parts)
+
+
+def _shape(tensor: Any) -> str:
+    return "nested" if tensor.is_nested else "x".join(map(str, tensor.shape))
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n     ")
+
+
+# --- installing ---------------------------------------------------------------------------------------------
+
+_current: ContextVar[Routing | None] = ContextVar("attngen_sdpa", default=None)
+_open: list[Routing] = []  # of all threads, in the order in which they were entered
+_lock = threading.Lock()
+_installed: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None  # torch's function, and ours
+
+
+class sdpa:  # noqa: N801
+    """Route ``torch.nn.functional.scaled_dot_product_attention`` to attngen inside a ``with`` block.
+
+    A call that no kernel takes falls back to torch, with the same result as without the block. ``backend`` is that of
+    ``attngen.attention``; ``'reference'`` routes calls on any device to the eager reference, and tensors on the CPU
+    fall back otherwise. The block's value is a ``Routing``: its ``report()`` says what was served by what, and why;
+    with ``explain`` call by call. Blocks nest, the innermost decides; torch's function is put back when the last one
+    ends, also by an exception. Calls inside ``torch.compile`` are torch's own.
+    """
+
+    def __init__(self, *, backend: str | None = None, explain: bool = False) -> None:
+        self._backend, self._explain = backend, explain
+        self._entered: list[tuple[Routing, Token[Routing | None]]] = []
+
+    def __enter__(self) -> Routing:
+        routing = Routing(self._backend, self._explain)
+        with _lock:
+            if not _open:
+                _install()
+            _open.append(routing)
+        self._entered.append((routing, _current.set(routing)))
+        return routing
+
+    def __exit__(self, *error: object) -> None:
+        routing, token = self._entered.pop()
+        _current.reset(token)
+        with _lock:
+            _open[:] = [other for other in _open if other is not routing]
+            if not _open:
+                _uninstall()
+
+
+def _install() -> None:
+    global _installed
+    original = F.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        routing = None if torch.compiler.is_compiling() else _active()
+        if routing is None:
+            return original(
+                query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+        return routing(original, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
+    _installed = original, scaled_dot_product_attention
+
+
+def _uninstall() -> None:
+    """Put torch's function back, unless someone has put another one over ours, which then keeps calling through it."""
+    global _installed
+    assert _installed is not None
+    original, ours = _installed
+    if F.scaled_dot_product_attention is ours:
+        F.scaled_dot_product_attention = original
+    _installed = None
+
+
+def _active() -> Routing | None:
+    """Return what decides here: the innermost block of this thread, or in a backward pass the last one entered."""
+    routing = _current.get()
+    if routing is None and _open and torch._C._current_graph_task_id() != -1:
+        try:
+            return _open[-1]
+        except IndexError:  # the last block has just ended
+            return None
+    return routing

@@ -1,0 +1,299 @@
+"""``attn_implementation="attngen"`` for the models of Hugging Face's transformers.
+
+    import attngen.integrations.transformers as attngen_transformers
+
+    attngen_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attngen")
+
+``register`` adds two functions to transformers: one that computes attention, and one that makes the masks of a forward
+pass. Masks are kept as what they are made of (``mask_structure``), so that windows, chunks and padding bound the loops
+of a kernel. A mask that is not known becomes a tensor of bools, which kernels skip by a tile map.
+
+Written for the interfaces of transformers 5.17 (``AttentionInterface``, ``AttentionMaskInterface``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend
+from attngen.integrations.mask_structure import Structure, StructuredMask, structure_of
+
+NAME = "attngen"
+SPEC = "transformers"
+
+_BIAS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def register() -> None:
+    """Make ``attn_implementation="attngen"`` known to transformers. Calling it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return attention of query (b, h, sq, d) over key and value (b, hk, sk, d) as (b, sq, h, d), and no weights.
+
+    ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value. Without a mask the
+    call is causal, at the last key, where the module or ``is_causal`` says so. ``cu_seq_lens_q``, ``cu_seq_lens_k``,
+    ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. Raises NoKernelError for dropout,
+    and for what no built kernel takes.
+    """
+    if dropout:
+        raise NoKernelError(f"attention dropout is {dropout}, and no kernel has dropout: set it to 0, or model.eval()")
+    q, k, v = (tensor.transpose(1, 2) for tensor in _same_dtype(query, key, value))
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    given = attention_mask
+    packing = _packing(q, given, kwargs)
+    structure: Structure | None = None
+    if packing is not None:
+        structure = _packed_structure(given, is_causal, sliding_window, position_bias)
+        q, k, v = q[0], k[0], v[0]
+    elif given is None:
+        structure = Structure(right=0 if is_causal and q.shape[1] > 1 else NO_LIMIT)
+    elif isinstance(given, StructuredMask) and given.shape[-1] == k.shape[1]:
+        structure = given.structure
+    candidates = _structured(structure, q, k, packing, softcap, position_bias) if structure is not None else []
+    used = structure.used if structure is not None and candidates else None
+    if not candidates:
+        assert given is not None
+        candidates = _tensor_mask(given, q, k, softcap, position_bias)
+    found: Any = attend(
+        candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=scaling, seqused_k=used,
+        return_lse=s_aux is not None,
+    )  # fmt: skip
+    out = found if s_aux is None else _with_sinks(found[0], found[1], s_aux)
+    return (out if packing is None else out.unsqueeze(0)), None
+
+
+def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in one dtype: autocast's, or value's, since rotary embeddings and norms may raise q and k."""
+    dtype = value.dtype
+    if torch.is_autocast_enabled(value.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(value.device.type)
+    if query.dtype == key.dtype == value.dtype == dtype:
+        return query, key, value
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Packing | None:
+    """Return the packing that the model's caller passed on, or None where the mask itself tells sequences apart."""
+    values = [kwargs.get(name) for name in _PACKED]
+    if any(value is None for value in values):
+        return None
+    if given is not None and (not isinstance(given, StructuredMask) or given.structure.chunk is not None):
+        return None
+    if q.shape[0] != 1:
+        raise CallError(f"cu_seq_lens_q packs sequences into one row, but the batch has {q.shape[0]}")
+    starts_q, starts_k, longest_q, longest_k = values
+    assert starts_q is not None
+    assert starts_k is not None
+    return (starts_q.to(torch.int32), starts_k.to(torch.int32), int(longest_q or 0), int(longest_k or 0))
+
+
+def _packed_structure(
+    given: Tensor | None, is_causal: bool, sliding_window: int | None, bias: Tensor | None
+) -> Structure:
+    """Return what a query sees of its own sequence: the sides of the model's mask, or what the module says."""
+    if bias is not None:
+        raise NoKernelError("no variant has both packed sequences and a position bias")
+    if isinstance(given, StructuredMask):
+        if given.structure.start is not None:
+            raise CallError("packed sequences have no padding, but the attention mask hides some keys")
+        return Structure(given.structure.left, given.structure.right)
+    if sliding_window is None:
+        return Structure(right=0 if is_causal else NO_LIMIT)
+    if not is_causal:
+        raise CallError("packed sequences with a window that is not causal need the mask that their model makes")
+    return Structure(sliding_window - 1, 0)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return attention whose softmax has a sink too, from the one without: out (…, s, h, d), lse (…, h, s), sinks (h,).
+
+    Σ exp(s) / (Σ exp(s) + exp(sink)) = sigmoid(lse − sink), so that the forward is exact, and autograd gives the
+    gradients of q, k, v and of the sinks through out and lse.
+    """
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype)
+
+
+def _structured(
+    structure: Structure, q: Tensor, k: Tensor, packing: Packing | None, softcap: float | None, bias: Tensor | None
+) -> list[Candidate]:
+    """Return the variants that compute a mask of this structure, the most special one first; none if there is none."""
+    left, right = structure.left, structure.right
+    sides = {"left": left, "right": right}
+    cap = {} if softcap is None else {"cap": softcap}
+    suffix = "" if softcap is None else "_softcap"
+    if structure.chunk is not None:
+        return [] if softcap is not None or bias is not None else _chunked(structure, q, k)
+    if structure.doc is not None:
+        general = Candidate(f"span_documents{suffix}", {**sides, **cap, "doc": structure.doc})
+        preset = {(NO_LIMIT, 0): "packed_documents", (NO_LIMIT, NO_LIMIT): "packed_bidirectional"}.get((left, right))
+        if bias is not None:
+            return []
+        return [general] if preset is None or cap else [Candidate(preset, {"doc": structure.doc}), general]
+    padding = partial(_padding, structure, q, k, packing)
+    if bias is not None:
+        if softcap is not None:
+            return []
+        return [Candidate(f"span_bias_{_BIAS[bias.dtype]}", {**sides, "bias": _bias(bias, q, k)}, padding)]
+    general = Candidate(f"span{suffix}", {**sides, **cap}, padding)
+    if structure.start is not None:
+        return [general]
+    window = {"window": left + 1}
+    if softcap is not None:
+        special = {(NO_LIMIT, 0): Candidate("softcap", cap)}.get((left, right))
+        if right == 0 and special is None:
+            special = Candidate("softcap_window", {**window, **cap})
+    else:
+        special = {(NO_LIMIT, 0): Candidate("causal"), (NO_LIMIT, NO_LIMIT): Candidate("full")}.get((left, right))
+        if right == 0 and special is None:
+            special = Candidate("sliding_window", window)
+    return [general] if special is None else [special, general]
+
+
+def _chunked(structure: Structure, q: Tensor, k: Tensor) -> list[Candidate]:
+    chunk = {"chunk": structure.chunk}
+
+    def late() -> dict[str, Tensor]:
+        padding = _padding(structure, q, k, None)
+        return {**padding, "origin": torch.zeros_like(padding["start"]) if origin is None else origin}
+
+    origin = structure.origin
+    general = Candidate("span_chunked", chunk, late)
+    return [general] if origin is not None else [Candidate("chunked", chunk), general]
+
+
+def _padding(structure: Structure, q: Tensor, k: Tensor, packing: Packing | None) -> dict[str, Tensor]:
+    """Return where the keys that are no padding start and stop: everywhere, unless the structure says otherwise."""
+    if structure.start is not None and structure.stop is not None:
+        return {"start": structure.start, "stop": structure.stop}
+    batch, keys = (q.shape[0], k.shape[1]) if packing is None else (packing[0].shape[0] - 1, packing[3])
+    return {
+        "start": torch.zeros(batch, dtype=torch.int32, device=q.device),
+        "stop": torch.full((batch,), keys, dtype=torch.int32, device=q.device),
+    }
+
+
+def _bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return a bias as (b, h, sq, sk); kernels step along the keys one by one."""
+    expanded = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return expanded if expanded.stride(-1) == 1 or k.shape[1] == 1 else expanded.contiguous()
+
+
+def _tensor_mask(
+    given: Tensor, q: Tensor, k: Tensor, softcap: float | None, position_bias: Tensor | None
+) -> list[Candidate]:
+    """Return the variant for a mask that is known as a tensor only: bools that allow, or numbers that are added."""
+    dense = given.dense() if isinstance(given, StructuredMask) else given
+    dense = dense[..., : k.shape[1]]
+    if position_bias is not None:
+        if dense.dtype == torch.bool:
+            dense = torch.where(dense, position_bias, torch.finfo(position_bias.dtype).min)
+        else:
+            dense = dense + position_bias
+    if dense.dtype != torch.bool:
+        if softcap is not None:
+            raise NoKernelError(
+                "no variant has both softcap and a mask that is added; pass a boolean mask, or declare one with the "
+                "score 'cap * tanh(s / cap) + bias[b, h, q, kv]'"
+            )
+        return [Candidate(f"bias_{_BIAS[dense.dtype]}", {"bias": _bias(dense, q, k)})]
+    cap = {} if softcap is None else {"cap": softcap}
+    suffix = "" if softcap is None else "_softcap"
+    if dense.shape[1] != 1:
+        if cap:
+            raise NoKernelError("no variant has both softcap and a mask for each head; pass one for all heads")
+        return [Candidate("allowed_by_head", {"allowed": _bias(dense, q, k)})]
+    allowed = dense.expand(q.shape[0], 1, q.shape[1], k.shape[1])[:, 0]
+    if allowed.stride(-1) != 1 and allowed.shape[-1] > 1:
+        allowed = allowed.contiguous()
+    return [Candidate(f"allowed{suffix}", {"allowed": allowed, **cap})]
+
+
+# --- masks --------------------------------------------------------------------------------------------------
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """Return the mask of a forward pass, (batch, 1, queries, keys): as a structure where it has one that is known.
+
+    ``attention_mask`` (batch, keys so far) is False at padding. What it holds is read once, as transformers itself
+    does for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. So it is
+    for one query against a static cache, since ``generate`` makes that mask outside of the step that it compiles.
+    """
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+    from transformers.utils.import_utils import is_tracing
+
+    function = causal_mask_function if mask_function is None else mask_function
+    use_vmap = bool(kwargs.get("use_vmap"))
+
+    def build() -> Tensor:
+        found = sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+        assert found is not None
+        return found
+
+    if is_tracing(attention_mask):
+        plain = function is causal_mask_function and attention_mask is None and isinstance(q_offset, int)
+        return None if plain and q_length == kv_length and q_offset == kv_offset == 0 else build()
+    if q_length == 1 and _for_compiled_step(q_offset, kwargs):
+        return build()
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    structure = None
+    if not use_vmap:
+        structure = structure_of(
+            function, padding, batch=batch_size, queries=q_length, keys=kv_length, q_offset=q_offset,
+            kv_offset=kv_offset, device=device,
+        )  # fmt: skip
+    if structure is None:
+        return build()
+    return StructuredMask.of(structure, (batch_size, 1, q_length, kv_length), device, build)
+
+
+def _for_compiled_step(q_offset: int | Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the mask of one query is for a cache that can be compiled, which asks for a mask in any case."""
+    bidirectional = "allow_is_bidirectional_skip" in kwargs
+    return isinstance(q_offset, Tensor) or (not bidirectional and not kwargs.get("allow_is_causal_skip", True))

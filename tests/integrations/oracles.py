@@ -1,0 +1,62 @@
+"""Dense attention in float64, from the documentation of flash-attn and of torch, not from attngen's variants."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    compute: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Return out (b, sq, h, d) and lse (b, h, sq) as flash-attn documents them; without a key 0 and −inf.
+
+    ``compute`` is the dtype of every step: that of q gives the error that plain PyTorch makes.
+    """
+    groups = q.shape[2] // k.shape[2]
+    k, v = (t.to(compute).repeat_interleave(groups, dim=2) for t in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(compute), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, keys = scores.shape[-2:]
+    distance = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)[None, :]  # > 0: the key lies before
+    distance = distance.to(q.device)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(compute).expand(q.shape[0], q.shape[2])
+        scores = scores - slopes[:, :, None, None] * distance.abs()
+    left, right = window_size
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        visible &= distance <= left
+    if causal:
+        visible &= distance >= 0
+    elif right >= 0:
+        visible &= -distance <= right
+    scores = scores.masked_fill(~visible, -math.inf)
+    lse = torch.logsumexp(scores.to(torch.promote_types(compute, torch.float32)), dim=-1)
+    p = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Return torch's own result in float64; its math backend serves all options."""
+    mask = options.pop("attn_mask", None)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), attn_mask=mask, **options
+        )

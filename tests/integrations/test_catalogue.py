@@ -1,0 +1,45 @@
+"""The variants that integrations name are those of the shipped specs."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from attngen import resources
+from attngen.integrations import catalogue
+from attngen.spec import expand, load_spec, preset_names
+from attngen.tools import integration_variants
+
+INTEGRATIONS = Path(catalogue.__file__).parent
+
+
+def test_the_file_is_up_to_date() -> None:
+    command = "python -m attngen.tools.integration_variants"
+    assert catalogue.FILE.read_text() == integration_variants.text(), f"stale: run {command}"
+
+
+@pytest.mark.parametrize("name", sorted(integration_variants.variants()))
+def test_variants_are_equal_to_what_builds_write(name: str) -> None:
+    """A variant as a value takes the kernels whose manifest holds an equal one."""
+    assert catalogue.variant(name) == integration_variants.variants()[name]
+    assert catalogue.variant(name) is catalogue.variant(name)
+
+
+@pytest.mark.parametrize("path", sorted((resources.specs_dir() / "integrations").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_declared_variant_has_kernels(path: Path) -> None:
+    spec = load_spec(path)
+    assert set(spec.model.variants) <= {kernel.variant.name for kernel in expand(spec)}
+
+
+def test_every_variant_that_code_names_exists() -> None:
+    names = set(json.loads(catalogue.FILE.read_text()))
+    assert set(preset_names()) < names
+    for path in INTEGRATIONS.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Candidate":
+                first = node.args[0]
+                if isinstance(first, ast.Constant):
+                    assert first.value in names, f"{path.name}:{node.lineno}"

@@ -1,0 +1,23 @@
+"""The scripts of docs/integrations.md run, and check themselves."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+PRINTED = {
+    "route_sdpa.py": "1 calls on attngen: bias_bf16 1\n1 calls on torch:",
+    "transformers_model.py": "tokens (2, 56)",
+    "use_flash_attn.py": "out (2, 256, 8, 64) lse (2, 8, 256)\nstep (2, 1, 8, 64)",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PRINTED))
+def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert capsys.readouterr().out.startswith(PRINTED[name])

@@ -1,0 +1,225 @@
+"""flash-attn's functions against dense attention in float64, argument by argument; on the CPU, so by the reference."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations import flash_attn
+from tests.integrations.oracles import flash_attention
+
+BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
+
+
+def qkv(rows: int = 9, keys: int = 13, kv_heads: int = KV_HEADS) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(rows * 100 + keys)
+    q = torch.randn(BATCH, rows, HEADS, DIM)
+    return q, torch.randn(BATCH, keys, kv_heads, DIM), torch.randn(BATCH, keys, kv_heads, DIM)
+
+
+def near(found: tuple[Any, ...] | Tensor, wanted: tuple[Tensor, ...] | Tensor) -> None:
+    for one, other in zip(*(t if isinstance(t, tuple) else (t,) for t in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-5, atol=1e-5)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"softmax_scale": 0.7},
+    {"window_size": (3, -1)},
+    {"window_size": (-1, 2)},
+    {"window_size": (3, 2)},
+    {"window_size": (0, 0)},
+    {"window_size": (4, 0)},
+    {"window_size": (4, 3), "causal": True},  # causal wins over the right side
+    {"window_size": (2**31 - 1, 2**31 - 1)},
+    {"softcap": 1.5},
+    {"softcap": 1.5, "causal": True},
+    {"softcap": 1.5, "window_size": (3, 0)},
+    {"softcap": 1.5, "window_size": (3, 1)},
+    {"alibi": (HEADS,), "causal": True},
+    {"alibi": (HEADS,)},
+    {"alibi": (BATCH, HEADS), "causal": True},
+    {"alibi": (BATCH, HEADS), "window_size": (3, 2)},
+    {"alibi": (HEADS,), "softcap": 1.5, "causal": True},
+    {"alibi": (BATCH, HEADS), "softcap": 1.5, "window_size": (3, 2)},
+]
+
+
+def options_of(given: dict[str, Any]) -> dict[str, Any]:
+    shape = given.get("alibi")
+    options = {name: value for name, value in given.items() if name != "alibi"}
+    return options if shape is None else {**options, "alibi_slopes": torch.rand(shape) + 0.1}
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@pytest.mark.parametrize(("rows", "keys"), [(9, 13), (13, 9), (1, 13)])
+def test_every_combination(given: dict[str, Any], rows: int, keys: int) -> None:
+    q, k, v = qkv(rows, keys)
+    options = options_of(given)
+    out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    near((out, lse), flash_attention(q, k, v, **options))
+    assert probabilities.numel() == 0
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, **options), out)
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+def test_varlen_is_sequence_by_sequence(given: dict[str, Any]) -> None:
+    options = options_of(given)
+    lengths_q, lengths_k = (5, 11), (7, 3)
+    starts_q, starts_k = (torch.tensor([0, n, n + m], dtype=torch.int32) for n, m in (lengths_q, lengths_k))
+    q = torch.randn(16, HEADS, DIM)
+    k, v = torch.randn(10, KV_HEADS, DIM), torch.randn(10, KV_HEADS, DIM)
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, starts_q, starts_k, 11, 7, **options, return_attn_probs=True
+    )
+    for i in range(2):
+        rows, keys = slice(*starts_q[i : i + 2].tolist()), slice(*starts_k[i : i + 2].tolist())
+        own = dict(options)
+        slopes = own.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:
+            own["alibi_slopes"] = slopes[i]
+        wanted, wanted_lse = flash_attention(q[None, rows], k[None, keys], v[None, keys], **own)
+        near((out[rows], lse[:, rows]), (wanted[0], wanted_lse[0]))
+
+
+def test_packed_tensors_are_views() -> None:
+    qkv_packed = torch.randn(BATCH, 9, 3, HEADS, DIM, requires_grad=True)
+    q, k, v = qkv_packed.unbind(2)
+    options = {"causal": True, "window_size": (4, 0)}
+    near(flash_attn.flash_attn_qkvpacked_func(qkv_packed, **options), flash_attention(q, k, v, **options)[0])
+    near(
+        flash_attn.flash_attn_kvpacked_func(q, qkv_packed[:, :, 1:], 0.0, 0.5, True),
+        flash_attention(q, k, v, softmax_scale=0.5, causal=True)[0],
+    )
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    flat = qkv_packed.flatten(0, 1)
+    packed = flash_attn.flash_attn_varlen_qkvpacked_func(flat, starts, 9, 0.0, None, True)
+    near(packed.view(BATCH, 9, HEADS, DIM), flash_attention(q, k, v, causal=True)[0])
+    halves = flash_attn.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], starts, starts, 9, 9, causal=True)
+    near(halves, packed)
+
+
+@pytest.mark.parametrize(
+    "given", [{"causal": True}, {"alibi": (BATCH, HEADS), "softcap": 1.5, "window_size": (3, 2)}], ids=str
+)
+def test_gradients(given: dict[str, Any]) -> None:
+    options = options_of(given)
+    inputs = [t.requires_grad_() for t in qkv()]
+    out, lse, _ = flash_attn.flash_attn_func(*inputs, **options, return_attn_probs=True)
+    wanted, wanted_lse = flash_attention(*inputs, **options)
+    weights = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), inputs, weights)
+    near(found, torch.autograd.grad((wanted, wanted_lse), inputs, tuple(w.double() for w in weights)))
+
+
+def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
+    q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in qkv())
+    assert q.stride(-1) != 1
+    near(flash_attn.flash_attn_func(q, k, v, causal=True), flash_attention(q, k, v, causal=True)[0])
+
+
+def test_positions_of_arguments_are_those_of_flash_attn() -> None:
+    """The order in which flash-attn 2.8 takes them, so that positional calls mean the same."""
+    common = [
+        "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+        "return_attn_probs",
+    ]  # fmt: skip
+    packing = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    wanted = {
+        "flash_attn_func": ["q", "k", "v", *common],
+        "flash_attn_kvpacked_func": ["q", "kv", *common],
+        "flash_attn_qkvpacked_func": ["qkv", *common],
+        "flash_attn_varlen_func": ["q", "k", "v", *packing, *common, "block_table"],
+        "flash_attn_varlen_kvpacked_func": ["q", "kv", *packing, *common],
+        "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *common],
+        "flash_attn_with_kvcache": [
+            "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
+            "cache_leftpad", "block_table", "softmax_scale", "causal", "window_size", "softcap", "rotary_interleaved",
+            "alibi_slopes", "num_splits", "return_softmax_lse",
+        ],
+    }  # fmt: skip
+    assert set(wanted) == set(flash_attn.__all__)
+    for name, arguments in wanted.items():
+        assert list(inspect.signature(getattr(flash_attn, name)).parameters) == arguments
+
+
+# --- caches -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_size", [(-1, -1), (4, 0)])
+def test_kvcache_reads_what_is_used(causal: bool, window_size: tuple[int, int]) -> None:
+    q, k, v = qkv(rows=2, keys=12)
+    used = torch.tensor([5, 12], dtype=torch.int32)
+    k[0, 5:] = v[0, 5:] = float("nan")  # room for more
+    options = {"causal": causal, "window_size": window_size}
+    out, lse = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, return_softmax_lse=True, **options)
+    for b, length in enumerate(used.tolist()):
+        part = slice(b, b + 1)
+        wanted, wanted_lse = flash_attention(q[part], k[part, :length], v[part, :length], **options)
+        near((out[part], lse[part]), (wanted, wanted_lse))
+
+
+@pytest.mark.parametrize("used", [6, torch.tensor([4, 9], dtype=torch.int32)], ids=["int", "tensor"])
+def test_kvcache_appends_in_place(used: int | Tensor) -> None:
+    q, k_cache, v_cache = qkv(rows=3, keys=16)
+    _, new_k, new_v = qkv(rows=3, keys=3)
+    before = k_cache.clone()
+    out = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, new_k, new_v, cache_seqlens=used, causal=True)
+    lengths = [used] * BATCH if isinstance(used, int) else used.tolist()
+    for b, length in enumerate(lengths):
+        assert torch.equal(k_cache[b, length : length + 3], new_k[b])
+        assert torch.equal(v_cache[b, length : length + 3], new_v[b])
+        untouched = [*range(length), *range(length + 3, 16)]
+        assert torch.equal(k_cache[b, untouched], before[b, untouched])
+        part, end = slice(b, b + 1), length + 3
+        near(out[part], flash_attention(q[part], k_cache[part, :end], v_cache[part, :end], causal=True)[0])
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p is not served: no kernel has dropout"),
+        ({"softcap": -1.0}, "softcap must not be negative"),
+        ({"window_size": (3,)}, r"window_size must be \(left, right\)"),
+        ({"alibi_slopes": torch.rand(3)}, r"alibi_slopes must be float32 of shape \(4,\) or \(2, 4\)"),
+        ({"alibi_slopes": torch.rand(4).half()}, "alibi_slopes must be float32"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be a positive"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CallError, match=reason):
+        flash_attn.flash_attn_func(*qkv(), **options)
+
+
+@pytest.mark.parametrize("name", ["rotary_cos", "block_table", "cache_batch_idx", "cache_leftpad"])
+def test_what_a_cache_call_refuses(name: str) -> None:
+    with pytest.raises(NoKernelError, match=f"{name} is not served"):
+        flash_attn.flash_attn_with_kvcache(*qkv(), **{name: torch.zeros(2, 2)})
+
+
+def test_half_of_a_cache_update_is_refused() -> None:
+    q, k, v = qkv()
+    with pytest.raises(CallError, match="k and v are given together"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, k, cache_seqlens=1)
+    with pytest.raises(CallError, match="need cache_seqlens"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, k, v)
+
+
+def test_pages_and_wrong_packing_are_refused() -> None:
+    q, k, v = (t.flatten(0, 1) for t in qkv())
+    starts_q, starts_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (9, 13))
+    with pytest.raises(NoKernelError, match="block_table is not served"):
+        flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 9, 13, block_table=torch.zeros(1, 1))
+    with pytest.raises(CallError, match=r"kv must have shape \(total, 2, heads, head_dim\)"):
+        flash_attn.flash_attn_varlen_kvpacked_func(q, k, starts_q, starts_k, 9, 13)

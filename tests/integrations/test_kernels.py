@@ -1,0 +1,177 @@
+"""Integrations where there are kernels: which one serves a call, what errors say, when calls fall back.
+
+The GPU is the one of the runtime's tests: a driver that decodes each launch and computes it with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations import choice, flash_attn, sdpa
+from attngen.integrations.catalogue import variant
+from attngen.runtime import dispatch
+from attngen.runtime import driver as drivers
+from attngen.runtime.registry import package_of_kernels, registry
+from tests.integrations import oracles
+from tests.runtime.support import FakeDriver, kernel, write_build
+from tests.runtime.support import variant as another_variant
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+    monkeypatch.setattr(choice, "on_gpu", lambda tensor: True)
+    registry.clear()
+    dispatch._PREPARED.clear()
+    fake = FakeDriver()
+    with drivers.use(fake):
+        yield fake
+    registry.clear()
+
+
+def install(*names: str, package: str = "mine", **fields: Any) -> None:
+    registry.add(package_of_kernels([kernel(variant(name), package=package, **fields) for name in names], "memory"))
+
+
+def qkv(dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    torch.manual_seed(dim)
+    return [torch.randn(2, 40, 2, dim).to(dtype) for _ in range(3)]
+
+
+def launched(gpu: FakeDriver) -> list[str]:
+    """The variants of the launches so far, which are then forgotten."""
+    names = [launch.symbol.split("d64_")[1].removesuffix("_dense") for launch in gpu.launches]
+    gpu.launches.clear()
+    return names
+
+
+def test_the_special_variant_is_preferred(gpu: FakeDriver) -> None:
+    q, k, v = qkv()
+    wanted = oracles.flash_attention(q, k, v, causal=True)[0]
+    install("window")
+    for _ in range(2):
+        found = flash_attn.flash_attn_func(q, k, v, causal=True)
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    assert launched(gpu) == ["window", "window"]
+    install("causal", package="presets")  # built later
+    torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, causal=True), found)
+    assert launched(gpu) == ["causal"]
+
+
+def test_another_variant_of_the_same_name_is_not_taken(gpu: FakeDriver) -> None:
+    own = another_variant("causal", "q_pos > kv")
+    registry.add(package_of_kernels([kernel(own)], "memory"))
+    with pytest.raises(NoKernelError, match="no built kernel takes this call"):
+        flash_attn.flash_attn_func(*qkv(), causal=True)
+    install("causal", package="second")
+    found = flash_attn.flash_attn_func(*qkv(), causal=True)
+    wanted = oracles.flash_attention(*qkv(), causal=True)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_two_packages_with_the_same_variant_are_not_ambiguous(gpu: FakeDriver) -> None:
+    install("full", package="one", dtype="fp16")
+    install("full", package="two")
+    flash_attn.flash_attn_func(*qkv())
+    flash_attn.flash_attn_func(*qkv(dtype=torch.float16))
+    assert launched(gpu) == ["full", "full"]
+
+
+def test_the_error_says_what_was_tried_and_what_to_build(gpu: FakeDriver) -> None:
+    install("window")
+    with pytest.raises(NoKernelError) as caught:
+        flash_attn.flash_attn_func(*qkv(dim=32), causal=True)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "no built kernel takes this call; variants that would serve it: causal, window"
+    assert any("head_dim of q and k is 64, the call has 32" in line for line in lines)
+    assert lines[-1].startswith("'attngen build ")
+    assert lines[-1].endswith("specs/integrations/flash_attn.yaml' builds the shipped kernels of these variants")
+    assert (Path(lines[-1].split("'")[1].removeprefix("attngen build "))).exists()
+
+
+def test_wrong_arguments_are_not_taken_for_a_missing_kernel(gpu: FakeDriver) -> None:
+    install("causal", "window")
+    q, k, v = qkv()
+    with pytest.raises(CallError, match="k has 40 keys, but v has 39") as caught:
+        flash_attn.flash_attn_func(q, k, v[:, :39], causal=True)
+    assert not isinstance(caught.value, NoKernelError)
+
+
+# --- routing ------------------------------------------------------------------------------------------------
+
+
+def heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def test_sdpa_routes_what_is_built(gpu: FakeDriver) -> None:
+    install("causal_top_left")
+    q, k, v = heads_first(*qkv())
+    with sdpa() as routed:
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        other = F.scaled_dot_product_attention(q, k, v)
+    assert dict(routed.variants) == {"causal_top_left": 1}
+    assert launched(gpu) == ["causal_top_left"]
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, is_causal=True), rtol=2e-2, atol=2e-2)
+    assert torch.equal(other, F.scaled_dot_product_attention(q, k, v))
+    assert "variants that would serve it: full" in routed.report()
+
+
+def test_sdpa_asks_once_for_what_no_kernel_takes(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("full")
+    asked = []
+    select = dispatch.select
+    monkeypatch.setattr(dispatch, "select", lambda *arguments: asked.append(0) or select(*arguments))
+    q, k, v = heads_first(*qkv(dim=32))
+    with sdpa() as routed:
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v)
+        assert len(asked) == 1
+        install("full", head_dim=32)  # what is built meanwhile is taken
+        F.scaled_dot_product_attention(q, k, v)
+    assert (routed.fell_back, routed.routed) == (3, 1)
+
+
+def test_sdpa_finds_what_was_built_meanwhile(gpu: FakeDriver) -> None:
+    install("causal_top_left")
+    q, k, v = heads_first(*qkv())
+    with sdpa() as routed:
+        F.scaled_dot_product_attention(q, k, v)
+        write_build("later", variant("full"))
+        F.scaled_dot_product_attention(q, k, v)
+    assert (routed.fell_back, routed.routed) == (1, 1)
+
+
+def test_sdpa_needs_a_backward_kernel_for_gradients(gpu: FakeDriver) -> None:
+    install("full")
+    q, k, v = (t.detach().requires_grad_() for t in heads_first(*qkv()))
+    with sdpa() as routed:
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+        assert q.grad is not None
+        with torch.no_grad():
+            F.scaled_dot_product_attention(q, k, v)
+    assert dict(routed.reasons) == {"no backward kernel of full is built, and a gradient may be asked for": 1}
+    assert dict(routed.variants) == {"full": 1}
+    forward, backward = (kernel(variant("full"), direction=d, name=f"{d}_d64_full") for d in ("forward", "backward"))
+    registry.add(package_of_kernels([forward, backward], "memory"))
+    assert choice.has_backward("full", q, v)
+    assert not choice.has_backward("full", q[..., :32], v[..., :32])
+    assert not choice.has_backward("causal_top_left", q, v)
+
+
+def test_sdpa_leaves_a_mask_that_learns_to_torch(gpu: FakeDriver) -> None:
+    install("bias_bf16")
+    mask = torch.zeros(40, 40, dtype=torch.bfloat16, requires_grad=True)
+    with sdpa() as routed:
+        F.scaled_dot_product_attention(*heads_first(*qkv()), attn_mask=mask).sum().backward()
+    assert mask.grad is not None
+    assert dict(routed.reasons) == {"the mask asks for a gradient": 1}

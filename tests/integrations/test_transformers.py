@@ -1,0 +1,298 @@
+"""``attn_implementation="attngen"``: logits, gradients and cached decoding of ten families against ``eager``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+import attngen.integrations.transformers as attngen_transformers
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations.mask_structure import StructuredMask
+from tests.integrations import families
+from tests.integrations.families import GENERATORS, MAKERS, PADDINGS, WINDOW, batch, gradients, logits
+from tests.integrations.shipped import known
+
+#: Of the largest magnitude. Eager and the reference both compute in float32, in another order of additions.
+TOLERANCE = 2e-5
+
+
+@cache
+def model(family: str, implementation: str = "attngen") -> Any:
+    return families.make(family, head_dim=8, implementation=implementation)
+
+
+def eager(family: str) -> Any:
+    return model(family, "eager")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The variants that served the calls of a test."""
+    names: list[str] = []
+    attend = attngen_transformers.attend
+
+    def noting(candidates: Any, *arguments: Any, **options: Any) -> Any:
+        names.append(candidates[0].variant)
+        return attend(candidates, *arguments, **options)
+
+    monkeypatch.setattr(attngen_transformers, "attend", noting)
+    return names
+
+
+def near(found: Tensor, wanted: Tensor) -> None:
+    found, wanted = found.detach(), wanted.detach()
+    limit = TOLERANCE * float(wanted.abs().max())
+    assert float((found - wanted).abs().max()) <= limit
+    assert limit > 0
+
+
+#: The variants that a forward pass uses, without padding and with it.
+EXPECTED = {
+    "llama": ({"causal"}, {"span"}),
+    "mistral": ({"sliding_window"}, {"span"}),
+    "gemma2": ({"softcap", "softcap_window"}, {"span_softcap"}),
+    "gemma3": ({"causal", "sliding_window"}, {"span"}),
+    "qwen3": ({"causal"}, {"span"}),
+    "gpt_oss": ({"causal", "sliding_window"}, {"span"}),
+    "llama4": ({"causal", "chunked"}, {"span", "span_chunked"}),
+    "modernbert": ({"full", "span"}, {"span"}),
+    "whisper": ({"causal", "full"}, {"full", "span"}),
+    "t5": ({"span_bias_fp32"}, {"span_bias_fp32"}),
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", MAKERS)
+def test_logits_and_gradients(family: str, padding: str, served: list[str]) -> None:
+    given = batch(family, padding)
+    wanted = logits(eager(family), given)
+    wanted_gradients = gradients(eager(family), wanted)
+    assert not served
+    found = logits(model(family), given)
+    found_gradients = gradients(model(family), found)
+    near(found, wanted)
+    assert set(served) == EXPECTED[family][padding != "none"]
+    assert found_gradients.keys() == wanted_gradients.keys()
+    for name, wanted_gradient in wanted_gradients.items():
+        # A gradient that is 0 but for rounding, such as that of a key's bias, is compared with the others.
+        limit = TOLERANCE * max(1.0, float(wanted_gradient.abs().max()))
+        assert float((found_gradients[name] - wanted_gradient).abs().max()) <= limit, name
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("family", GENERATORS)
+def test_cached_decoding(family: str, padding: str) -> None:
+    given = batch(family, padding)
+    tokens, found = families.generate(model(family), given)
+    wanted_tokens, wanted = families.generate(eager(family), given)
+    assert torch.equal(tokens, wanted_tokens)
+    near(found, wanted)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one mask for all layers; one for each kind of layer
+def test_decoding_against_a_static_cache(family: str, padding: str) -> None:
+    given = batch(family, padding)
+    tokens, found = families.generate(model(family), given, cache_implementation="static")
+    wanted_tokens, wanted = families.generate(eager(family), given, cache_implementation="static")
+    assert torch.equal(tokens, wanted_tokens)
+    near(found, wanted)
+
+
+# --- packed sequences ---------------------------------------------------------------------------------------
+
+PACKED = ("llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss", "llama4")
+
+
+def packed_inputs() -> tuple[dict[str, Any], list[slice]]:
+    """Return sequences of 6, 1 and 9 tokens in one row, told apart by their positions alone, and where each lies."""
+    lengths = (6, 1, 9)
+    torch.manual_seed(11)
+    ids = torch.randint(3, families.VOCABULARY, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return {"input_ids": ids, "position_ids": positions}, [
+        slice(end - n, end) for n, end in zip(lengths, ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_by_position_ids(family: str, served: list[str]) -> None:
+    inputs, _ = packed_inputs()
+    wanted = eager(family)(**inputs, use_cache=False).logits
+    near(model(family)(**inputs, use_cache=False).logits, wanted)
+    # Chunks are counted along the row, across sequences, as eager counts them: no structure has that.
+    # GPT-OSS makes its masks without the positions, also for eager.
+    wanted_variants = {
+        "gpt_oss": {"causal", "sliding_window"},
+        "llama": {"packed_documents"}, "qwen3": {"packed_documents"}, "mistral": {"span_documents"},
+        "gemma2": {"span_documents_softcap"}, "llama4": {"packed_documents", "allowed"},
+    }.get(family, {"packed_documents", "span_documents"})  # fmt: skip
+    assert set(served) == wanted_variants
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_packed_by_cu_seqlens(family: str) -> None:
+    inputs, places = packed_inputs()
+    offsets = torch.tensor([0, *(place.stop for place in places)], dtype=torch.int32)
+    found = model(family)(
+        **inputs, use_cache=False, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=9, max_length_k=9
+    ).logits
+    for place in places:
+        alone = eager(family)(input_ids=inputs["input_ids"][:, place], use_cache=False).logits
+        near(found[:, place], alone)
+
+
+def test_cu_seqlens_of_a_batch_are_refused() -> None:
+    given, offsets = batch("llama", "none"), torch.tensor([0, 14], dtype=torch.int32)
+    packing = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 14, "max_length_k": 14}
+    with pytest.raises(CallError, match="packs sequences into one row, but the batch has 3"):
+        model("llama")(**given.inputs, **packing, use_cache=False)
+
+
+# --- masks of other kinds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "variants"),
+    [
+        ("llama", {"allowed"}),
+        ("gemma2", {"allowed_softcap"}),
+        ("t5", {"bias_fp32", "span_bias_fp32"}),  # the text that is read has gaps, the one that is written none
+    ],
+)
+def test_padding_with_gaps(family: str, variants: set[str], served: list[str]) -> None:
+    given = batch(family, "none")
+    given.inputs["attention_mask"][:, 3] = 0
+    given.inputs["attention_mask"][1, 9:11] = 0
+    near(logits(model(family), given), logits(eager(family), given))
+    assert set(served) == variants
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_masks_of_the_user(kind: torch.dtype, by_head: bool, served: list[str]) -> None:
+    given = batch("llama", "none")
+    n = families.LENGTH
+    allowed = torch.rand(3, 4 if by_head else 1, n, n, generator=torch.Generator().manual_seed(3)) < 0.6
+    allowed |= torch.eye(n, dtype=torch.bool)
+    added = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
+    given.inputs["attention_mask"] = added
+    wanted = logits(eager("llama"), given)
+    given.inputs["attention_mask"] = allowed if kind == torch.bool else added
+    near(logits(model("llama"), given), wanted)
+    assert set(served) == {"bias_fp32" if kind != torch.bool else "allowed_by_head" if by_head else "allowed"}
+
+
+def test_a_mask_function_that_is_not_known_becomes_a_tensor() -> None:
+    def mask(or_mask: Any) -> Tensor:
+        config = model("llama").config
+        return create_causal_mask(config, torch.zeros(2, 7, 4), None, None, or_mask_function=or_mask)
+
+    found = mask(lambda b, h, q, kv: kv == 5)
+    assert type(found) is Tensor
+    wanted = torch.ones(7, 7, dtype=torch.bool).tril()
+    wanted[:, 5] = True
+    assert torch.equal(found, wanted.expand(2, 1, 7, 7))
+    assert isinstance(mask(None), StructuredMask)
+
+
+def test_a_structured_mask_is_the_tensor_that_it_stands_for() -> None:
+    config, real = model("mistral").config, torch.ones(2, 9, dtype=torch.long)
+    real[1, :3] = 0
+    found = create_sliding_window_causal_mask(config, torch.zeros(2, 9, 4), real, None)
+    assert isinstance(found, StructuredMask)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert found.untyped_storage().nbytes() == 1
+    assert found.shape == (2, 1, 9, 9)
+    assert found.dtype == torch.bool
+    q, kv = torch.arange(9)[:, None], torch.arange(9)[None]
+    wanted = ((kv <= q) & (kv > q - WINDOW) & real.bool()[:, None, None, :]).expand(2, 1, 9, 9)
+    for taken in (found & True, found.clone(), found[:], found.to("cpu", copy=True)):
+        assert type(taken) is Tensor
+        assert torch.equal(taken, wanted)
+    assert torch.equal(found[:, :, 4:, :5], wanted[:, :, 4:, :5])
+
+
+# --- training, compiling, refusing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    given = batch("gpt_oss", "left")
+    wanted = gradients(eager("gpt_oss"), logits(eager("gpt_oss"), given))
+    trained = families.make("gpt_oss", head_dim=8, implementation="attngen").train()
+    trained.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    trained.enable_input_require_grads()
+    found = gradients(trained, logits(trained, given))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert float((found[name] - gradient).abs().max()) <= TOLERANCE * max(1.0, float(gradient.abs().max())), name
+
+
+def test_autocast_reaches_the_kernel_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary embeddings leave q and k in float32 where v is in autocast's dtype."""
+    seen = set()
+    attend = attngen_transformers.attend
+
+    def noting(candidates: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        seen.add((q.dtype, k.dtype, v.dtype))
+        return attend(candidates, q, k, v, **options)
+
+    monkeypatch.setattr(attngen_transformers, "attend", noting)
+    given = batch("llama", "none")
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found, wanted = logits(model("llama"), given), logits(eager("llama"), given)
+    assert seen == {(torch.bfloat16,) * 3}
+    assert float((found - wanted).abs().max()) <= 0.1 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_compiles_without_a_graph_break(family: str, padding: str) -> None:
+    given = batch(family, padding)
+    if padding == "none":
+        del given.inputs["attention_mask"]
+    wanted = logits(eager(family), given, use_cache=False)
+    torch._dynamo.reset()
+    with known("integrations/transformers"), torch.no_grad():
+        compiled = torch.compile(model(family), fullgraph=True, backend="eager")
+        found = compiled(**given.inputs, use_cache=False).logits[given.counts]
+    near(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one mask for all layers; one for each kind of layer
+def test_a_compiled_step_against_a_static_cache(family: str) -> None:
+    """On a GPU ``generate`` compiles the step that decodes, and makes its masks outside of it."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    given = batch(family, "left")
+    _, wanted = families.generate(eager(family), given, cache_implementation="static")
+    torch._dynamo.reset()
+    with known("integrations/transformers"):
+        compiled = families.make(family, head_dim=8, implementation="attngen")
+        _, found = families.generate(compiled, given, cache_implementation="static", compile_config=config)
+    assert graphs
+    near(found, wanted)
+
+
+def test_dropout_is_refused() -> None:
+    given = batch("llama", "none")
+    trained = families.make("llama", head_dim=8, implementation="attngen").train()
+    for layer in trained.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(NoKernelError, match=r"attention dropout is 0\.1, and no kernel has dropout"):
+        logits(trained, given)
