@@ -128,7 +128,7 @@ def _families(spec: KernelSpec) -> frozenset[str]:
     found = {"any"}
     if is_light(spec.variant) and spec.layout == "dense":
         found.add("light")
-        if any(interval.lo is not None for interval in bands(spec.variant.mask, Facts.of(spec.variant)).visible):
+        if any(interval.lo is not None for interval in keys_of_tiles(spec).visible):
             found.add("window")
     if gathers(spec.variant):
         found.add("gather")

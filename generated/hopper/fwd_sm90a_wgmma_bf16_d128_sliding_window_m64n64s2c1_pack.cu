@@ -1,4 +1,4 @@
-// fwd_sm90a_wgmma_bf16_d128_sliding_window_m64n128s2c1_pack
+// fwd_sm90a_wgmma_bf16_d128_sliding_window_m64n64s2c1_pack
 //
 // Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
 // Rendered from templates/cuda/forward.cu.j2 by `attngen build specs/hopper.yaml`.
@@ -16,7 +16,7 @@
 using Element = bf16;
 
 constexpr int kBlockM = 64;  // rows of a tile of work: the heads of a group, then the next query
-constexpr int kBlockN = 128;  // keys of one step
+constexpr int kBlockN = 64;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kStages = 2;  // K and V tiles in flight
@@ -33,20 +33,20 @@ constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
-constexpr uint32_t kK = kShared + 32768;  // 65536 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 98304;  // 65536 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 163840;  // 16384 B: O on its way out
-constexpr uint32_t kWork = kShared + 180224;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 180864;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 180880;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 180896;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 180912;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 180928;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 180944;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 180960;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 180976;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 180992;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 181000;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 32768;  // 32768 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 65536;  // 32768 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 16384 B: O on its way out
+constexpr uint32_t kWork = kShared + 114688;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 115328;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 115344;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 115360;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 115376;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 115392;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 115408;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 115424;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 115440;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 115456;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 115464;  // 8 B: which tile is in each stage of K
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
@@ -82,7 +82,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_sliding_window_m64n128s2c1_pack(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_sliding_window_m64n64s2c1_pack(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
