@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from attngen.lang.bands import Heads
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Op, Type, Var, names, rewrite
 from attngen.lang.ranges import Range
@@ -30,14 +31,17 @@ _KEYS = frozenset({"kv", "kv_global"})
 
 @dataclass(frozen=True, slots=True)
 class Logit:
-    """``value * multiplier`` is the logit in units of log2; the multiplier is the same for a whole tile."""
+    """``value * multiplier`` is the logit in units of log2; the multiplier is the same for a whole tile of rows."""
 
     value: Expr
     multiplier: Expr
 
 
-def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool) -> Logit:
-    """Return the form that a kernel evaluates; without ``fast_math`` nothing is reassociated."""
+def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool, heads: Heads = "single") -> Logit:
+    """Return the form that a kernel evaluates; without ``fast_math`` nothing is reassociated.
+
+    ``heads="packed"`` means that the rows of a tile are of several heads, so that ``h`` is in no multiplier.
+    """
     unit = _product([SOFTMAX_SCALE, LOG2E])
     if score is None:
         return Logit(PRODUCT, unit)
@@ -46,6 +50,9 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool)
         return Logit(scaled, LOG2E)
     grouped = rewrite(scaled, _regroup)
     constant, varying = _factors(grouped)
+    if heads == "packed":
+        varying += [factor for factor in constant if "h" in names(factor)]
+        constant = [factor for factor in constant if "h" not in names(factor)]
     if constant and bounds(_product(constant), ranges)[0] >= 0:
         return Logit(_product(varying), _product([*constant, LOG2E]))
     if isinstance(grouped, Op) and grouped.op in ("add", "sub"):

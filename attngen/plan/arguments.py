@@ -36,6 +36,7 @@ named_arrive named_sync prefetch_map load_box store_box store_blocks pack rescal
 raise_reference log_sum_exp grow_registers shrink_registers take_tile advance_v hold_v skip_v release_k release_v
 first_is_blind free_out give_up_turn write_out key visible_from visible_to Place
 from_lane k_to k_to_phase k_unloaded v_to v_to_phase v_unloaded load_q load_k tile_at ahead to store_rows kv_head
+group_bits tile_queries consumer_queries h_lo h_hi
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.

@@ -22,11 +22,11 @@ def cuda_classifier_arguments(plan: Plan) -> tuple[Argument, ...]:
 
 def _forward(plan: Plan) -> Iterator[Argument]:
     assert plan.hopper is not None
-    yield _map(plan, "q", plan.tile_m)
+    yield _map(plan, "q", plan.tile_m, packed=plan.pack_gqa)
     yield _map(plan, "k", plan.tile_n)
     yield _map(plan, "v", plan.tile_n, window=plan.tile_n)
     if plan.hopper.staged and not plan.varlen:
-        yield _map(plan, "out", _ROWS)
+        yield _map(plan, "out", _ROWS, packed=plan.pack_gqa)
     yield Argument("out_ptr", "pointer", f"*{plan.dtype.name}", of="out", divisibility=16)
     yield Argument("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
     yield from _sequences(plan)
@@ -62,7 +62,7 @@ def _classifier(plan: Plan) -> Iterator[Argument]:
     yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
 
 
-def _map(plan: Plan, of: str, rows: int, window: int | None = None) -> Argument:
+def _map(plan: Plan, of: str, rows: int, *, window: int | None = None, packed: bool = False) -> Argument:
     """Return a tensor map whose box is ``rows`` rows of the columns that one copy brings."""
     assert plan.hopper is not None
     columns = plan.hopper.box_columns
@@ -77,6 +77,7 @@ def _map(plan: Plan, of: str, rows: int, window: int | None = None) -> Argument:
         box=box,
         swizzle=columns * plan.dtype.bytes,
         window=window,
+        packed=packed,
     )
 
 
@@ -93,13 +94,14 @@ def _map_strides() -> Iterator[Argument]:
 
 
 def _sizes(plan: Plan) -> Iterator[Argument]:
-    """Yield lengths and counts; a sequence may be shorter than ``max_seqlen_k``."""
+    """Yield lengths and counts; a sequence may be shorter than ``max_seqlen_k``; ``group_bits`` is log2(group)."""
     seqlen_q = "max_seqlen_q" if plan.varlen else "seqlen_q"
     for name in (
         "batch",
         "heads",
         "kv_heads",
         "group",
+        *(["group_bits"] if plan.pack_gqa else []),
         "section",
         "q_tiles",
         seqlen_q,

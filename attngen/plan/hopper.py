@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from attngen.arch import Arch
 from attngen.dtypes import dtype
 from attngen.errors import PlanError
-from attngen.lang.bands import bands
-from attngen.lang.facts import Facts
 from attngen.lang.simplify import TRUE
 from attngen.plan.model import Columns, Hopper, Region
-from attngen.plan.traits import gathers, is_light, reads_data_per_key
+from attngen.plan.traits import gathers, is_light, keys_of_tiles, reads_data_per_key
 from attngen.spec.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
@@ -130,7 +128,7 @@ def _families(spec: KernelSpec) -> frozenset[str]:
     found = {"any"}
     if is_light(spec.variant) and spec.layout == "dense":
         found.add("light")
-        if any(interval.lo is not None for interval in bands(spec.variant.mask, Facts.of(spec.variant)).visible):
+        if any(interval.lo is not None for interval in keys_of_tiles(spec).visible):
             found.add("window")
     if gathers(spec.variant):
         found.add("gather")
@@ -176,6 +174,8 @@ def _check_unified(spec: KernelSpec, roles: Roles, driver: str) -> None:
         raise _refuse(spec, "warps", f"{none} all threads have the same registers; leave them out")
     if spec.persistent:
         raise _refuse(spec, "persistent", f"{none} a block has one tile of work; allowed: false")
+    if spec.pack_gqa:
+        raise _refuse(spec, "pack_gqa", f"{none} each query head has tiles of its own; allowed: false")
 
 
 def _refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
@@ -189,7 +189,9 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     from_tile = spec.tile_m // _ROWS if spec.tile_m and spec.tile_m % _ROWS == 0 else None
     if spec.tile_m and from_tile not in _REGISTERS:
         raise _refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
-    consumers = roles.consumer or from_tile or choice.consumers
+    # heads are packed where queries are few: the rows of one consumer hold them, and K and V bind, not the products
+    by_default = 1 if spec.pack_gqa else choice.consumers
+    consumers = roles.consumer or from_tile or by_default
     if consumers not in _REGISTERS:
         raise _refuse(spec, "warps", f"{consumers} consumers are not allowed; allowed: 1, 2, 3")
     if from_tile not in (None, consumers):
@@ -246,7 +248,7 @@ def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int)
 
 def _searches(spec: KernelSpec) -> bool:
     """Whether the bounds of a tile are looked up in tensors, which takes some time."""
-    return bool(spec.variant.tensors) and bands(spec.variant.mask, Facts.of(spec.variant), over="kv").exact
+    return bool(spec.variant.tensors) and keys_of_tiles(spec).exact
 
 
 def _with_memory(

@@ -8,6 +8,7 @@ from typing import Any
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import DType, dtype
 from attngen.formats import MANIFEST_FORMAT
+from attngen.lang.bands import Heads
 from attngen.lang.variant import Variant
 
 
@@ -28,6 +29,7 @@ class Argument:
     box: tuple[int, ...] | None = None
     swizzle: int | None = None  # bytes; None leaves it to the compiler
     window: int | None = None  # rows of a descriptor through which rows behind a sequence's end arrive as zeros
+    packed: bool = False  # rows of the box are the heads of a group, then the next position
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest, without the entries that are unset."""
@@ -133,6 +135,7 @@ class Plan:
     arguments: tuple[Argument, ...] = ()
     classifier: Classifier | None = None
     hopper: Hopper | None = None  # of CUDA kernels
+    pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
 
     @property
     def arch(self) -> Arch:
@@ -148,6 +151,11 @@ class Plan:
     def varlen(self) -> bool:
         """Whether sequences are packed and located by cu_seqlens."""
         return self.layout == "varlen"
+
+    @property
+    def box_heads(self) -> Heads:
+        """Whether a box of rows spans heads, as the analysis of tiles calls it."""
+        return "packed" if self.pack_gqa else "single"
 
     @property
     def threads(self) -> int:
@@ -220,6 +228,7 @@ class Plan:
             "allow": list(self.allow),
             "hopper": asdict(self.hopper) if self.hopper else None,
             "persistent": bool(self.hopper and self.hopper.persistent),
+            "pack_gqa": self.pack_gqa,
             "tile_map": {"batch": self.classifier.batch, "heads": self.classifier.heads} if self.classifier else None,
             "classifier": classifier,
             "parameters": [argument.to_dict() for argument in self.arguments],

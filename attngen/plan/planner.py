@@ -5,8 +5,6 @@ from __future__ import annotations
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import ATTENTION_DTYPES, dtype
 from attngen.errors import PlanError
-from attngen.lang.bands import bands
-from attngen.lang.facts import Facts
 from attngen.lang.ir import names
 from attngen.plan import arguments, budget, naming
 from attngen.plan.catalogue import SCHEDULES, Schedule
@@ -14,7 +12,7 @@ from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_argument
 from attngen.plan.hopper import hopper_tile, refusal, widths
 from attngen.plan.model import Argument, Classifier, Plan
 from attngen.plan.tiles import Tile, columns, default_tile, family, padded_width
-from attngen.plan.traits import gathers, reads_data_per_key
+from attngen.plan.traits import gathers, keys_of_tiles, reads_data_per_key
 from attngen.spec.expand import KernelSpec
 
 _TILE_SIZES = (16, 32, 64, 128, 256)
@@ -109,6 +107,13 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
     schedule = unified if spec.roles and spec.roles.producer == 0 else specialized
     _check_head_dims(spec, schedule)
     driver = _driver(spec)
+    pack_gqa = spec.pack_gqa is True
+    if pack_gqa and driver == "tile_map":
+        raise _refuse(
+            spec,
+            "pack_gqa",
+            "a tile map lists the tiles of single heads; allowed: false, or true with tile_map: never",
+        )
     tile = hopper_tile(spec, arch, driver)
     roles = tile.roles
     warpgroups = roles.consumers + roles.specialized
@@ -136,6 +141,7 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
             *([] if roles.persistent or not roles.specialized else ["single"]),
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged else ["direct"]),
+            *(["pack"] if pack_gqa else []),
         ),
     )
     draft = Plan(
@@ -168,6 +174,7 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
         section_bytes=_SECTION_BYTES,
         allow=spec.allow,
         hopper=roles,
+        pack_gqa=pack_gqa,
     )
     classifier = _classifier(draft, cuda_classifier_arguments(draft)) if driver == "tile_map" else None
     return draft.with_arguments(cuda_arguments(draft), classifier)
@@ -196,6 +203,8 @@ def _schedule(spec: KernelSpec, arch: Arch) -> Schedule:
         raise _refuse(spec, "order", "Triton kernels begin with the longest tiles; allowed: longest_first")
     if spec.epilogue == "staged":
         raise _refuse(spec, "epilogue", "Triton kernels store from registers; allowed: direct")
+    if spec.pack_gqa:
+        raise _refuse(spec, "pack_gqa", "Triton kernels give each query head tiles of its own; allowed: false")
     reasons = []
     for schedule in (row for row in SCHEDULES if row.backend == "triton"):
         if spec.loads not in (None, schedule.loads):
@@ -281,7 +290,7 @@ def _driver(spec: KernelSpec) -> str:
     """Return how the kernel finds its KV tiles: ranges from bands, classification in the kernel, or a tile map."""
     if spec.tile_map == "always":
         return "tile_map"
-    if bands(spec.variant.mask, Facts.of(spec.variant), over="kv").exact:
+    if keys_of_tiles(spec).exact:
         return "ranges"
     if spec.tile_map == "auto" and reads_data_per_key(spec.variant):
         return "tile_map"

@@ -34,7 +34,7 @@ from attngen.render.expressions import (
 )
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
-_ROW_NAMES = ("q_row", "q_pos", "q_packed")
+_QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 _KV_FIRST, _KEY = index("kv_first"), index("key")
 
 
@@ -70,7 +70,7 @@ class Word:
 def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
-    folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
+    folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
     value = split_keys(folded.value, _KV_FIRST, _KEY) if plan.fast_math else folded.value
     work: dict[str, None] = {}
     bodies: list[tuple[str, ...]] = []
@@ -85,11 +85,11 @@ def logits(plan: Plan) -> Logits:
             masking = _masking(plan, bound, _declared([*hoisted, *body]))
             hoisted += [line for line in masking.hoisted if line not in hoisted]
             body += masking.element
-        row, shared = _split(hoisted)
+        row, shared = _split(plan, hoisted)
         row = _used([*row, *(masking.tile if partial else ())], body)
         work |= dict.fromkeys(shared)
         texts = "\n".join([*row, *body])
-        bodies.append((*_row_lines(texts), *row, *_key_lines(texts), *body))
+        bodies.append((*_row_lines(plan, texts), *row, *_key_lines(texts), *body))
         multiplier = scored.results[1]
     lines = list(work)
     if variant.score is None:
@@ -149,7 +149,8 @@ def _from_zero(plan: Plan, end: Expr) -> Expr:
 def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
     """Return the bindings of an element. Rows beyond the end repeat the last one; keys may lie beyond it if ragged."""
     keys = frozenset() if ragged else frozenset({"seqlen_k", "total_k"})
-    return scalar_bindings(plan, CUDA) | {
+    heads = {"h": Binding("h", _Q)} if plan.pack_gqa else {}
+    rows = {
         "q": Binding("q_row", _Q, below=frozenset({"seqlen_q"})),
         "q_pos": Binding("q_pos", _Q, below=frozenset({"seqlen_k"})),
         "q_global": Binding("q_packed", _Q, below=frozenset({"total_q"})),
@@ -158,7 +159,10 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
         PRODUCT.name: Binding("x", _Q | _KV),
         _KV_FIRST.name: Binding("kv_first", _Q),
         _KEY.name: Binding("key", _KV),
+        "q_start": Binding("q_begin"),
+        "kv_start": Binding("k_begin"),
     }
+    return scalar_bindings(plan, CUDA) | heads | rows
 
 
 def _key_lines(texts: str) -> list[str]:
@@ -184,11 +188,17 @@ def _used(lines: Sequence[str], users: Iterable[str]) -> list[str]:
     return kept
 
 
-def _row_lines(texts: str) -> list[str]:
-    used = [name for name in _ROW_NAMES if re.search(rf"\b{name}\b", texts)]
-    if not used:
-        return []
-    lines = ["const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one"]
+def _row_lines(plan: Plan, texts: str) -> list[str]:
+    """Return the lines that name the query of a row and, where rows are of several heads, its head."""
+    used = [name for name in (*_QUERY_NAMES, "h") if re.search(rf"\b{name}\b", texts)]
+    first, lines = "q_first + 8 * row", []
+    if plan.pack_gqa:
+        first = "q_first + (row_in_group + 8 * row >> group_bits)"
+        if "h" in used:
+            lines.append("const int h = (hk << group_bits) + (row_in_group + 8 * row & group - 1);")
+    if set(used) <= {"h"}:
+        return lines
+    lines.append(f"const int q_row = min({first}, seqlen_q - 1);  // rows behind the end repeat the last one")
     if "q_pos" in used:
         lines.append("const int q_pos = q_row + (seqlen_k - seqlen_q);")
     if "q_packed" in used:
@@ -196,9 +206,9 @@ def _row_lines(texts: str) -> list[str]:
     return lines
 
 
-def _split(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(plan: Plan, lines: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the lines that depend on the row, and those that are the same for all rows of a tile of work."""
-    varying = {*_ROW_NAMES, _KV_FIRST.name}
+    varying = {*_QUERY_NAMES, _KV_FIRST.name, *(["h"] if plan.pack_gqa else [])}
     row, work = [], []
     for line in lines:
         if varying & set(re.findall(r"\w+", line)):
@@ -227,7 +237,7 @@ def elements(plan: Plan) -> Elements:
     """Return the mask of one pair of row and key, neither of which need be inside the sequence."""
     bound = _elements(plan, ragged=True)
     masked = emit_for(plan, CUDA, [plan.variant.mask], bound)
-    row, work = _split(masked.hoisted)
+    row, work = _split(plan, masked.hoisted)
     texts = "\n".join([*row, *masked.body, *masked.results])
     lines = []
     if re.search(r"\bq_pos\b", texts):
@@ -244,7 +254,7 @@ def elements(plan: Plan) -> Elements:
 
 def tiles(plan: Plan) -> Tiles:
     """Return the ranges of visible and of full tiles, or the hull that a listing goes through."""
-    found = bands(plan.variant.mask, facts_of(plan), over="kv")
+    found = bands(plan.variant.mask, facts_of(plan), over="kv", heads=plan.box_heads)
     if plan.driver != "ranges":
         texts, lines = emit_named(plan, CUDA, hull_ends(plan, found))
         lines += [f"const int {name} = {text};" for name, text in texts.items() if text != name]
@@ -268,6 +278,8 @@ def _with_corners(lines: Sequence[str], others: Sequence[str] = ()) -> tuple[str
         corners.append("const int q_pos_lo = q_start + (seqlen_k - seqlen_q);")
     if "q_pos_hi" in texts:
         corners.append("const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);")
+    if re.search(r"\bh_(lo|hi)\b", texts):
+        corners.append("const int h_lo = hk << group_bits, h_hi = h_lo + (group - 1);")
     return (*corners, *lines)
 
 
@@ -282,7 +294,7 @@ def word(plan: Plan) -> Word:
                 "const uint32_t visible_word = tile_map[word] | partial_word;",
             )
         )
-    may, must = classify(plan.variant.mask, facts_of(plan))
+    may, must = classify(plan.variant.mask, facts_of(plan), heads=plan.box_heads)
     code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA), prefix="tiles_")
     lines = ["const int candidate = 32 * word + lane;"]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):

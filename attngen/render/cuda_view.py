@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attngen.dtypes import dtype
@@ -72,6 +72,15 @@ class CudaView:
     whole: str
     seen: str
     word_lines: tuple[str, ...]
+    rows_text: str
+    head: str
+    heads: str
+    tile_queries: str
+    consumer_queries: str
+    rows_left: str
+    row_lines: Callable[[str], tuple[str, ...]]
+    first_head: str
+    query_box: str
     seqlen_q: str
     head_dim_v_chunks: int
     out_row: str
@@ -99,8 +108,10 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     spans = "\n".join([*found.lines, *found.values.values(), *listed])
     texts = "\n".join([*code.partial, *code.full])
     head, head_rows = ("", "work.q_begin + q") if plan.varlen else ("work.b * stride_out_b + ", "q")
-    lse = "work.h * static_cast<long long>(total_q) + work.q_begin + q"
-    dense_lse = "(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q"
+    h = "h" if plan.pack_gqa else "work.h"
+    lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
+    dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
+    left = "work.seqlen_q - work.q_start"
     return CudaView(
         template=template,
         command=command(plan),
@@ -117,7 +128,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         swizzle={64: 1, 32: 2}[hopper.box_columns],
         work_bytes=WORK_BYTES,
         argument_lines=_argument_lines(plan, plan.arguments),
-        uses_hk_in_spans=_uses("hk", spans),
+        uses_hk_in_spans=_uses("hk", spans) and not plan.pack_gqa,
         uses_kv_tiles=_uses("kv_tiles", spans),
         uses_whole_tiles=_uses("whole_tiles", spans),
         uses_q_hi=_uses("q_hi", spans),
@@ -132,9 +143,20 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         whole=_inside(found.full, "mine"),
         seen=_inside(found.visible, "mine"),
         word_lines=listed,
+        rows_text="rows of a tile of work: the heads of a group, then the next query"
+        if plan.pack_gqa
+        else "query rows of a tile of work",
+        head="hk" if plan.pack_gqa else "h",
+        heads="kv_heads" if plan.pack_gqa else "heads",
+        tile_queries="tile_queries" if plan.pack_gqa else "kBlockM",
+        consumer_queries="consumer_queries" if plan.pack_gqa else "64",
+        rows_left=f"({left}) * group" if plan.pack_gqa else left,
+        row_lines=_packed_row_lines if plan.pack_gqa else _row_lines,
+        first_head="0" if plan.pack_gqa else "work.h",
+        query_box=_query_box(plan),
         seqlen_q="work.seqlen_q" if plan.varlen else "seqlen_q",
         head_dim_v_chunks=plan.head_dim_v // 8,
-        out_row=f"(out_ptr + {head}work.h * stride_out_h + ({head_rows}) * stride_out_s)",
+        out_row=f"(out_ptr + {head}{h} * stride_out_h + ({head_rows}) * stride_out_s)",
         lse_row=f"lse_ptr[{lse if plan.varlen else dense_lse}]",
         swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
         pending_stage="held_stage" if hopper.skips else "v_stage",
@@ -209,13 +231,15 @@ def _work_lines(plan: Plan, used_in: Sequence[str], own: Sequence[str]) -> tuple
     lines = ["const int seqlen_k = work.seqlen_k;"]
     if plan.varlen and _uses("seqlen_q", texts):
         lines.append("const int seqlen_q = work.seqlen_q;")
-    for name in ("b", "h", "q_begin", "k_begin"):
-        if _uses(name, texts) or (name == "h" and _uses("hk", texts)):
+    own_head, other_head = ("hk", "h") if plan.pack_gqa else ("h", "hk")
+    for name in ("b", own_head, "q_begin", "k_begin"):
+        if _uses(name, texts) or (name == own_head and _uses(other_head, texts)):
             lines.append(f"const int {name} = work.{name};")
-    if _uses("hk", texts):
+    if _uses("hk", texts) and not plan.pack_gqa:
         lines.append("const int hk = h / group;")
     if _uses("q_first", texts):
-        lines.append("const int q_first = work.q_start + 64 * warpgroup + row_in_group;")
+        first = "(64 * warpgroup >> group_bits)" if plan.pack_gqa else "64 * warpgroup + row_in_group"
+        lines.append(f"const int q_first = work.q_start + {first};")
     return (*lines, *own)
 
 
@@ -226,13 +250,33 @@ def _loader_lines(plan: Plan, listed: Sequence[str]) -> tuple[str, ...]:
         texts += " q_start seqlen_q"
     if plan.driver != "ranges":
         texts += " visible_hi"
-    names = ("b", "h", "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
+    if plan.pack_gqa:
+        texts += " hk"
+    head = "hk" if plan.pack_gqa else "h"
+    names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
     passed = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
     used = [name for name in names if name not in passed and _uses(name, texts)]
+    line = f"const int {', '.join(f'{name} = work.{name}' for name in used)};"
+    return (line,) if plan.pack_gqa else (line, f"const int hk = {'h' if 'h' in used else 'work.h'} / group;")
+
+
+def _row_lines(row: str) -> tuple[str, ...]:
+    """Return the lines that name the query of a row of a tile of work."""
+    return (f"const int q = work.q_start + {row};",)
+
+
+def _packed_row_lines(row: str) -> tuple[str, ...]:
+    """Return the lines that name the query and the head of a row of a packed tile of work."""
     return (
-        f"const int {', '.join(f'{name} = work.{name}' for name in used)};",
-        f"const int hk = {'h' if 'h' in used else 'work.h'} / group;",
+        f"const int q = work.q_start + ({row} >> group_bits);",
+        f"const int h = (work.hk << group_bits) + ({row} & group - 1);",
     )
+
+
+def _query_box(plan: Plan) -> str:
+    """Return where a tile of Q begins along the axes behind that of its heads."""
+    row = "work.q_begin + work.q_start" if plan.varlen else "work.q_start"
+    return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.varlen else ["work.b"])])
 
 
 # --- ranges of tiles ----------------------------------------------------------------------------------------

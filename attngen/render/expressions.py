@@ -56,7 +56,7 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
 
 def corner_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
     """Return the bindings of the box symbols of the tile analysis."""
-    names = ("q_hi", "q_pos_lo", "q_pos_hi", "kv_lo", "kv_hi", WHOLE_TILES.name, KV_TILES.name)
+    names = ("q_hi", "q_pos_lo", "q_pos_hi", "h_lo", "h_hi", "kv_lo", "kv_hi", WHOLE_TILES.name, KV_TILES.name)
     return scalar_bindings(plan, language) | {
         "q_lo": Binding("q_start"),
         **{name: Binding(name) for name in names},
@@ -177,14 +177,14 @@ def emit_named(plan: Plan, language: Language, values: Mapping[str, Expr]) -> tu
     values = {name: _reachable(plan, value) for name, value in values.items()}
     labels: dict[Expr, str] = {}
     for name, value in values.items():
-        if language.target is not Target.CUDA or not holds_int64(value):  # there a name has one type
+        if language.target is not Target.CUDA or not _is_wide(plan, value):  # there a name has one type
             labels.setdefault(value, name)
     code = emit_for(plan, language, list(values.values()), corner_bindings(plan, language), labels=labels)
     dialect = language.target.dialect
     lines = list(code.hoisted)
     texts = {}
     for (name, value), text in zip(values.items(), code.results, strict=True):
-        if holds_int64(value) or _reads_int64(plan, value):
+        if _is_wide(plan, value):
             text = language.narrow(text)
         if not re.fullmatch(r"\w+", text):
             lines.append(dialect.declare(name, Type.INT, False, text))
@@ -200,8 +200,8 @@ def _reachable(plan: Plan, tile: Expr) -> Expr:
     return tile if low >= INT32[0] else maximum(tile, integer(0))
 
 
-def _reads_int64(plan: Plan, value: Expr) -> bool:
-    """Whether a scalar or a tensor of int64 is part of a value, which is then one itself."""
+def _is_wide(plan: Plan, value: Expr) -> bool:
+    """Whether a value is an int64: as it was widened, or since a scalar or a tensor of int64 is part of it."""
     wide = {scalar.name for scalar in plan.variant.scalars if scalar.dtype == "int64"}
     wide |= {tensor.name for tensor in plan.variant.tensors if tensor.dtype == "int64"}
-    return not wide.isdisjoint(names(value) | tensors(value))
+    return holds_int64(value) or not wide.isdisjoint(names(value) | tensors(value))

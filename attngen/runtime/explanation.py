@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
+from attngen.runtime.launch import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import Found
 from attngen.runtime.select import Selection, describe
@@ -41,6 +43,7 @@ class Explanation:
             "reason": self.reason,
             "kernel": self.kernel.full_name if self.kernel else None,
             "grid": self._blocks(),
+            "pack_gqa": bool(self.kernel and self.kernel.pack_gqa),
             "rejected": [{"kernel": name, "reason": reason} for name, reason in self.rejected],
         }
 
@@ -48,10 +51,17 @@ class Explanation:
         kernel = self.kernel
         if kernel is None:
             return None
-        tiles = -(-self.call.seqlen_q // kernel.tile_m) * self.call.heads * self.call.batch
+        tiles = prod(tiles_of(self.call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
         if kernel.persistent:
             return min(tiles, drivers.current().multiprocessors(self.call.device.index or 0))
         return tiles
+
+    def _packing(self, kernel: Kernel) -> str:
+        """Say what it saves that the heads of a group share tiles."""
+        with_it, without = (prod(tiles_of(self.call, kernel.tile_m, pack_gqa=each)) for each in (True, False))
+        return (
+            f"the {group_of(self.call)} query heads of a KV head share tiles: {with_it} tiles of work, else {without}"
+        )
 
     def __str__(self) -> str:
         if self.runs == "no kernel":
@@ -65,5 +75,7 @@ class Explanation:
                 f"{self._blocks()} blocks of {kernel.entry.threads} threads, {kernel.shared_memory} B shared memory"
             )
             lines.append(f"  {kernel.backend}, {kernel.arch.name}, {kernel.loads} loads, {tile}, {launch}")
+            if kernel.pack_gqa:
+                lines.append(f"  {self._packing(kernel)}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)

@@ -52,11 +52,21 @@ class MapShape:
         return q * self.q_tiles * self.heads if self.batch > 1 else 0
 
 
-def _section(kernel: Kernel, call: Call) -> int:
-    """Return how many heads, of all batches, run side by side: as many as keep their K and V in L2."""
-    group = call.heads // max(call.kv_heads, 1)
+def group_of(call: Call) -> int:
+    """Return the query heads of one KV head."""
+    return call.heads // max(call.kv_heads, 1)
+
+
+def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool) -> tuple[int, int]:
+    """Return the tiles of query rows of a unit, and the units: heads, or KV heads with all rows of their group."""
+    rows, heads = (call.seqlen_q * group_of(call), call.kv_heads) if pack_gqa else (call.seqlen_q, call.heads)
+    return -(-rows // tile_m), call.batch * heads
+
+
+def _section(kernel: Kernel, call: Call, units: int) -> int:
+    """Return how many units, of all batches, run side by side: as many as keep their K and V in L2."""
     kv_heads = -(-kernel.section_keys // (call.seqlen_k + 1))
-    return max(min(kv_heads * group, call.batch * call.heads), 1)
+    return max(min(kv_heads * (1 if kernel.pack_gqa else group_of(call)), units), 1)
 
 
 class Geometry:
@@ -67,10 +77,11 @@ class Geometry:
         self.call = call
         self.map = MapShape(kernel, call) if kernel.needs_tile_map else None
         self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": _contiguous(call)}
-        q_tiles = -(-call.seqlen_q // kernel.tile_m)
+        q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa)
+        group = group_of(call)
         self.sizes: dict[str, int] = {
             "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads,
-            "group": call.heads // max(call.kv_heads, 1), "section": _section(kernel, call),
+            "group": group, "group_bits": group.bit_length() - 1, "section": _section(kernel, call, units),
             "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
             "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
             "total_q": call.total_q, "total_k": call.total_k,
@@ -79,7 +90,7 @@ class Geometry:
         }  # fmt: skip
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
-        self.tiles = q_tiles * call.heads * call.batch
+        self.tiles = q_tiles * units
 
     def blocks(self, driver: Driver, device: int) -> int:
         """Blocks of the kernel: one for each query tile, or as many as run at once where each takes tile after tile."""
@@ -264,6 +275,6 @@ def _descriptor(
     described = geometry.views[of]
     tensor_map = TensorMap(
         driver, device, geometry.kernel.dtype, described.shape, described.strides, parameter.box, parameter.swizzle,
-        parameter.window,
+        parameter.window, group_of(geometry.call) if parameter.packed else None,
     )  # fmt: skip
     return slice(parameter.offset, parameter.offset + parameter.size), tensor_map, position[of]

@@ -94,6 +94,7 @@ class Kernel:
             self.backend: str = manifest["backend"]
             self.loads: str = manifest["loads"]
             self.persistent = bool(manifest.get("persistent"))
+            self.pack_gqa = bool(manifest.get("pack_gqa"))
             self.tile_m: int = manifest["tile_m"]
             self.tile_n: int = manifest["tile_n"]
             self.shared_memory: int = manifest["resources"]["shared_memory"]

@@ -43,6 +43,7 @@ class Parameter:
     box: tuple[int, ...] = ()
     swizzle: int | None = None
     window: int | None = None
+    packed: bool = False
 
     @property
     def tensor(self) -> str | None:
@@ -118,6 +119,7 @@ def lay_out(rows: Iterable[Mapping[str, Any]]) -> Layout:
                 box=tuple(row.get("box") or ()),
                 swizzle=row.get("swizzle"),
                 window=row.get("window"),
+                packed=bool(row.get("packed")),
             )
         )
     if end > MAX_PARAMETER_BYTES:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from attngen.errors import NoKernelError
 from attngen.runtime import tensormap
 from attngen.runtime.arguments import Call, Number, View
 from attngen.runtime.driver import Driver
+from attngen.runtime.launch import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
 
 #: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_BLOCKS = 2**31 - 1
+
+#: Rows of one consumer of a packed tile: whole groups of heads fill them.
+PACKED_ROWS = 64
+
+#: Rows of all queries and heads of a group, which a packed kernel counts in 32 bits, a tile beyond the end too.
+MAX_ROWS = 2**31 - 1 - 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,39 +58,61 @@ class Request:
 _MOST_WASTE = 0.05
 
 
-def preferred(kernels: Sequence[Kernel], seqlen_q: int | None = None) -> list[Kernel]:
+#: Share of the tiles that packing the heads of a group must save: less does not pay for what each row then computes.
+_LEAST_SAVED = 0.1
+
+
+def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kernel]:
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
     Of kernels that differ in their tile only, the one with more rows is the faster one, unless too many of its rows
-    would lie behind the ``seqlen_q`` queries of the call.
+    would lie behind the queries of the call. Before such a one come those that pack the heads of a group, if that saves
+    tiles: first what needs the fewest, since each tile loads all of K and V, and of those the smallest.
     """
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, bool, int]:
-        # The closest architecture first, then TMA, then the hand-written schedules, then the tile.
-        waste = _waste(kernel.tile_m, seqlen_q) if kernel.backend == "cuda" and seqlen_q else 0.0
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, bool, bool, tuple[int, int]]:
+        # The closest architecture first, then TMA, then the hand-written schedules, then how rows fill tiles.
+        by_hand = kernel.backend == "cuda"
+        saves = kernel.pack_gqa and call is not None and _saved(kernel, call) >= _LEAST_SAVED
+        wasteful = by_hand and not kernel.pack_gqa and call is not None and _waste(kernel, call) > _MOST_WASTE
+        fit = (0, (kernel.tile_m if wasteful else -kernel.tile_m) if by_hand else 0)
+        if saves and call is not None:
+            fit = (_tiles(kernel, call), kernel.tile_m)
         return (
             not kernel.arch.specific,
             kernel.loads != "descriptor",
-            kernel.backend != "cuda",
+            not by_hand,
             -kernel.arch.capability,
-            kernel.backend == "cuda" and not kernel.persistent,
-            waste > _MOST_WASTE,
-            (kernel.tile_m if waste > _MOST_WASTE else -kernel.tile_m) if kernel.backend == "cuda" else 0,
+            by_hand and not kernel.persistent,
+            kernel.pack_gqa and not saves,
+            wasteful,
+            fit,
         )
 
     return sorted(kernels, key=rank)
 
 
-def _waste(tile_m: int, seqlen_q: int) -> float:
-    """Return which share of the rows of all tiles lies behind the last query."""
-    rows = -(-seqlen_q // tile_m) * tile_m
-    return (rows - seqlen_q) / rows
+def _tiles(kernel: Kernel, call: Call) -> int:
+    """Return the tiles of work of a call."""
+    return prod(tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
+
+
+def _waste(kernel: Kernel, call: Call) -> float:
+    """Return which share of the rows of all tiles lies behind the last query, if heads are apart."""
+    rows = -(-call.seqlen_q // kernel.tile_m) * kernel.tile_m
+    return 1 - call.seqlen_q / rows if rows else 0.0
+
+
+def _saved(kernel: Kernel, call: Call) -> float:
+    """Return which share of its tiles a kernel saves because it packs the heads of a group."""
+    apart = prod(tiles_of(call, kernel.tile_m, pack_gqa=False))
+    return 1 - _tiles(kernel, call) / apart if apart else 0.0
 
 
 def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selection:
     """Return the first kernel that takes the call."""
     rejected: list[Rejection] = []
-    for kernel in preferred(kernels, request.call.seqlen_q):
+    for kernel in preferred(kernels, request.call):
         reason = reason_against(kernel, request, driver)
         if reason is None:
             return Selection(kernel, tuple(rejected))
@@ -108,7 +138,11 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     for name, value in kernel.const_scalars.items():
         if name in request.given and request.given[name] != value:
             return f"{name} was fixed to {value} when it was built, the call passes {request.given[name]}"
-    return _against_device(kernel, request.device, driver) or _against_tensors(kernel, request)
+    return (
+        _against_device(kernel, request.device, driver)
+        or _against_group(kernel, call)
+        or _against_tensors(kernel, request)
+    )
 
 
 def _against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
@@ -133,6 +167,21 @@ def _release(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
+def _against_group(kernel: Kernel, call: Call) -> str | None:
+    """Return why a kernel that packs the heads of a group cannot pack those of the call."""
+    group = group_of(call)
+    if not kernel.pack_gqa:
+        return None
+    if PACKED_ROWS % group:
+        return (
+            f"it packs the query heads of a KV head into {PACKED_ROWS} rows, which {group} heads do not fill; "
+            f"it takes {', '.join(str(2**n) for n in range(PACKED_ROWS.bit_length()))}"
+        )
+    if call.seqlen_q * group > MAX_ROWS:
+        return f"it would pack {call.seqlen_q} queries of {group} heads, and counts at most {MAX_ROWS} rows"
+    return None
+
+
 def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     """Check what was promised to the compiler, and what a TMA descriptor can express."""
     call, size = request.call, kernel.element_bytes
@@ -153,7 +202,7 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     reason = _against_own_tensors(kernel, call)
     if reason:
         return reason
-    blocks = -(-call.seqlen_q // kernel.tile_m) * call.heads * call.batch
+    blocks = _tiles(kernel, call)
     if blocks > MAX_BLOCKS:
         return f"it would need {blocks} blocks, a grid has at most {MAX_BLOCKS}"
     return None

@@ -76,6 +76,24 @@ def windowed(shape: Sequence[int], strides: Sequence[int], window: int) -> tuple
     return (*outer, rows + 1, window, heads, width), (*outer_strides, step, step, head_step, one)
 
 
+def packed(
+    shape: Sequence[int], strides: Sequence[int], box: Sequence[int], group: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return shape, strides and box in which the axis of heads is split, and stands on both sides of that of rows.
+
+    From the slowest: KV heads, rows, the heads of a group. A box of n rows of one head becomes one of n / group rows of
+    all heads of a group, which arrive as n rows, heads fastest. ``group`` divides heads, and the rows of the box.
+    """
+    *outer, rows, heads, width = shape
+    *outer_strides, step, head_step, one = strides
+    *outer_box, box_rows, _, columns = box
+    return (
+        (*outer, heads // group, rows, group, width),
+        (*outer_strides, group * head_step, step, head_step, one),
+        (*outer_box, 1, box_rows // group, group, columns),
+    )
+
+
 class TensorMap:
     """Descriptors of tensors of one shape, differing in their address only."""
 
@@ -91,16 +109,20 @@ class TensorMap:
         box: Sequence[int],
         swizzle: int | None,
         window: int | None = None,
+        group: int | None = None,
     ) -> None:
         """``shape``, ``strides`` (elements) and ``box`` slowest axis first, as torch has them; ``swizzle`` in bytes.
 
         ``window`` rows make the descriptor end where a sequence ends: it gets one axis more, see ``windowed``.
+        ``group`` query heads share the rows of a box, another axis more: see ``packed``.
         """
         element_bytes = dtype_row(dtype).bytes
         self._shift = 0
         if window is not None:
             shape, strides = windowed(shape, usable_strides(shape, strides, element_bytes), window)
             self._shift = window * strides[-3] * element_bytes
+        if group is not None:
+            shape, strides, box = packed(shape, strides, box, group)
         self._driver, self._device, self._dtype = driver, device, dtype
         cut, self._swizzle = smem_box(box, swizzle, element_bytes)
         self._box = tuple(reversed(cut))

@@ -75,6 +75,7 @@ class KernelSpec:
     persistent: bool | None = None
     order: str | None = None
     epilogue: str | None = None
+    pack_gqa: bool | None = None
     allow: tuple[str, ...] = ()
     spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
     location: Location = field(default=Location(""), compare=False)
@@ -104,7 +105,7 @@ _FIELD_OF = {
 _AXES = (
     "variant", "arch", "dtype", "head_dim", "layout", "passes", "backend", "tile", "stages", "warps", "loads",
     "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
-    "epilogue",
+    "epilogue", "pack_gqa",
 )  # fmt: skip
 
 
@@ -218,6 +219,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         persistent=values["persistent"],
         order=values["order"],
         epilogue=values["epilogue"],
+        pack_gqa=values["pack_gqa"],
         allow=tuple(sorted(set(entry.allow))),
         spec_file=spec.name,
         location=spec.tree.locate(("kernels", index)),

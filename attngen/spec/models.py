@@ -229,6 +229,9 @@ class KernelModel(Model):
     epilogue: OneOrMany[Epilogue] | None = Field(
         default=None, description="outputs leave through shared memory, or directly from registers"
     )
+    pack_gqa: OneOrMany[bool] | None = Field(
+        default=None, description="query heads of one KV head share the rows of a tile; left out: no"
+    )
     allow: Many[Allowance] = Field(default=(), description="what would else fail the build")
 
 

@@ -121,7 +121,7 @@ class PlanExplanation:
             ("takes", _takes(plan)),
             ("target", target),
             ("head_dim", _head_dims(plan)),
-            ("tile", f"{plan.tile_m} queries x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
+            ("tile", f"{_tile_rows(plan)} x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
             ("stages", f"{plan.stages} pairs of K and V tiles in flight"),
             ("loads", _loads(plan)),
             *_labelled("roles", told.get("roles", [])),
@@ -139,6 +139,12 @@ class PlanExplanation:
 def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
     """Return lines under one label."""
     return [("" if n else label, line) for n, line in enumerate(lines)]
+
+
+def _tile_rows(plan: Plan) -> str:
+    if plan.pack_gqa:
+        return f"{plan.tile_m} rows (all query heads of a KV head, then the next query)"
+    return f"{plan.tile_m} queries"
 
 
 def _takes(plan: Plan) -> str:
@@ -262,7 +268,7 @@ class _Measured:
         from attngen.tools.efficiency import efficiency, scalars_of
 
         scalars = scalars_of(plan.variant, self._given)
-        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver)
+        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa)
         if key not in self._known:
             self._known[key] = efficiency(plan, self._seqlens, scalars)
         return scalars, self._known[key]
@@ -282,7 +288,7 @@ class _Measured:
 
 
 def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
-    found = bands(plan.variant.mask, Facts.of(plan.variant), over="kv")
+    found = bands(plan.variant.mask, Facts.of(plan.variant), over="kv", heads=plan.box_heads)
     memory = shared_memory(
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,

@@ -77,6 +77,7 @@ class HopperExplanation:
                 "order": "longest_first" if hopper.longest_first else "natural",
                 "epilogue": "staged" if hopper.staged else "direct",
                 "skips": hopper.skips,
+                "pack_gqa": self.plan.pack_gqa,
             },
             "registers": asdict(self.registers),
             "barriers": [asdict(barrier) for barrier in self.barriers],
@@ -93,7 +94,7 @@ class HopperExplanation:
         total, limit = self.hopper.shared_bytes, self.plan.arch.shared_memory
         regions = self.regions()
         return {
-            "roles": list(_roles(self.hopper)),
+            "roles": list(_roles(self.plan, self.hopper)),
             "registers": self._registers(),
             "shared memory": [
                 f"{total} B of {limit} B; offset, bytes and what is there:",
@@ -105,7 +106,8 @@ class HopperExplanation:
 
     def grid(self, section: str) -> str:
         """Say which block does what; ``section`` says in which order."""
-        tiles = f"ceil(seqlen_q / {self.plan.tile_m}) x heads x batch"
+        rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
+        tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
         order = f"longest first; {section}" if self.hopper.longest_first else "head by head in natural order"
         if not self.hopper.persistent:
             return f"{tiles} blocks, one for each tile of work, {order}"
@@ -219,7 +221,7 @@ def _barrier(barrier: Barrier) -> str:
     return f"{barrier.name:10s} {barrier.count} x {who:11s}  {barrier.guards}" + (" (named)" if barrier.named else "")
 
 
-def _roles(hopper: Hopper) -> Iterator[str]:
+def _roles(plan: Plan, hopper: Hopper) -> Iterator[str]:
     first = 4 * hopper.consumers
     each = "consumer" if hopper.consumers == 1 else "consumers"
     if not hopper.specialized:
@@ -228,6 +230,8 @@ def _roles(hopper: Hopper) -> Iterator[str]:
         yield _overlap(hopper)
         return
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
+    if plan.pack_gqa:
+        yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
     yield f"producer: warp {first} schedules tiles of work; by TMA, warp {first + 1} loads K and V, and {first + 2} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"

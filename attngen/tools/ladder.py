@@ -68,7 +68,9 @@ class Ladder:
 
 def reason_against(found: Plan) -> str | None:
     """Return why a kernel has no ladder, or None."""
-    return None if found.hopper is not None else "only CUDA kernels have a ladder"
+    if found.hopper is None:
+        return "only CUDA kernels have a ladder"
+    return "the ladder begins without warp roles, which packed heads need" if found.pack_gqa else None
 
 
 def ladders(kernels: Sequence[Prepared]) -> list[Ladder]:

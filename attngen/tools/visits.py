@@ -44,7 +44,10 @@ class Visits:
 
 
 def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
-    """Count the tiles that a plan's kernel visits in head 0 of sequence 0. ``arguments`` as a call passes them."""
+    """Count the tiles that a plan's kernel visits in head 0 of sequence 0. ``arguments`` as a call passes them.
+
+    A kernel that packs the heads of a group is taken to have one head in each: with more, tiles hold fewer queries.
+    """
     grid = _Grid(plan, seqlen, arguments)
     visible, seen = grid.mask()
     if plan.driver == "tile_map":
@@ -77,7 +80,7 @@ class _Grid:
         last = (first + plan.tile_m - 1).clamp(max=seqlen - 1)
         self._tiles = len(first)
         self._corners = {"q_lo": first, "q_hi": last, "q_pos_lo": first, "q_pos_hi": last}  # as many keys as queries
-        self._found: Bands = bands(plan.variant.mask, self._facts, over="kv")
+        self._found: Bands = bands(plan.variant.mask, self._facts, over="kv", heads=plan.box_heads)
 
     def mask(self) -> tuple[int, Tensor]:
         """Return the number of visible pairs, and for each tile 0 (nothing), 1 (part) or 2 (all of it visible)."""
@@ -123,7 +126,8 @@ class _Grid:
         corners |= {"kv_lo": first, "kv_hi": first + n - 1}
         shape = (self._tiles, self._whole)
         may, must = (
-            self._evaluate(e, corners).broadcast_to(shape) for e in classify(self._plan.variant.mask, self._facts)
+            self._evaluate(e, corners).broadcast_to(shape)
+            for e in classify(self._plan.variant.mask, self._facts, heads=self._plan.box_heads)
         )
         inside = torch.zeros(shape, dtype=torch.bool)
         if self._found.visible:

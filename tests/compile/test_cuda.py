@@ -28,14 +28,19 @@ from tests.plan.specs import planned
 
 ROOT = Path(__file__).parents[2]
 
-KERNELS: tuple[tuple[str, int], ...] = (
-    ("causal", 64),
-    ("causal", 128),
-    ("causal", 80),  # padded
-    ("packed_documents", 128),
-    ("allowed", 64),  # and its classifier
+KERNELS: tuple[tuple[str, int, bool], ...] = (
+    ("causal", 64, False),
+    ("causal", 128, False),
+    ("causal", 80, False),  # padded
+    ("packed_documents", 128, False),
+    ("allowed", 64, False),  # and its classifier
+    ("causal", 128, True),
+    ("alibi", 64, True),  # a slope for each row
+    ("dilated", 256, True),
 )
-each = pytest.mark.parametrize(("variant", "head_dim"), KERNELS, ids=[f"{v}-{d}" for v, d in KERNELS])
+each = pytest.mark.parametrize(
+    ("variant", "head_dim", "pack_gqa"), KERNELS, ids=[f"{v}-{d}{'-pack' * p}" for v, d, p in KERNELS]
+)
 
 #: A log of ptxas as it is where nothing went wrong; what the tests below plant replaces parts of it.
 CLEAN = """ptxas info    : Compiling entry function 'NAME' for 'sm_90a'
@@ -50,14 +55,14 @@ SERIALIZED = (
 
 
 @cache
-def compiled(variant: str, head_dim: int) -> tuple[Plan, Artifact]:
-    plan = planned(variant, backend="cuda", head_dim=head_dim)
+def compiled(variant: str, head_dim: int, pack_gqa: bool = False) -> tuple[Plan, Artifact]:
+    plan = planned(variant, backend="cuda", head_dim=head_dim, pack_gqa=str(pack_gqa).lower())
     return plan, compile_source(plan, render(plan))
 
 
 @each
-def test_kernels_keep_their_speed(variant: str, head_dim: int) -> None:
-    plan, artifact = compiled(variant, head_dim)
+def test_kernels_keep_their_speed(variant: str, head_dim: int, pack_gqa: bool) -> None:
+    plan, artifact = compiled(variant, head_dim, pack_gqa)
     resources = artifact.manifest["resources"]
     assert 0 <= resources["spills"] <= MAX_SPILLS
     assert resources["serialized_wgmma"] is False
@@ -71,8 +76,8 @@ def test_kernels_keep_their_speed(variant: str, head_dim: int) -> None:
 
 
 @each
-def test_parameters_are_those_of_the_cubin(variant: str, head_dim: int) -> None:
-    plan, artifact = compiled(variant, head_dim)
+def test_parameters_are_those_of_the_cubin(variant: str, head_dim: int, pack_gqa: bool) -> None:
+    plan, artifact = compiled(variant, head_dim, pack_gqa)
     parts = [(plan.name, plan.arguments, artifact.manifest["parameters"])]
     if plan.classifier:
         parts.append((plan.classifier.name, plan.classifier.arguments, artifact.manifest["classifier"]["parameters"]))

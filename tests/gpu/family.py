@@ -46,6 +46,7 @@ def label(plan: Plan) -> str:
         f"d{head_dim}",
         plan.layout,
         plan.schedule.rpartition("_")[2],  # descriptor, pointer, wgmma, unified
+        *(["pack"] if plan.pack_gqa else []),
     ]
     return "-".join(parts)
 

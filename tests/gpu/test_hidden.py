@@ -26,6 +26,7 @@ def small_scalars(name: str) -> dict[str, int]:
         "sliding_window": {"window": 37},
         "sink_window": {"sinks": 3, "window": 20},
         "dilated": {"window": 5, "dilation": 7},
+        "head_window": {"window": 11},
         "neighbourhood_2d": {"width": 16, "radius": 2},
     }
     return values.get(name.split("-")[0], {})

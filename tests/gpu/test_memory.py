@@ -105,6 +105,8 @@ RACES = [
     "packed_documents-bf16-d80-varlen-unified",
     "sliding_window-bf16-d96-varlen-unified",
     "sliding_window-bf16-d112-dense-wgmma",
+    "causal-bf16-d128-dense-wgmma-pack",
+    "sliding_window-bf16-d80-varlen-wgmma-pack",
 ]
 REPEATS = 1000
 

@@ -13,19 +13,19 @@ from attngen.tools.cases import Case
 from tests.gpu.family import Run, bits, labels
 
 #: Every choice of roles, skipping, driver and layout has a kernel here.
-KERNELS = [name for name in labels() if name.endswith(("-wgmma", "-unified"))]
+KERNELS = [name for name in labels() if name.endswith(("-wgmma", "-unified", "-pack"))]
 ROUNDS = 4
 
 
-def case(chance: random.Random, layout: str) -> Case:
+def case(chance: random.Random, name: str) -> Case:
     """Return random lengths: short and long, even and uneven, none at all."""
     batch, kv_heads = chance.choice([1, 2, 5]), chance.choice([1, 2])
-    heads = kv_heads * chance.choice([1, 3, 8])
+    heads = kv_heads * chance.choice([1, 4, 8] if name.endswith("-pack") else [1, 3, 8])
 
     def lengths() -> tuple[int, ...]:
         drawn = [chance.choice([0, 1, 64, 127, chance.randrange(700), chance.randrange(1500)]) for _ in range(batch)]
         drawn[0] = drawn[0] or 1  # without any row no kernel is launched
-        return tuple(drawn) if layout == "varlen" else (max(drawn),) * batch
+        return tuple(drawn) if "varlen" in name else (max(drawn),) * batch
 
     return Case("stress", lengths(), lengths(), heads=heads, kv_heads=kv_heads)
 
@@ -37,8 +37,7 @@ def stress(shapes: int, seed: int) -> int:
     for _ in range(shapes):
         runs = []
         for name in chance.sample(KERNELS, 4):
-            layout = "varlen" if "varlen" in name else "dense"
-            runs.append(Run.of(name, case(chance, layout), seed=chance.randrange(2**31)))
+            runs.append(Run.of(name, case(chance, name), seed=chance.randrange(2**31)))
         first: dict[int, list[Tensor]] = {}
         for index in chance.sample([n for n in range(len(runs)) for _ in range(ROUNDS)], ROUNDS * len(runs)):
             results = [bits(tensor) for tensor in runs[index].results()]

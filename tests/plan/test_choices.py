@@ -62,6 +62,7 @@ def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bo
         ({"sinks": "true"}, r"sinks"),
         ({"warps": "{producer: 1, consumer: 2}"}, r"warps"),
         ({"persistent": "true"}, r"persistent"),
+        ({"pack_gqa": "true"}, r"pack_gqa: Triton kernels give each query head tiles of its own; allowed: false"),
         ({"dtype": "fp8"}, r"test\.yaml:7: dtype: .*bf16, fp16, fp32"),
         ({"arch": "sm80", "loads": "descriptor"}, r"sm80 has no tensor descriptors; use loads: pointer"),
         ({"alignment": 2, "loads": "descriptor"}, r"descriptors need alignment 16, not 2"),

@@ -192,6 +192,58 @@ def test_varlen_kernels_store_without_a_descriptor() -> None:
     assert [a.of for a in on_hopper().arguments if a.kind == "descriptor"] == ["q", "k", "v", "out"]
 
 
+# --- packed heads ---------------------------------------------------------------------------------------------
+
+
+def test_heads_are_packed_where_the_spec_says() -> None:
+    packed = on_hopper(pack_gqa="true")
+    assert packed.pack_gqa
+    assert packed.name.endswith("_pack")
+    assert packed.to_dict()["pack_gqa"] is True
+    assert roles_of(packed).consumers == 1
+    assert not roles_of(packed).pingpong
+    wide = on_hopper(pack_gqa="true", tile="{m: 128}")
+    assert (wide.tile_m, roles_of(wide).consumers, roles_of(wide).pingpong) == (128, 2, True)
+    assert on_hopper(pack_gqa="false") == on_hopper()
+    assert not on_hopper().pack_gqa
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_only_maps_of_queries_are_packed(layout: str) -> None:
+    plan = on_hopper(pack_gqa="true", layout=layout)
+    packed = [argument.of for argument in plan.arguments if argument.packed]
+    assert packed == (["q", "out"] if layout == "dense" else ["q"])
+    written = {row["of"] for row in plan.to_dict()["parameters"] if row.get("packed")}
+    assert written == set(packed)
+    assert "group_bits" in plan.signature
+    assert not [argument for argument in on_hopper(layout=layout).arguments if argument.packed]
+    assert "group_bits" not in on_hopper(layout=layout).signature
+
+
+@pytest.mark.parametrize(
+    ("mask", "apart", "packed"),
+    [
+        ("kv <= q_pos - h", "ranges", "ranges"),
+        ("kv < limits[hk]", "ranges", "ranges"),
+        ("ends[h, kv] <= q_pos", "ranges", "classified"),  # a search for each head
+        ("ends[hk, kv] <= q_pos", "ranges", "ranges"),
+    ],
+)
+def test_the_driver_knows_that_heads_differ(mask: str, apart: str, packed: str) -> None:
+    declared = (
+        f'variants:\n  own:\n    mask: "{mask}"\n    tensors:\n      limits: {{dtype: int32, shape: [hk]}}\n'
+        "      ends: {dtype: int32, shape: [h, seqlen_k], monotone: {axis: 1}}\n"
+    )
+    assert on_hopper("own", declared=declared, tile_map="never").driver == apart
+    assert on_hopper("own", declared=declared, tile_map="never", pack_gqa="true").driver == packed
+
+
+def test_a_tile_map_is_not_for_packed_heads() -> None:
+    with pytest.raises(PlanError, match=r"test\.yaml:8: pack_gqa: a tile map lists .* true with tile_map: never"):
+        on_hopper("allowed", pack_gqa="true")
+    assert on_hopper("allowed", pack_gqa="true", tile_map="never").driver == "classified"
+
+
 # --- refusals -------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +254,7 @@ def test_varlen_kernels_store_without_a_descriptor() -> None:
             {"warps": "{consumer: 1, schedule: pingpong}"},
             r"pingpong needs at least 2 consumers .* allowed: cooperative",
         ),
+        ({"warps": "{producer: 0}", "pack_gqa": "true"}, r"pack_gqa: without a producer .* allowed: false"),
         ({"warps": "{consumer: 4}"}, r"4 consumers are not allowed; allowed: 1, 2, 3"),
         (
             {"warps": "{producer: 0, schedule: pingpong}"},

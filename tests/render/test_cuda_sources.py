@@ -10,6 +10,8 @@ from attngen.lang.printing import canonical
 from attngen.plan import plan
 from attngen.plan.arguments import argument_name
 from attngen.render import render
+from attngen.render.cuda_math import _elements
+from attngen.render.expressions import CUDA, corner_bindings
 from attngen.render.source import headers
 from attngen.resources import root
 from attngen.spec import KernelSpec
@@ -107,6 +109,64 @@ def test_the_users_own_text_reaches_no_source() -> None:
     assert "0.25f" in text
 
 
+# --- packed heads ---------------------------------------------------------------------------------------------
+
+
+def test_what_depends_on_the_head_is_computed_for_each_row() -> None:
+    """No line outside the loop over elements, and no multiplier, holds a value of one head."""
+    declared = (
+        'variants:\n  own:\n    mask: "kv < limit[h] and kv <= q_pos - 3 * h"\n'
+        '    score: "gain[h] * cap * tanh(s / cap)"\n'
+        "    scalars: {cap: {type: fp32, const: 20.0}}\n"
+        "    tensors:\n      limit: {dtype: int32, shape: [h]}\n"
+        "      gain: {dtype: fp32, shape: [h], range: {min: 0}}\n"
+    )
+    for packed in (True, False):
+        text = render(planned("own", backend="cuda", declared=declared, pack_gqa=str(packed).lower())).text
+        work = text.partition("while (more) {")[2].partition("const auto finish_logits")[0]
+        element = text.partition("const auto finish_logits")[2].partition("// The first tile.")[0]
+        for name in ("limit_ptr[", "gain_ptr["):
+            assert (name in element) == packed
+            assert (name in work) == (not packed)
+        # the first thing that is declared for a row of an element
+        assert element.count("const int h = (hk << group_bits) + (row_in_group + 8 * row & group - 1);") == 2 * packed
+        assert ("const int h_lo = hk << group_bits, h_hi = h_lo + (group - 1);" in text) == packed
+        assert bool(re.search(r"\bwork\.h\b", text)) != packed
+
+
+def value(expression: str, **names: int) -> int:
+    """Evaluate integer arithmetic of a source: C and Python agree on the order of these operators."""
+    found = eval(expression.replace("work.", "").replace(" / ", " // "), {"min": min}, names)
+    assert isinstance(found, int)
+    return found
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_rows_of_a_packed_tile_are_the_heads_of_a_query_then_the_next(layout: str, group: int) -> None:
+    """Row r of a tile is query r / group and head r % group, wherever rows are written, masked or scored."""
+    found = planned("alibi", backend="cuda", layout=layout, pack_gqa="true", tile="{m: 192}")
+    text = render(found).text
+    fixed = {"group": group, "group_bits": group.bit_length() - 1, "q_start": 5, "hk": 3, "seqlen_q": 10**6}
+    wanted = {r: (5 + r // group, 3 * group + r % group) for r in range(192)}
+    places = re.findall(r"const int q = (.*);\n *const int h = (.*);", text)
+    assert len(places) == (3 if layout == "dense" else 4)  # two by the scheduler, lse, and out of a varlen kernel
+    (first,) = set(re.findall(r"const int q_first = (.*);", text))
+    (q_row,) = set(re.findall(r"const int q_row = (.*);  //", text))
+    (h_row,) = set(re.findall(r"const int h = (\(hk .*);", text))
+    for r, (q, h) in wanted.items():
+        warpgroup, in_group = divmod(r, 64)
+        own = {**fixed, "warpgroup": warpgroup, "row_in_group": in_group - 8 * (in_group // 8 % 2)}
+        for where, head in places:
+            by_chunk = 8 if "i / 8" in where else 1
+            names = own | {"i": by_chunk * r, "row": in_group // 8 % 2 if "row_in_group" in where else in_group}
+            assert (value(where, **names), value(head, **names)) == (q, h), where
+        names = own | {"row": in_group // 8 % 2}
+        assert value(q_row, q_first=value(first, **names), **names) == q
+        assert value(h_row, **names) == h
+    assert ("work.q_start + (64 * warpgroup >> group_bits), work.hk, work.b);" in text) == (layout == "dense")
+
+
 # --- names ----------------------------------------------------------------------------------------------------
 
 #: Between them, these make every line of the templates.
@@ -124,6 +184,9 @@ FORMS: tuple[tuple[str, dict[str, object]], ...] = (
     ("dilated", {"layout": "varlen", "head_dim": 80}),
     ("allowed", {}),
     ("allowed", {"layout": "varlen"}),
+    ("alibi", {"pack_gqa": "true"}),
+    ("dilated", {"pack_gqa": "true", "layout": "varlen"}),
+    ("sliding_window", {"pack_gqa": "true", "tile": "{m: 128}"}),
 )
 
 
@@ -171,6 +234,29 @@ def test_a_name_that_the_kernel_needs_gets_a_suffix(name: str) -> None:
     assert f"{name}_value_ptr" in parameters
     assert f"extent_{name}_value_0" in parameters
     assert len(set(parameters)) == len(parameters)
+
+
+def test_symbols_of_the_analysis_are_no_names_of_a_variant() -> None:
+    """Else a scalar would stand for where a sequence begins, or for the number of its tiles."""
+    found = planned("causal", backend="cuda")
+    for bound in (corner_bindings(found, CUDA), _elements(found, ragged=True)):
+        assert not [name for name in bound if is_legal(name)]
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_packed_positions_are_bound_in_masks(layout: str) -> None:
+    """Intervals of keys are measured from where the sequence begins."""
+    for mask in ("kv_global < 100", "q_global - kv_global >= 5", "kv < 5 and q_global > 3"):
+        declared = f'variants:\n  own:\n    mask: "{mask}"\n'
+        text = render(planned("own", backend="cuda", layout=layout, declared=declared)).text
+        work = text.partition("while (more) {")[2].partition("const auto finish_logits")[0]
+        assert re.search(r"const int (q|k)_begin = work\.\1_begin;", work), mask
+
+
+def test_a_bound_that_reads_an_int64_is_declared_once() -> None:
+    declared = 'variants:\n  own:\n    mask: "limits[b] > 3"\n    tensors: {limits: {dtype: int64, shape: [b]}}\n'
+    text = render(planned("own", backend="cuda", declared=declared)).text
+    assert len(re.findall(r"const \w+ visible_hi = ", text)) == 1
 
 
 def test_suffixed_names_differ() -> None:

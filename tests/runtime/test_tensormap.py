@@ -9,7 +9,7 @@ import struct
 import pytest
 import torch
 
-from attngen.runtime.tensormap import TensorMap, reason_against, smem_box, usable_strides, windowed
+from attngen.runtime.tensormap import TensorMap, packed, reason_against, smem_box, usable_strides, windowed
 from tests.runtime.support import FakeDriver
 
 
@@ -117,3 +117,47 @@ def test_a_windowed_descriptor_of_one_row_has_a_legal_stride() -> None:
     found = TensorMap(FakeDriver(), 0, "bf16", (1, 1, 4, 64), (3, 5, 64, 1), (1, 1, 16, 1, 64), 128, window=16).at(4096)
     _, rank = struct.unpack_from("<Qq", found)
     assert all(step % 16 == 0 for step in struct.unpack_from(f"<{rank - 1}q", found, 16 + 8 * rank))
+
+
+# --- packed heads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_a_packed_box_brings_the_heads_of_a_group_then_the_next_row(group: int, batched: bool) -> None:
+    """Row r of a box is query r / group and head r % group, of one KV head; behind the last query come zeros."""
+    rows, kv_heads, width, box_rows = 7, 3, 2, 8
+    heads = kv_heads * group
+    shape = (2, rows, heads, width) if batched else (rows, heads, width)
+    values = torch.arange(1, math.prod(shape) + 1).view(shape)
+    box_shape = (1, box_rows, 1, width) if batched else (box_rows, 1, width)
+    seen, steps, extent = packed(shape, values.stride(), box_shape, group)
+    assert len(seen) == len(steps) == len(extent) == len(shape) + 1
+    assert math.prod(extent) == box_rows * width
+    queries = values[1] if batched else values
+    for start, hk in itertools.product(range(0, rows, box_rows // group), range(kv_heads)):
+        at = (*((1,) if batched else ()), hk, start, 0, 0)
+        found = box(values.flatten(), seen, steps, 0, at, extent).reshape(box_rows, width)
+        for r in range(box_rows):
+            q, h = start + r // group, hk * group + r % group
+            wanted = queries[q, h] if q < rows else torch.zeros(width, dtype=torch.int64)
+            assert torch.equal(found[r], wanted), (start, hk, r)
+
+
+def test_a_packed_descriptor_has_the_group_between_columns_and_rows() -> None:
+    shape, strides = (2, 40, 8, 64), (20480, 512, 64, 1)
+    found = TensorMap(FakeDriver(), 0, "bf16", shape, strides, (1, 128, 1, 64), 128, group=4).at(1 << 20)
+    address, rank = struct.unpack_from("<Qq", found)
+    assert address == 1 << 20
+    assert struct.unpack_from(f"<{rank}q", found, 16) == (64, 4, 40, 2, 2)
+    assert struct.unpack_from(f"<{rank - 1}q", found, 16 + 8 * rank) == (128, 1024, 512, 40960)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "group"),
+    [((1, 1, 8, 64), (3, 5, 64, 1), 8), ((1, 1, 1, 64), (3, 5, 7, 1), 1), ((2, 1, 4, 64), (256, 5, 64, 1), 1)],
+)
+def test_a_packed_descriptor_of_one_query_has_legal_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], group: int
+) -> None:
+    TensorMap(FakeDriver(), 0, "bf16", shape, strides, (1, 64, 1, 64), 128, group=group).at(4096)

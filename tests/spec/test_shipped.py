@@ -29,7 +29,7 @@ def test_loads_and_expands(path):
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
-        ("hopper", 45, 60),
+        ("hopper", 55, 75),
         ("hopper_triton", 45, 60),
         ("hopper_all", 408, 408),
         ("ampere", 8, 24),

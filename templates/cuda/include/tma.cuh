@@ -47,6 +47,13 @@ __device__ __forceinline__ void store_box(const TensorMap& map, uint32_t from, i
       : "memory");
 }
 
+__device__ __forceinline__ void store_box(const TensorMap& map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+      ::"l"(&map), "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // Four 8 x 8 blocks of a product, packed as for the next one, to shared memory: lane l gives the address of row l % 8
 // of block l / 8 (PTX ISA, "stmatrix").
 __device__ __forceinline__ void store_blocks(uint32_t to, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3) {
