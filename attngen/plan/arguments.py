@@ -34,7 +34,7 @@ tanh_approx threadIdx turn_is_spent uint32_t arrive arrive_expecting wait wait_k
 wait_stores_read settle commit_products commit_stores fence_async_proxy fence_barrier_init fence_products init_barrier
 named_arrive named_sync prefetch_map load_box store_box store_blocks pack rescale exponentiate find_maximum finish_sum
 raise_reference log_sum_exp grow_registers shrink_registers take_tile advance_v hold_v skip_v release_k release_v
-first_is_blind free_out give_up_turn write_out key visible_from visible_to Place
+first_is_blind free_out give_up_turn write_out key visible_from visible_to Place Row
 from_lane k_to k_to_phase k_unloaded v_to v_to_phase v_unloaded load_q load_k tile_at ahead to store_rows kv_head
 group_bits tile_queries consumer_queries h_lo h_hi
 """

@@ -39,13 +39,33 @@ _KV_FIRST, _KEY = index("kv_first"), index("key")
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """What happens to the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
+
+    ``row_values`` are the values of a row that its elements use, each with its type. No lines for elements: nothing
+    happens to them.
+    """
+
+    tile: tuple[str, ...]
+    row: tuple[str, ...]
+    row_values: tuple[tuple[str, str], ...]
+    key: tuple[str, ...]
+    element: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """All lines."""
+        return "\n".join([*self.tile, *self.row, *self.key, *self.element])
+
+
+@dataclass(frozen=True, slots=True)
 class Logits:
-    """How products become logits: lines once for a tile of work, and once for an element ``x`` of a partial and of a
-    full tile (none where nothing happens to it); and the factor that leads to units of log2."""
+    """How products become logits: lines once for a tile of work, the steps of partial and of full tiles, and the factor
+    that leads to units of log2."""
 
     work: tuple[str, ...]
-    partial: tuple[str, ...]
-    full: tuple[str, ...]
+    partial: Steps
+    full: Steps
     multiplier: str
 
 
@@ -73,7 +93,7 @@ def logits(plan: Plan) -> Logits:
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
     value = split_keys(folded.value, _KV_FIRST, _KEY) if plan.fast_math else folded.value
     work: dict[str, None] = {}
-    bodies: list[tuple[str, ...]] = []
+    steps = []
     multiplier = ""
     for partial in (True, False):
         bound = _elements(plan, ragged=partial)
@@ -83,20 +103,41 @@ def logits(plan: Plan) -> Logits:
             body.append(f"x = {scored.results[0]};")
         if partial:
             masking = _masking(plan, bound, _declared([*hoisted, *body]))
-            hoisted += [line for line in masking.hoisted if line not in hoisted]
+            hoisted += [line for line in (*masking.hoisted, *masking.tile) if line not in hoisted]
             body += masking.element
-        row, shared = _split(plan, hoisted)
-        row = _used([*row, *(masking.tile if partial else ())], body)
+        row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
-        texts = "\n".join([*row, *body])
-        bodies.append((*_row_lines(plan, texts), *row, *_key_lines(texts), *body))
+        steps.append(_steps(plan, tile, row, body))
         multiplier = scored.results[1]
     lines = list(work)
     if variant.score is None:
         lines, multiplier = ["const float scale_log2e = softmax_scale * kLog2e;", *lines], "scale_log2e"
     elif not re.fullmatch(r"[\w.]+", multiplier):
         lines, multiplier = [*lines, f"const float scale_log2e = {multiplier};"], "scale_log2e"
-    return Logits(tuple(lines), bodies[0], bodies[1], multiplier)
+    return Logits(tuple(lines), steps[0], steps[1], multiplier)
+
+
+def _steps(plan: Plan, tile: Sequence[str], row: Sequence[str], body: Sequence[str]) -> Steps:
+    """Return the lines of a tile, each where it runs least often."""
+    varying = {"x", *_row_names(plan), *_declared(row)}
+    key, element = [], []
+    for line in body:
+        if varying & set(re.findall(r"\w+", line)):
+            element.append(line)
+            varying.update(_declared([line]))
+        else:
+            key.append(line)
+    key = _used(key, element)
+    row = _used(row, element)
+    row = [*_row_lines(plan, "\n".join([*row, *element])), *row]
+    used = set(re.findall(r"\w+", "\n".join(element)))
+    return Steps(
+        tile=tuple(_used(tile, [*row, *key, *element])),
+        row=tuple(row),
+        row_values=tuple((type, name) for type, name in map(_declaration, row) if name in used),
+        key=(*_key_lines("\n".join([*key, *element])), *key),
+        element=tuple(element),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,22 +247,42 @@ def _row_lines(plan: Plan, texts: str) -> list[str]:
     return lines
 
 
-def _split(plan: Plan, lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the lines that depend on the row, and those that are the same for all rows of a tile of work."""
-    varying = {*_QUERY_NAMES, _KV_FIRST.name, *(["h"] if plan.pack_gqa else [])}
-    row, work = [], []
+def _row_names(plan: Plan) -> tuple[str, ...]:
+    """Return the names that differ from row to row."""
+    return (*_QUERY_NAMES, "h") if plan.pack_gqa else _QUERY_NAMES
+
+
+def _split(plan: Plan, lines: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the lines that depend on the row, those that are the same for all rows of a tile of keys, and those that
+    are the same for a tile of work."""
+    row_names, tile_names = set(_row_names(plan)), {_KV_FIRST.name}
+    row, tile, work = [], [], []
     for line in lines:
-        if varying & set(re.findall(r"\w+", line)):
+        words = set(re.findall(r"\w+", line))
+        if words & row_names:
             row.append(line)
-            varying.update(_declared([line]))
+            row_names.update(_declared([line]))
+        elif words & tile_names:
+            tile.append(line)
+            tile_names.update(_declared([line]))
         else:
             work.append(line)
-    return row, work
+    return row, tile, work
+
+
+_DECLARATION = re.compile(r"(const )([\w ]+?)( ?[ *] ?)(\w+) = ")
+
+
+def _declaration(line: str) -> tuple[str, str]:
+    """Return the type of a field that can hold what a line declares, and its name."""
+    found = _DECLARATION.match(line)
+    assert found is not None, line
+    return f"const {found[2]}*" if "*" in found[3] else found[2], found[4]
 
 
 def _declared(lines: Iterable[str]) -> list[str]:
     """Return the names that statements declare."""
-    return [match[1] for line in lines if (match := re.match(r"const [\w ]+[ *]+(\w+) = ", line))]
+    return [found[4] for line in lines if (found := _DECLARATION.match(line))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +298,7 @@ def elements(plan: Plan) -> Elements:
     """Return the mask of one pair of row and key, neither of which need be inside the sequence."""
     bound = _elements(plan, ragged=True)
     masked = emit_for(plan, CUDA, [plan.variant.mask], bound)
-    row, work = _split(plan, masked.hoisted)
+    row, _, work = _split(plan, masked.hoisted)
     texts = "\n".join([*row, *masked.body, *masked.results])
     lines = []
     if re.search(r"\bq_pos\b", texts):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attngen.dtypes import dtype
 from attngen.plan.hopper import WORK_BYTES
 from attngen.plan.model import Argument, Columns, Plan
-from attngen.render.cuda_math import Tiles, elements, logits, tiles, word
+from attngen.render.cuda_math import Steps, Tiles, elements, logits, tiles, word
 from attngen.render.header import argument_groups, command, summary
 
 _REGION_TEXTS = {
@@ -89,8 +89,8 @@ class CudaView:
     pending_stage: str
     later_columns: tuple[int, ...]
     work_lines: tuple[str, ...]
-    partial_lines: tuple[str, ...]
-    full_lines: tuple[str, ...]
+    partial: Steps
+    full: Steps
     uses_kv: bool
     logit_tile: str
     logit_partial: str
@@ -106,7 +106,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
     spans = "\n".join([*found.lines, *found.values.values(), *listed])
-    texts = "\n".join([*code.partial, *code.full])
+    texts = "\n".join([code.partial.text, code.full.text])
     head, head_rows = ("", "work.q_begin + q") if plan.varlen else ("work.b * stride_out_b + ", "q")
     h = "h" if plan.pack_gqa else "work.h"
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
@@ -161,9 +161,9 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
         pending_stage="held_stage" if hopper.skips else "v_stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
-        work_lines=_work_lines(plan, [*code.work, *code.partial, *code.full], code.work),
-        partial_lines=code.partial,
-        full_lines=code.full,
+        work_lines=_work_lines(plan, [*code.work, texts], code.work),
+        partial=code.partial,
+        full=code.full,
         uses_kv=_uses("kv_first", texts),
         logit_tile="(tile_info & kTileMask)" if hopper.specialized else "tile",
         logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",

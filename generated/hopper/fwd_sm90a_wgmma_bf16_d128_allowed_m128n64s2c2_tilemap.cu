@@ -373,15 +373,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          const int visible_to = seqlen_k - kv_first;
+          struct Row {
+            int q_row;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
+            rows[row] = {q_row};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            const int kv = kv_first + key;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
-              const int visible_to = seqlen_k - kv_first;
-              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-              const int kv = kv_first + key;
+              const auto [q_row] = rows[row];
               const bool allowed_q_kv = (kv < extent_allowed_2) ? allowed_b[static_cast<long long>(q_row) * stride_allowed_1 + static_cast<long long>(kv)] != 0 : false;
               if (!(key < visible_to && allowed_q_kv)) x = kMasked;
             }

@@ -419,18 +419,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          struct Row {
+            int doc_q_pos;
+            int visible_to;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int doc_q_pos = (q_pos >= 0) ? doc_b[static_cast<long long>(q_pos)] : 0;
+            const int visible_to = min(q_pos >= 0 ? seqlen_k : 0, seqlen_k) - kv_first;
+            rows[row] = {doc_q_pos, visible_to};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            const int kv = kv_first + key;
+            const int doc_kv = (kv < extent_doc_1) ? doc_b[static_cast<long long>(kv)] : 0;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
-              const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const int doc_q_pos = (q_pos >= 0) ? doc_b[static_cast<long long>(q_pos)] : 0;
-              const int visible_to = min(q_pos >= 0 ? seqlen_k : 0, seqlen_k) - kv_first;
-              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-              const int kv = kv_first + key;
-              const int doc_kv = (kv < extent_doc_1) ? doc_b[static_cast<long long>(kv)] : 0;
+              const auto [doc_q_pos, visible_to] = rows[row];
               if (!(key < visible_to && doc_q_pos == doc_kv)) x = kMasked;
             }
           }

@@ -373,16 +373,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          const int visible_to = seqlen_k - kv_first;
+          struct Row {
+            int q_pos;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            rows[row] = {q_pos};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            const int kv = kv_first + key;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
-              const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const int visible_to = seqlen_k - kv_first;
-              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-              const int kv = kv_first + key;
+              const auto [q_pos] = rows[row];
               const int element_value = min(max(kv - q_pos, -radius), radius) + radius;
               const float table_element = (element_value >= 0 && element_value < extent_table_1) ? table_h[static_cast<long long>(element_value)] : 0.0f;
               x = x * softmax_scale_times_LOG2E + table_element * kLog2e;
@@ -390,15 +399,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             }
           }
         } else {
+          struct Row {
+            int q_pos;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            rows[row] = {q_pos};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            const int kv = kv_first + key;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
-              const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-              const int kv = kv_first + key;
+              const auto [q_pos] = rows[row];
               const int element_value = min(max(kv - q_pos, -radius), radius) + radius;
               const float table_element = (element_value >= 0 && element_value < extent_table_1) ? table_h[static_cast<long long>(element_value)] : 0.0f;
               x = x * softmax_scale_times_LOG2E + table_element * kLog2e;

@@ -373,15 +373,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          struct Row {
+            int visible_to;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+            rows[row] = {visible_to};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
-              const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+              const auto [visible_to] = rows[row];
               if (key >= visible_to) x = kMasked;
             }
           }

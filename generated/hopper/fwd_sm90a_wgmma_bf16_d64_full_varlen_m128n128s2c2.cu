@@ -373,13 +373,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          const int visible_to = seqlen_k - kv_first;
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const int visible_to = seqlen_k - kv_first;
-              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
               if (key >= visible_to) x = kMasked;
             }
           }
