@@ -38,6 +38,7 @@ first_is_blind free_out give_up_turn write_out
 dout dout_0 dout_1 dk dk_0 dk_1 dv dv_0 dv_1 dq dq_0 dq_1 dp ds dlogit lse_log2 delta lse_rows delta_rows dlse kv_row
 k_rows v_rows dk_rows dv_rows dq_rows q_rows q_head dout_head dout_rows keys k_end q_end inner_heads head start
 full_count partial_count full_word factor row_tile row row_tiles dot contribution gradient
+nothing used kernel
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.
@@ -134,11 +135,17 @@ def pointer_name(tensor: str) -> str:
     return f"{argument_name(tensor)}_ptr"
 
 
-def descriptor_argument(plan: Plan, of: str, name: str, rows: int, block: Columns) -> Argument:
-    """Return the tensor descriptor through which some rows of a column block come."""
-    box = (rows, 1, block.width) if plan.varlen else (1, rows, 1, block.width)
+def descriptor_argument(
+    plan: Plan, of: str, name: str, rows: int, block: Columns, window: int | None = None
+) -> Argument:
+    """Return the tensor descriptor through which some rows of a column block come; see ``tensormap.windowed``."""
+    box: tuple[int, ...] = (rows, 1, block.width) if plan.varlen else (1, rows, 1, block.width)
+    if window is not None:
+        box = (*box[:-3], 1, *box[-3:])
     shape = ",".join(map(str, box))
-    return Argument(name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box)
+    return Argument(
+        name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box, window=window
+    )
 
 
 def pointer_argument(plan: Plan, of: str) -> Argument:

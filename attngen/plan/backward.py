@@ -119,7 +119,7 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         num_warps=main.warps,
         max_registers=None,
         driver=drivers[_DKDV],
-        mask_code="loop",
+        mask_code="branch",
         softmax="exact_max",
         fast_math=spec.fast_math,
         section_bytes=SECTION_BYTES,

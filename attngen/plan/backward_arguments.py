@@ -46,6 +46,14 @@ def through_descriptor(plan: Plan, name: str, grid: str) -> bool:
     return plan.loads == "descriptor" and name not in _KEPT[grid]
 
 
+def has_window(plan: Plan, grid: str) -> bool:
+    """Whether what a kernel loads in its loops ends where a sequence ends, though the tensor goes on behind it.
+
+    The queries of a dense tensor end where it ends, and what a descriptor gives behind that is 0 anyway.
+    """
+    return plan.varlen or grid == "queries"
+
+
 def gradient_pointer(tensor: str) -> str:
     """Return the name of the argument that holds the address of a tensor's gradient."""
     return f"gradient_{argument_name(tensor)}_ptr"
@@ -73,8 +81,10 @@ def _gradient(plan: Plan, grid: str) -> Iterator[Argument]:
     for name, (columns, rows) in operands.items():
         if name in pointers:
             continue
+        window = rows if has_window(plan, grid) else None
         for index, block in enumerate(columns):
-            yield descriptor_argument(plan, name, f"{name}_desc{block_suffix(columns, index)}", rows, block)
+            label = f"{name}_desc{block_suffix(columns, index)}"
+            yield descriptor_argument(plan, name, label, rows, block, window=window)
     written = _WRITTEN[grid]
     for name in (*pointers, *written):
         yield pointer_argument(plan, name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.plan.arguments import block_suffix
-from attngen.plan.backward_arguments import through_descriptor
+from attngen.plan.backward_arguments import has_window, through_descriptor
 from attngen.plan.model import Columns, Part, Plan
-from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Body, Form, gradients
+from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, atom, gradients
 from attngen.render.header import command, summary
 from attngen.render.triton_math import Ranges, map_lines, ranges, words
 from attngen.render.triton_view import begins, column_offsets, head_address, parameter_list, precision_of
@@ -26,50 +26,43 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one tile takes: loads, the four or three products, and between them the lines of score and mask.
+    """What one tile takes: loads, products, and between them the lines of score and mask.
 
-    ``index`` names the lines that number the rows of the tile.
+    ``condition`` tells whether a tile needs the mask; None where each does.
     """
 
     load_first: tuple[str, ...]
     first_products: tuple[str, ...]
+    logit: tuple[str, ...]
+    condition: str | None
+    mask: tuple[str, ...]
     load_second: tuple[str, ...]
     second_products: tuple[str, ...]
     load_rows: tuple[str, ...]
-    body: Body
+    derivative: tuple[str, ...]
     last_products: tuple[str, ...]
-    index: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """A loop over whole tiles: what it is about, which tiles, or the word that lists them, and what each takes."""
-
-    title: str
-    tiles: Ranges | None
-    word: str
-    step: Step
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One of the two kernels that compute gradients."""
+    """One of the two kernels that compute gradients. ``tiles`` is its loop, or None where words list the tiles."""
 
     part: Part
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
     range_lines: tuple[str, ...]
     by_head: bool
-    ragged: str
     keep_lines: tuple[str, ...]
     head_lines: tuple[str, ...]
     hoisted_lines: tuple[str, ...]
+    uses_row: bool
+    uses_q_pos: bool
     results: tuple[Result, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
     word_lines: tuple[str, ...]
-    loops: tuple[Loop, ...]
-    ragged_step: Step
+    tiles: Ranges | None
+    step: Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +97,6 @@ class BackwardView:
     element: str
 
 
-_TITLES = {
-    "full": "Whole tiles of which every pair is visible: no mask code.",
-    "partial": "Whole tiles that the mask cuts.",
-}
-
-
 def backward_view(plan: Plan, template: str) -> BackwardView:
     """Return the view of a plan."""
     dkdv, dq = (_kernel(plan, plan.part(name), form) for name, form in (("dkdv", BY_KEYS), ("dq", BY_QUERIES)))
@@ -137,17 +124,9 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
     own = plan.of_part(part)
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
-    steps = {
-        kind: _step(own, part, form, body, ragged=kind == "ragged")
-        for kind, body in (("full", code.full), ("partial", code.partial), ("ragged", code.ragged))
-    }
-    if part.driver == "ranges":
-        loops = tuple(Loop(_TITLES[kind], tiles, "", steps[kind]) for kind, tiles in spans.loops)
-    else:
-        kinds = ("partial",) if listed.condition is None else ("full", "partial")
-        loops = tuple(Loop(_TITLES[kind], None, kind, steps[kind]) for kind in kinds)
-    texts = [*spans.lines, *listed.lines, *code.hoisted]
-    texts += [line for step in steps.values() for line in (*step.body.probability, *step.body.derivative)]
+    condition = spans.condition if part.driver == "ranges" else listed.condition
+    texts = [*spans.lines, *listed.lines, *code.hoisted, *code.logit, *code.mask, *code.derivative, *code.after]
+    joined = "\n".join(texts)
     if form is BY_KEYS:
         results = (
             *_results("dk", plan.columns_qk, plan.head_dim_qk, code.factor),
@@ -161,17 +140,21 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
         begin_lines=begins(own, texts),
         range_lines=spans.lines,
         by_head=code.by_head,
-        ragged=spans.ragged,
-        keep_lines=_keep(own, form, texts),
+        keep_lines=_keep(own, form),
         head_lines=_heads(own, part, form),
         hoisted_lines=code.hoisted,
+        uses_row=any(name in joined for name in (("kv_row", "kv_packed") if form is BY_KEYS else _ROWS)),
+        uses_q_pos="q_pos[" in joined,
         results=results,
         before=code.before,
         after=code.after,
         word_lines=listed.lines,
-        loops=loops,
-        ragged_step=steps["ragged"],
+        tiles=spans.loops[0][1] if spans.loops else None,
+        step=_step(own, part, form, code, condition),
     )
+
+
+_ROWS = ("q_row", "q_pos[", "q_packed")
 
 
 def _results(name: str, blocks: tuple[Columns, ...], head_dim: int, factor: str | None = None) -> tuple[Result, ...]:
@@ -179,7 +162,7 @@ def _results(name: str, blocks: tuple[Columns, ...], head_dim: int, factor: str 
     for index, block in enumerate(blocks):
         columns = f"{block.start} + " * (block.start > 0) + f"tl.arange(0, {block.width})"
         inside = f" & (column[None, :] < {head_dim})" if block.used < block.width else ""
-        scaled = None if factor == "1.0" else factor
+        scaled = None if factor in (None, "1.0") else atom(factor)
         results.append(Result(f"{name}{block_suffix(blocks, index)}", block.width, columns, inside, scaled))
     return tuple(results)
 
@@ -192,7 +175,7 @@ def _blocks(plan: Plan, name: str) -> tuple[tuple[Columns, ...], int]:
     return (plan.columns_qk, plan.head_dim_qk) if name in ("q", "k") else (plan.columns_v, plan.head_dim_v)
 
 
-def _keep(plan: Plan, form: Form, texts: list[str]) -> tuple[str, ...]:
+def _keep(plan: Plan, form: Form) -> tuple[str, ...]:
     """Return the lines that load what a block keeps; through pointers, so that it lies in shared memory."""
     lines = []
     names, head, index, length, begin = (
@@ -207,8 +190,9 @@ def _keep(plan: Plan, form: Form, texts: list[str]) -> tuple[str, ...]:
         for number, block in enumerate(blocks):
             column, inside = column_offsets(block, head_dim)
             mask = " & ".join([f"({index}[:, None] < {length})", *inside])
-            lines.append(f"{name}{block_suffix(blocks, number)} = tl.load({name}_rows + {column}, mask={mask}, other=0.0)")
-    del texts
+            lines.append(
+                f"{name}{block_suffix(blocks, number)} = tl.load({name}_rows + {column}, mask={mask}, other=0.0)"
+            )
     return tuple(lines)
 
 
@@ -223,36 +207,39 @@ def _heads(plan: Plan, part: Part, form: Form) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _load(plan: Plan, part: Part, form: Form, name: str, *, ragged: bool) -> tuple[str, ...]:
-    """Return the lines that load one tile of what the loops go along; rows behind the end of a sequence become 0."""
-    by_keys = form is BY_KEYS
+def _load(plan: Plan, part: Part, form: Form, names: tuple[str, str], which: int) -> tuple[str, ...]:
+    """Return the lines that load one tile of what the loops go along; rows behind the end of a sequence are 0."""
+    name = names[which]
     head, index, start, length, begin, rows = (
         ("h", "q_index", "q_start", "seqlen_q", "q_begin", "BLOCK_M")
-        if by_keys
+        if form is BY_KEYS
         else ("hk", "kv_index", "kv_start", "seqlen_k", "k_begin", "BLOCK_N")
     )
     blocks, head_dim = _blocks(plan, name)
     lines = []
+    described = through_descriptor(plan, name, part.grid)
+    windowed = described and has_window(plan, part.grid)
+    first = f"{begin} + {start}" if plan.varlen else start
+    place = f"{first} + inside, {rows} - inside" if windowed else first
+    if windowed and which == 0:
+        lines.append(f"inside = tl.minimum({length} - {start}, {rows})  # rows before the end of the sequence")
     for number, block in enumerate(blocks):
         suffix = block_suffix(blocks, number)
-        if through_descriptor(plan, name, part.grid):
-            place = f"[{begin} + {start}, {head}, {block.start}]" if plan.varlen else f"[b, {start}, {head}, {block.start}]"
-            lines.append(f"{name}{suffix} = tl.reshape({name}_desc{suffix}.load({place}), [{rows}, {block.width}])")
-            # A descriptor gives zeros behind the last query of a dense tensor, and what lies there behind all others.
-            if ragged and (plan.varlen or not by_keys) and name != "v":
-                lines.append(f"{name}{suffix} = tl.where({index}[:, None] < {length}, {name}{suffix}, 0.0)")
+        if described:
+            corner = f"{place}, {head}, {block.start}" if plan.varlen else f"b, {place}, {head}, {block.start}"
+            lines.append(f"{name}{suffix} = tl.reshape({name}_desc{suffix}.load([{corner}]), [{rows}, {block.width}])")
             continue
         column, inside = column_offsets(block, head_dim)
-        tests = [f"({index}[:, None] < {length})"] * ragged + inside
-        mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
-        lines.append(f"{name}{suffix} = tl.load({name}_head + {index}[:, None] * stride_{name}_s + {column}{mask})")
+        mask = " & ".join([f"({index}[:, None] < {length})", *inside])
+        address = f"{name}_head + {index}[:, None] * stride_{name}_s + {column}"
+        lines.append(f"{name}{suffix} = tl.load({address}, mask={mask}, other=0.0)")
     return tuple(lines)
 
 
 # --- one step -----------------------------------------------------------------------------------------------
 
 
-def _step(plan: Plan, part: Part, form: Form, body: Body, *, ragged: bool) -> Step:
+def _step(plan: Plan, part: Part, form: Form, code: Gradients, condition: str | None) -> Step:
     precision, element = precision_of(plan), f"tl.{plan.dtype.triton_language}"
 
     def product(result: str, left: str, right: str, blocks: tuple[Columns, ...]) -> tuple[str, ...]:
@@ -271,26 +258,37 @@ def _step(plan: Plan, part: Part, form: Form, body: Body, *, ragged: bool) -> St
             for s in (block_suffix(blocks, number) for number in range(len(blocks)))
         )
 
-    by_keys = form is BY_KEYS
-    row_mask = ", mask=q_index < seqlen_q, other=0.0" if ragged else ""
-    rows = (
-        f"lse_log2 = tl.load(lse_rows + q_index{row_mask})",
-        f"delta = tl.load(delta_rows + q_index{row_mask})",
-    )
-    first, second = ("q", "dout") if by_keys else ("k", "v")
-    loads = [_load(plan, part, form, name, ragged=ragged) for name in (first, second)]
-    texts = "\n".join((*loads[0], *loads[1], *body.probability, *body.derivative))
-    return Step(
-        load_first=loads[0],
-        first_products=product("s", "k", "q", plan.columns_qk) if by_keys else product("s", "q", "k", plan.columns_qk),
-        load_second=loads[1],
-        second_products=product("dp", "v", "dout", plan.columns_v) if by_keys else product("dp", "dout", "v", plan.columns_v),
-        load_rows=rows if by_keys else (),
-        body=body,
-        last_products=(*add("dv", "p", "dout", plan.columns_v), *add("dk", "ds", "q", plan.columns_qk))
-        if by_keys
-        else add("dq", "ds", "k", plan.columns_qk),
-        index=by_keys or "kv_index" in texts or "kv_packed" in texts,
+    def step(first: str, second: str, **lines: tuple[str, ...]) -> Step:
+        return Step(
+            load_first=_load(plan, part, form, (first, second), 0),
+            load_second=_load(plan, part, form, (first, second), 1),
+            logit=code.logit,
+            condition=condition,
+            mask=code.mask,
+            derivative=code.derivative,
+            **lines,
+        )
+
+    if form is BY_QUERIES:
+        return step(
+            "k",
+            "v",
+            first_products=product("s", "q", "k", plan.columns_qk),
+            second_products=product("dp", "dout", "v", plan.columns_v),
+            load_rows=(),
+            last_products=add("dq", "ds", "k", plan.columns_qk),
+        )
+    inside = "mask=q_index < seqlen_q, other=0.0"
+    return step(
+        "q",
+        "dout",
+        first_products=product("s", "k", "q", plan.columns_qk),
+        second_products=product("dp", "v", "dout", plan.columns_v),
+        load_rows=(
+            f"lse_log2 = tl.load(lse_rows + q_index, {inside})",
+            f"delta = tl.load(delta_rows + q_index, {inside})",
+        ),
+        last_products=(*add("dv", "p", "dout", plan.columns_v), *add("dk", "ds", "q", plan.columns_qk)),
     )
 
 

@@ -175,12 +175,12 @@ def numbered(kind: str, spans: Sequence[tuple[Expr, Expr]]) -> dict[str, Expr]:
     return named
 
 
-def inward(interval: Interval) -> tuple[Expr, Expr]:
-    """Return the whole tiles inside an interval of keys."""
-    lo = integer(0) if interval.lo is None else ceildiv(maximum(interval.lo, integer(0)), TILE_N)
+def inward(interval: Interval, along: Along = KEYS) -> tuple[Expr, Expr]:
+    """Return the whole tiles inside an interval of the axis."""
+    lo = integer(0) if interval.lo is None else ceildiv(maximum(interval.lo, integer(0)), along.tile)
     if interval.hi is None:
-        return lo, WHOLE_TILES
-    return lo, minimum(floordiv(maximum(interval.hi, integer(0)), TILE_N), WHOLE_TILES)
+        return lo, along.whole
+    return lo, minimum(floordiv(maximum(interval.hi, integer(0)), along.tile), along.whole)
 
 
 def settled(plan: Plan, end: Expr, along: Along = KEYS) -> Expr:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
@@ -217,12 +217,13 @@ def ranges(plan: Plan, along: Along = KEYS) -> Visits:
     else:
         bounded = Bands(found.visible, (), exact=True)
         groups = {"visible": list(segments(bounded, along.tile, along.length, facts_of(plan)).partial)}
-        whole = [inward(interval) for interval in found.full]
+        whole = [inward(interval, along) for interval in found.full]
     ends = {name: end for kind, spans in groups.items() for name, end in numbered(kind, spans).items()}
     ends |= numbered("full", whole)
     texts, lines = emit_named(plan, TRITON, {name: settled(plan, end, along) for name, end in ends.items()}, along)
     pairs = {kind: _pairs(texts, kind, len(spans)) for kind, spans in groups.items()}
-    loops = tuple((kind, _loop(kind, spans, lines, along)) for kind, spans in pairs.items() if spans)
+    reach = (lambda hi: hi) if plan.direction == "backward" else (lambda hi: _at_most_whole(hi, along))
+    loops = tuple((kind, _loop(kind, spans, lines, reach)) for kind, spans in pairs.items() if spans)
     outside = [_outside(lo, hi) for lo, hi in _pairs(texts, "full", len(whole))]
     condition = " & ".join(f"({test})" for test in outside) if len(outside) > 1 else "".join(outside)
     ragged = _ragged([pair for spans in pairs.values() for pair in spans])
@@ -236,9 +237,14 @@ def _pairs(texts: Mapping[str, str], kind: str, count: int) -> list[tuple[str, s
     return [(texts[f"{kind}_lo{suffix}"], texts[f"{kind}_hi{suffix}"]) for suffix in suffixes]
 
 
-def _loop(kind: str, ranges: Sequence[tuple[str, str]], lines: list[str], along: Along) -> Ranges:
-    """Return the loop over the whole tiles of ranges, one after the other; add the lines that count them."""
-    whole = [(lo, _at_most_whole(hi, along)) for lo, hi in ranges]
+def _loop(
+    kind: str, ranges: Sequence[tuple[str, str]], lines: list[str], reach: Callable[[str], str]
+) -> Ranges:
+    """Return the loop over the tiles of ranges, one after the other; add the lines that count them.
+
+    ``reach`` gives how far a range goes: a forward leaves the ragged last tile to another loop.
+    """
+    whole = [(lo, reach(hi)) for lo, hi in ranges]
     if len(whole) == 1:
         return Ranges(*whole[0])
     jumps: list[str] = []
@@ -296,37 +302,19 @@ def _with_corners(lines: Sequence[str], others: Sequence[str] = (), *, along: Al
 
 
 def words(plan: Plan, along: Along = KEYS) -> Words:
-    """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel.
-
-    A kernel of the backward lists full and partial tiles apart; a forward lists them together, and asks of each
-    whether it needs the mask.
-    """
+    """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
     if plan.driver == "ranges":
         return Words((), None)
-    found = _map_words(plan) if plan.driver == "tile_map" else _classified_words(plan, along)
-    if plan.direction == "backward":
-        return Words((*found.lines, *_lists(found.condition)), found.condition)
-    return found
-
-
-def _lists(condition: str | None) -> tuple[str, ...]:
-    """Return the lines that part the visible tiles into full and partial ones."""
-    if condition is None:
-        return ("partial_word = visible_word", "partial_count = visible_count")
-    return (
-        "full_word = visible_word & ~partial_word",
-        "partial_count = count_bits(partial_word)",
-        "full_count = visible_count - partial_count",
-    )
-
-
-def _map_words(plan: Plan) -> Words:
-    lines = (
-        "partial_word = tl.load(tile_map + words + word)",
-        "visible_word = tl.load(tile_map + word) | partial_word",
-        "visible_count = count_bits(visible_word)",
-    )
-    return Words(lines, _NEEDS_MASK)
+    if plan.driver == "tile_map":
+        return Words(
+            (
+                "partial_word = tl.load(tile_map + words + word)",
+                "visible_word = tl.load(tile_map + word) | partial_word",
+                "visible_count = count_bits(visible_word)",
+            ),
+            _NEEDS_MASK,
+        )
+    return _classified_words(plan, along)
 
 
 def _classified_words(plan: Plan, along: Along) -> Words:
@@ -336,11 +324,17 @@ def _classified_words(plan: Plan, along: Along) -> Words:
     bound |= {name: Binding(name, frozenset({along.axis})) for name in _CORNERS[along.axis]}
     code = emit_for(plan, TRITON, [may, must], bound, prefix="tiles_", inner=along.axis)
     lines = ["tiles = word * 32 + tl.arange(0, 32)", *corners]
+    seen, seen_whole = code.results
+    last = "tl.minimum(visible_hi, whole_tiles)"
+    if plan.direction == "backward":  # the ragged tile is one that the mask cuts, if it is not out of sight
+        last = "visible_hi"
+        seen = f"({seen}) | (tiles >= whole_tiles)"
+        seen_whole = f"({seen_whole}) & (tiles < whole_tiles)"
     lines += [
         *code.hoisted,
         *code.body,
-        "seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))",
-        *([f"seen &= {code.results[0]}"] if may != TRUE else []),
+        f"seen = (tiles >= visible_lo) & (tiles < {last})",
+        *([f"seen &= {seen}"] if may != TRUE else []),
         "bit = 1 << tl.arange(0, 32)",
         "visible_word = tl.sum(tl.where(seen, bit, 0))",
         "visible_count = tl.sum(seen.to(tl.int32))",
@@ -348,7 +342,7 @@ def _classified_words(plan: Plan, along: Along) -> Words:
     if must == FALSE:
         return Words(tuple(lines), None)
     lines += [
-        f"seen_whole = {code.results[1]}",
+        f"seen_whole = {seen_whole}",
         "partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))",
     ]
     return Words(tuple(lines), _NEEDS_MASK)
@@ -376,7 +370,8 @@ def map_lines(plan: Plan, along: Along) -> Classifier:
     """Return the lines of a kernel that computes the map of the tiles along an axis, rows by rows and keys by columns."""
     found = bands(plan.variant.mask, facts_of(plan), over=along.axis)
     _, lines = _hull(plan, found, along)
-    bound = _elements(plan) if along is KEYS else _elements_of_key_tile(plan)
+    ragged = plan.direction == "backward"  # whose map has the ragged last tile, too
+    bound = _elements(plan, ragged=ragged) if along is KEYS else _elements_of_key_tile(plan)
     mask = emit_for(plan, TRITON, [plan.variant.mask], bound, taken=defined(lines), inner=along.axis)
     body, hoisted = list(mask.body), list(mask.hoisted)
     texts = "\n".join([*hoisted, *body, *mask.results])
@@ -394,9 +389,9 @@ def map_lines(plan: Plan, along: Along) -> Classifier:
 
 def _elements_of_key_tile(plan: Plan) -> dict[str, Binding]:
     """Return the bindings where a tile of keys is kept: the keys beyond the end repeat the last one."""
-    queries = {"q": ("q_index", "seqlen_q"), "q_pos": ("q_pos", "seqlen_k"), "q_global": ("q_packed", "total_q")}
+    queries = {"q": "q_index", "q_pos": "q_pos", "q_global": "q_packed"}
     return scalar_bindings(plan, TRITON) | {
-        **{name: Binding(f"{text}[:, None]", _Q, below=frozenset({end})) for name, (text, end) in queries.items()},
+        **{name: Binding(f"{text}[:, None]", _Q) for name, text in queries.items()},
         "kv": Binding("kv_row[None, :]", _KV, below=frozenset({"seqlen_k", "total_k"})),
         "kv_global": Binding("kv_packed[None, :]", _KV, below=frozenset({"seqlen_k", "total_k"})),
     }
