@@ -122,7 +122,7 @@ def gradients(plan: Plan, form: Form, before: Sequence[str]) -> Gradients:
         factor=scored.results[2],
         before=tuple(f"{tensor.name} = tl.zeros([BLOCK_M], tl.float32)" for tensor in by_row),
         after=tuple(line for tensor in by_row for line in _finish(plan, tensor)),
-        by_head="h" in used,
+        by_head="h" in used or plan.driver == "tile_map",
     )
 
 
