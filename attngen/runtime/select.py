@@ -206,8 +206,8 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
         + (f", backend {request.backend}" if request.backend else "")
     ]
     if not any(kernel.direction == request.direction for kernel in kernels):
-        backward = request.direction == "backward"
-        lines.append(f"  (no {'backward' if backward else 'kernel'} of this variant is built)")
+        kind = "backward kernel" if request.direction == "backward" else "kernel"
+        lines.append(f"  (no {kind} of this variant is built)")
     lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
     lines += ["To build one, add to a spec and run 'attngen build':", *yaml_lines(call, capability, request)]
     return NoKernelError("\n".join(lines))

@@ -151,7 +151,7 @@ def differentiate(
     prepared = _PREPARED.get(key)
     views = {name: view_of(given[name], call) for name in ("out", "dout")}
     if prepared is None:
-        request = Request(call, q.get_device(), _addresses(given, tensors), dict(call.scalars), direction="backward")
+        request = Request(call, _index(q), _addresses(given, tensors), dict(call.scalars), direction="backward")
         driver = drivers.current()
         selection = select(found.kernels, request, driver)
         if selection.kernel is None and registry.refresh_if_built():
@@ -161,11 +161,15 @@ def differentiate(
             raise _without_backward(no_kernel(found.kernels, selection, request, driver))
         shapes = gradient_shapes(call)
         views |= {name: view_of(torch.empty(shape, device="meta"), call) for name, shape in shapes.items()}
-        prepared = PreparedGradients(selection.kernel, call, views, driver, q.get_device(), dlse=dlse is not None)
+        prepared = PreparedGradients(selection.kernel, call, views, driver, _index(q), dlse=dlse is not None)
         _PREPARED.put(key, prepared)
     buffers = allocate(call, given, prepared.map_shapes, dlse)
     prepared(call, buffers, call.scale, [call.scalars[rule.name] for rule in call.rules])
     return buffers.dq, buffers.dk, buffers.dv, _cast(call, buffers)
+
+
+def _index(tensor: Tensor) -> int:
+    return tensor.device.index or 0
 
 
 def _cast(call: Call, buffers: GradientBuffers) -> dict[str, Tensor]:
