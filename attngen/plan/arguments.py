@@ -143,9 +143,7 @@ def descriptor_argument(
     if window is not None:
         box = (*box[:-3], 1, *box[-3:])
     shape = ",".join(map(str, box))
-    return Argument(
-        name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box, window=window
-    )
+    return Argument(name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box, window=window)
 
 
 def pointer_argument(plan: Plan, of: str) -> Argument:

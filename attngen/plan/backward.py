@@ -70,11 +70,12 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         element_bytes=element.bytes,
         gathers=gathers(spec.variant),
     )
+    if rows == "wgmma" and (spec.variant.score is not None or spec.layout == "varlen"):
+        rows = "scored"
     widths = padded_width(columns_qk), padded_width(columns_v)
     given = spec.backward or Backward()
     tiles = {
-        kind: _tile(spec, arch, kind, getattr(given, kind.name), rows, widths, element.bytes)
-        for kind in (_DKDV, _DQ)
+        kind: _tile(spec, arch, kind, getattr(given, kind.name), rows, widths, element.bytes) for kind in (_DKDV, _DQ)
     }
     drivers = {kind: driver_of(spec, "q" if kind.by_keys else "kv") for kind in tiles}
     main = tiles[_DKDV]

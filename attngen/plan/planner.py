@@ -224,6 +224,4 @@ def _smaller(spec: KernelSpec, tile: Tile) -> Tile | None:
 def _classifier(draft: Plan, own: tuple[Argument, ...]) -> Classifier:
     """Return the plan of the kernel that computes the tile map."""
     batch, heads = map_axes(draft.variant, varlen=draft.varlen)
-    return Classifier(
-        name=naming.classifier_name(draft.name), arguments=own, batch=batch, heads=heads, num_warps=4
-    )
+    return Classifier(name=naming.classifier_name(draft.name), arguments=own, batch=batch, heads=heads, num_warps=4)

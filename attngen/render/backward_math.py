@@ -56,6 +56,7 @@ class Gradients:
     logit: tuple[str, ...]
     mask: tuple[str, ...]
     derivative: tuple[str, ...]
+    factor_lines: tuple[str, ...]
     factor: str
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -86,14 +87,16 @@ def gradients(plan: Plan, form: Form, before: Sequence[str]) -> Gradients:
     if form is BY_KEYS and "h" in names(slope.factor):  # dK sums over the heads of a group
         slope = Slope(ONE, mul(slope.varying or ONE, slope.factor), slope.loads)
     bound = _elements(plan, form)
-    roots: list[Expr] = [logit.value, logit.multiplier, slope.factor, slope.varying or ONE]
-    for load, derivative in slope.loads:
-        roots += [derivative, *load.indices]
+    roots: list[Expr] = [logit.value, logit.multiplier, slope.varying or ONE]
+    for load, by_load in slope.loads:
+        roots += [by_load, *load.indices]
     taken = defined(before)
     scored = emit_for(plan, TRITON, roots, bound, taken=taken, inner=inner)
     taken += defined([*scored.hoisted, *scored.body])
     masked = emit_for(plan, TRITON, [variant.mask], bound, taken=taken, inner=inner)
     hoisted = [*scored.hoisted, *masked.hoisted]
+    taken += defined([*masked.hoisted, *masked.body])
+    factor = emit_for(plan, TRITON, [slope.factor], bound, taken=taken)
     tensors = _own_tensors(slope, scored)
     plain = variant.score is None
     lines = [*scored.body] if plain else [*scored.body, f"logit = {_of_pairs(scored, form)}"]
@@ -119,7 +122,8 @@ def gradients(plan: Plan, form: Form, before: Sequence[str]) -> Gradients:
         logit=tuple(lines),
         mask=tuple(mask),
         derivative=tuple(derivative),
-        factor=scored.results[2],
+        factor_lines=factor.hoisted,
+        factor=factor.results[0],
         before=tuple(f"{tensor.name} = tl.zeros([BLOCK_M], tl.float32)" for tensor in by_row),
         after=tuple(line for tensor in by_row for line in _finish(plan, tensor)),
         by_head="h" in used or plan.driver == "tile_map",
@@ -128,7 +132,7 @@ def gradients(plan: Plan, form: Form, before: Sequence[str]) -> Gradients:
 
 def _own_tensors(slope: Slope, scored: EmittedMany) -> list[_Tensor]:
     """Return what was emitted of each element that gets a gradient: its derivative, then its indices."""
-    found, place = [], 4
+    found, place = [], 3
     for number, (load, _) in enumerate(slope.loads):
         end = place + 1 + len(load.indices)
         axes = frozenset[str]().union(*scored.axes[place + 1 : end])
@@ -168,7 +172,7 @@ def _derivative(
     if not plan.fast_math:  # a probability is at most 1, however large the logit is that was rounded
         argument = f"tl.minimum({argument}, 0.0, propagate_nan=tl.PropagateNan.ALL)"
     lines = [f"p = tl.exp2({argument})"]
-    varying = None if slope.varying is None else atom(scored.results[3])
+    varying = None if slope.varying is None else atom(scored.results[2])
     derivatives = [slope.varying, *(derivative for _, derivative in slope.loads)]
     certain = all(is_finite(derivative) for derivative in derivatives if derivative is not None)
     value = f"p * (dp - {delta})"

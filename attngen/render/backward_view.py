@@ -57,6 +57,7 @@ class Kernel:
     hoisted_lines: tuple[str, ...]
     uses_row: bool
     uses_q_pos: bool
+    factor_lines: tuple[str, ...]
     results: tuple[Result, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -125,7 +126,7 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
     condition = spans.condition if part.driver == "ranges" else listed.condition
-    texts = [*spans.lines, *listed.lines, *code.hoisted, *code.logit, *code.mask, *code.derivative, *code.after]
+    texts = [*spans.lines, *listed.lines, *code.hoisted, *code.factor_lines, *code.logit, *code.mask, *code.derivative, *code.after]
     joined = "\n".join(texts)
     if form is BY_KEYS:
         results = (
@@ -145,6 +146,7 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
         hoisted_lines=code.hoisted,
         uses_row=any(name in joined for name in (("kv_row", "kv_packed") if form is BY_KEYS else _ROWS)),
         uses_q_pos="q_pos[" in joined,
+        factor_lines=code.factor_lines,
         results=results,
         before=code.before,
         after=code.after,

@@ -237,9 +237,7 @@ def _pairs(texts: Mapping[str, str], kind: str, count: int) -> list[tuple[str, s
     return [(texts[f"{kind}_lo{suffix}"], texts[f"{kind}_hi{suffix}"]) for suffix in suffixes]
 
 
-def _loop(
-    kind: str, ranges: Sequence[tuple[str, str]], lines: list[str], reach: Callable[[str], str]
-) -> Ranges:
+def _loop(kind: str, ranges: Sequence[tuple[str, str]], lines: list[str], reach: Callable[[str], str]) -> Ranges:
     """Return the loop over the tiles of ranges, one after the other; add the lines that count them.
 
     ``reach`` gives how far a range goes: a forward leaves the ragged last tile to another loop.
@@ -367,7 +365,7 @@ def classifier(plan: Plan) -> Classifier:
 
 
 def map_lines(plan: Plan, along: Along) -> Classifier:
-    """Return the lines of a kernel that computes the map of the tiles along an axis, rows by rows and keys by columns."""
+    """Return the lines of a kernel that computes the map of the tiles along an axis."""
     found = bands(plan.variant.mask, facts_of(plan), over=along.axis)
     _, lines = _hull(plan, found, along)
     ragged = plan.direction == "backward"  # whose map has the ragged last tile, too

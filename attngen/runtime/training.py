@@ -212,10 +212,9 @@ def _without_backward(error: NoKernelError) -> NoKernelError:
 def _aligned(dout: Tensor) -> Tensor:
     """Return a gradient as kernels take it: what autograd hands over may be expanded or start anywhere."""
     size = dout.element_size()
-    steps = [stride * size % 16 for extent, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True) if extent > 1]
-    expanded = any(extent > 1 and stride == 0 for extent, stride in zip(dout.shape, dout.stride(), strict=True))
-    contiguous = dout.shape[-1] == 1 or dout.stride(-1) == 1
-    return dout.contiguous() if expanded or not contiguous or any(steps) or dout.data_ptr() % 16 else dout
+    stepped = [stride for extent, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True) if extent > 1]
+    usable = all(stride and stride * size % 16 == 0 for stride in stepped) and dout.data_ptr() % 16 == 0
+    return dout if usable and dout.stride(-1) == 1 else dout.contiguous()
 
 
 def _addresses(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -294,7 +294,8 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     """Raise SpecError for a field that is the forward's in an entry that asks for none."""
     if "forward" in entry.passes:
         return
-    given = [name for name in ("tile", "pipeline", "warps", "softmax", "persistent") if getattr(entry, name) is not None]
+    fields = ("tile", "pipeline", "warps", "softmax", "persistent")
+    given = [name for name in fields if getattr(entry, name) is not None]
     given += ["backend"] * (entry.backend != ("triton",))
     for name in given:
         raise SpecError(

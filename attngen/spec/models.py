@@ -208,8 +208,8 @@ class BackwardModel(Model):
     """How the backward is computed; `tile`, `pipeline`, `warps` and `backend` beside it are the forward's."""
 
     backend: Backend | None = Field(default=None, description="left out: triton")
-    dkdv: GradientModel | None = Field(default=None, description="the kernel that gives dK and dV, tile by tile of keys")
-    dq: GradientModel | None = Field(default=None, description="the kernel that gives dQ, tile by tile of queries")
+    dkdv: GradientModel | None = Field(default=None, description="the kernel of dK and dV, tile by tile of keys")
+    dq: GradientModel | None = Field(default=None, description="the kernel of dQ, tile by tile of queries")
 
 
 class KernelModel(Model):

@@ -83,7 +83,5 @@ def poisoned_gradients(
         name: memory.allocate(f"the gradient of {name}", tuple(call.tensors[name].shape), torch.float32).zero_()
         for name in differentiable(call)
     }
-    words = {
-        name: memory.allocate(f"the tile map of {name}", shape, torch.int32) for name, shape in map_shapes.items()
-    }
+    words = {name: memory.allocate(f"the tile map of {name}", shape, torch.int32) for name, shape in map_shapes.items()}
     return GradientBuffers(**inputs, **results, dlse=dlse, rows=rows, gradients=gradients, words=words), memory
