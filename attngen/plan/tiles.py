@@ -65,7 +65,7 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("descriptor", 128, Tile(64, 64, 2, 8), Tile(64, 64, 2, 4)),
     ("descriptor", 256, Tile(16, 32, 1, 4), Tile(64, 32, 1, 8)),
     ("pointer", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
-    ("pointer", 128, Tile(16, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("pointer", 128, Tile(32, 64, 2, 8), Tile(64, 32, 2, 4)),
     ("pointer", 256, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
     ("unaligned", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("unaligned", 128, Tile(16, 64, 2, 4), Tile(64, 16, 2, 4)),

@@ -126,7 +126,8 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
     condition = spans.condition if part.driver == "ranges" else listed.condition
-    texts = [*spans.lines, *listed.lines, *code.hoisted, *code.factor_lines, *code.logit, *code.mask, *code.derivative, *code.after]
+    texts = [*spans.lines, *listed.lines, *code.hoisted, *code.factor_lines, *code.logit, *code.mask]
+    texts += [*code.derivative, *code.after]
     joined = "\n".join(texts)
     if form is BY_KEYS:
         results = (

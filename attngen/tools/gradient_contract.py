@@ -1,8 +1,9 @@
 """The numerical contract of a backward kernel: its gradients against autograd of the float64 reference.
 
 Checks 1 and 2 with the factor of gradients: the largest error is at most three times that of plain PyTorch's autograd
-in the same dtype, plus the rounding of the result (for a variant's own tensors, twenty times); the root mean square error is at most 1.2 times its. Check 5: a row
-that sees no key has a dQ of exactly 0. Rows of no sequence, and keys behind the used ones, have gradients of exactly 0.
+in the same dtype, plus the rounding of the result; for a variant's own tensors, twenty times. The root mean square
+error is at most 1.2 times its. Check 5: a row that sees no key has a dQ of exactly 0. Rows of no sequence, and keys
+behind the used ones, have gradients of exactly 0.
 """
 
 from __future__ import annotations

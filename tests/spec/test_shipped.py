@@ -35,6 +35,7 @@ def test_loads_and_expands(path):
         ("ampere", 8, 24),
         ("blackwell", 8, 24),
         ("portable", 8, 24),
+        ("training", 40, 60),
     ],
 )
 def test_sizes(name, least, most):
