@@ -57,7 +57,7 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     element = dtype(spec.dtype)
     columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)
     alignment = alignment_of(spec, schedule, element.bytes)
-    if spec.deterministic and any(tensor.grad for tensor in spec.variant.tensors):
+    if spec.deterministic and backward_arguments.differentiable_of(spec.variant):
         raise refuse(
             spec,
             "deterministic",
@@ -124,7 +124,8 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         softmax="exact_max",
         fast_math=spec.fast_math,
         section_bytes=SECTION_BYTES,
-        allow=spec.allow,
+        # Atomic additions in a loop make ptxas wait for the products before them.
+        allow=(*spec.allow, "serialized_wgmma") if backward_arguments.differentiable_of(spec.variant) else spec.allow,
     )
     parts = [_preprocess(draft)]
     for kind, tile in tiles.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attngen.lang.variant import Variant
 from attngen.plan.arguments import (
     STRIDED,
     argument_name,
@@ -120,8 +121,13 @@ def _classifier(plan: Plan, grid: str) -> Iterator[Argument]:
 
 
 def differentiable(plan: Plan) -> tuple[str, ...]:
+    """Return the tensors of a plan's variant that get a gradient."""
+    return differentiable_of(plan.variant)
+
+
+def differentiable_of(variant: Variant) -> tuple[str, ...]:
     """Return the variant's tensors that get a gradient."""
-    return tuple(tensor.name for tensor in plan.variant.tensors if tensor.grad)
+    return tuple(tensor.name for tensor in variant.tensors if tensor.grad)
 
 
 def _row_pointer(name: str) -> Argument:

@@ -166,7 +166,7 @@ class _Calls:
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and of the declared tensors."""
         leading, own, trailing = self.split(arguments)
-        if not leading[0].is_cuda or trailing[-1] == "reference":
+        if not dispatch._on_gpu(leading[0]) or trailing[-1] == "reference":
             return self._backward_of_reference(dout, dlse, leading, own, trailing)
         from attngen.runtime import training
 

@@ -46,6 +46,17 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
     return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
 
 
+def gradients_of(
+    results: Sequence[Tensor], leaves: Sequence[Tensor], above: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return autograd's gradients, None where nothing depends on a leaf; a result may depend on none at all."""
+    pairs = [(result, gradient) for result, gradient in zip(results, above, strict=True) if result.requires_grad]
+    if not pairs:
+        return (None,) * len(leaves)
+    kept, gradients = zip(*pairs, strict=True)
+    return torch.autograd.grad(kept, leaves, gradients, allow_unused=True)
+
+
 def plain_gradients(
     call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, names: Sequence[str]
 ) -> dict[str, Tensor]:
@@ -66,9 +77,7 @@ def plain_gradients(
             alive = one.visible.any(dim=-1)
             above = torch.where(alive[..., None], above.transpose(0, 1), 0.0)
             results = (out, torch.where(alive, lse, 0.0))
-            found = torch.autograd.grad(
-                results, list(leaves.values()), (above, torch.where(alive, above_lse, 0.0)), allow_unused=True
-            )
+            found = gradients_of(results, list(leaves.values()), (above, torch.where(alive, above_lse, 0.0)))
             for name, gradient in zip(leaves, found, strict=True):
                 if gradient is not None:
                     total[name] += gradient.nan_to_num(nan=0.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers, differentiable
 from attngen.runtime.reference import lengths, reference
-from attngen.tools.baseline import plain_gradients
+from attngen.tools.baseline import gradients_of, plain_gradients
 from attngen.tools.contract import SCORED_MAX_ERROR_FACTOR, Deviation, exact_float32, largest
 
 #: An element of a variant's own tensor sums over all pairs that read it, and so over the roundings of O and of the
@@ -62,10 +62,8 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
         loud = dead.transpose(0, 1) if call.layout == "varlen" else dead.transpose(1, 2)
         dout = torch.where(loud[..., None], 1e4, dout.float()).to(q.dtype)
         finite = torch.where(dead, 0.0, lse)
-        found = torch.autograd.grad(
-            (out, finite), list(leaves.values()), (dout.double(), torch.where(dead, 0.0, dlse).double()),
-            allow_unused=True,
-        )  # fmt: skip
+        above = (dout.double(), torch.where(dead, 0.0, dlse).double())
+        found = gradients_of((out, finite), list(leaves.values()), above)
         truth = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
             for (name, leaf), gradient in zip(leaves.items(), found, strict=True)

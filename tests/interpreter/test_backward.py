@@ -65,7 +65,7 @@ def test_masks_of_all_kinds(interpreter: Interpreter, mask: str) -> None:
 @pytest.mark.parametrize("fields", SCORES.values(), ids=SCORES.keys())
 def test_scores_of_all_kinds(interpreter: Interpreter, fields: str) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
-    assert interpreter.call("gradient_problems", spec("odd", declared=declared, dtype="fp32"), 27) == ()
+    assert interpreter.call("gradient_problems", spec("odd", declared=declared), 27) == ()
 
 
 LEARNED = {

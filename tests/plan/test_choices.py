@@ -91,4 +91,4 @@ def test_every_schedule_has_its_template() -> None:
     for schedule in SCHEDULES:
         assert (templates_dir() / schedule.template).is_file()
     assert len({schedule.name for schedule in SCHEDULES}) == len(SCHEDULES)
-    assert len({schedule.label for schedule in SCHEDULES}) == len(SCHEDULES)
+    assert len({(schedule.direction, schedule.label) for schedule in SCHEDULES}) == len(SCHEDULES)
