@@ -19,8 +19,8 @@ class Artifact:
     cubin: bytes
     manifest: Mapping[str, Any]
     classifier: bytes | None = None
-    parts: Mapping[str, bytes] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -67,10 +67,11 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("pointer", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("pointer", 128, Tile(32, 64, 2, 8), Tile(64, 32, 2, 4)),
     ("pointer", 256, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
-    ("unaligned", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
-    ("unaligned", 128, Tile(16, 64, 2, 4), Tile(64, 16, 2, 4)),
-    ("unaligned", 256, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
-    ("fp32", 128, Tile(32, 32, 1, 8), Tile(32, 32, 1, 8)),
+    ("unaligned", 64, Tile(32, 64, 2, 8), Tile(64, 32, 2, 8)),
+    ("unaligned", 128, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
+    ("unaligned", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    ("fp32", 64, Tile(32, 32, 1, 8), Tile(32, 32, 1, 8)),
+    ("fp32", 128, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
     ("fp32", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
 )
 

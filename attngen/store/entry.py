@@ -66,7 +66,7 @@ def read_entry(folder: Path) -> Artifact:
     classifier = read_file(folder, CLASSIFIER, checksums) if CLASSIFIER in checksums else None
     names = [row["name"] for row in manifest.get("parts", ()) if f"{row['name']}.cubin" in checksums]
     parts = {name: read_file(folder, f"{name}.cubin", checksums) for name in names}
-    return Artifact(read_file(folder, CUBIN, checksums), manifest, classifier, parts)
+    return Artifact(read_file(folder, CUBIN, checksums), manifest, classifier, parts=parts)
 
 
 def verify_entry(folder: Path) -> None:
