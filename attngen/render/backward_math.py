@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from attngen.plan.arguments import extent_name
 from attngen.plan.backward_arguments import differentiable, gradient_pointer
 from attngen.plan.model import Plan
 from attngen.render.expressions import KEYS, QUERIES, TRITON, Along, emit_for, scalar_bindings
-from attngen.render.triton_math import defined
+from attngen.render.triton_math import defined, statements
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ELEMENT = _Q | _KV
@@ -48,11 +49,12 @@ class Gradients:
 
     A step goes from the product to the ``logit``, hides what is not visible (``mask``, where a tile needs it), and
     takes the probability and its ``derivative``, dS. ``factor`` multiplies the finished dQ or dK. ``before`` and
-    ``after`` the loop stand the lines of the gradients of the variant's own tensors. ``by_head``: something before
-    the loop differs from head to head.
+    ``after`` the loop stand the lines of the gradients of the variant's own tensors. Of the lines before the loop
+    those ``of_head`` differ from head to head; ``mask_by_head``: the tiles do, too.
     """
 
     hoisted: tuple[str, ...]
+    of_head: tuple[str, ...]
     logit: tuple[str, ...]
     mask: tuple[str, ...]
     derivative: tuple[str, ...]
@@ -60,7 +62,7 @@ class Gradients:
     factor: str
     before: tuple[str, ...]
     after: tuple[str, ...]
-    by_head: bool
+    mask_by_head: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,11 @@ def gradients(plan: Plan, form: Form, before: Sequence[str]) -> Gradients:
     kept = ("q_packed", "q_begin + q_row") if form is BY_QUERIES else ("kv_packed", "k_begin + kv_row")
     if kept[0] in texts:
         hoisted.insert(0, " = ".join(kept))
-    used = names(variant.mask) | (names(variant.score) if variant.score is not None else frozenset())
     by_row = [tensor for tensor in tensors if "kv" not in tensor.axes]
+    shared, of_head = _by_head(hoisted)
     return Gradients(
-        hoisted=tuple(hoisted),
+        hoisted=shared,
+        of_head=of_head,
         logit=tuple(lines),
         mask=tuple(mask),
         derivative=tuple(derivative),
@@ -126,8 +129,20 @@ def gradients(plan: Plan, form: Form, before: Sequence[str]) -> Gradients:
         factor=factor.results[0],
         before=tuple(f"{tensor.name} = tl.zeros([BLOCK_M], tl.float32)" for tensor in by_row),
         after=tuple(line for tensor in by_row for line in _finish(plan, tensor)),
-        by_head="h" in used or plan.driver == "tile_map",
+        mask_by_head="h" in names(variant.mask) or plan.driver == "tile_map",
     )
+
+
+def _by_head(lines: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Part lines into those that are the same for all heads and those that depend on ``h``, in order."""
+    of_head = {"h"}
+    parts: tuple[list[str], list[str]] = ([], [])
+    for statement in statements(lines):
+        depends = not of_head.isdisjoint(re.findall(r"\w+", statement))
+        if depends:
+            of_head |= set(defined([statement]))
+        parts[depends].extend(statement.splitlines())
+    return tuple(parts[0]), tuple(parts[1])
 
 
 def _own_tensors(slope: Slope, scored: EmittedMany) -> list[_Tensor]:

@@ -45,16 +45,21 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One of the two kernels that compute gradients. ``tiles`` is its loop, or None where words list the tiles."""
+    """One of the two kernels that compute gradients. ``tiles`` is its loop, or None where words list the tiles.
+
+    ``flat``: one loop goes through the tiles of all heads of a group, since these are the same.
+    """
 
     part: Part
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
     range_lines: tuple[str, ...]
-    by_head: bool
+    mask_by_head: bool
+    flat: bool
     keep_lines: tuple[str, ...]
     head_lines: tuple[str, ...]
     hoisted_lines: tuple[str, ...]
+    of_head_lines: tuple[str, ...]
     uses_row: bool
     uses_q_pos: bool
     factor_lines: tuple[str, ...]
@@ -103,7 +108,9 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
     dkdv, dq = (_kernel(plan, plan.part(name), form) for name, form in (("dkdv", BY_KEYS), ("dq", BY_QUERIES)))
     classifiers = tuple(_classifier(plan, part) for part in plan.parts if part.name.startswith("classify_"))
     preprocess = plan.part("preprocess")
-    texts = [line for kernel in (dkdv, dq) for line in (*kernel.range_lines, *kernel.hoisted_lines)]
+    texts = [
+        line for kernel in (dkdv, dq) for line in (*kernel.range_lines, *kernel.hoisted_lines, *kernel.of_head_lines)
+    ]
     texts += [line for classifier in classifiers for line in (*classifier.range_lines, *classifier.hoisted_lines)]
     return BackwardView(
         template=template,
@@ -126,7 +133,7 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
     condition = spans.condition if part.driver == "ranges" else listed.condition
-    texts = [*spans.lines, *listed.lines, *code.hoisted, *code.factor_lines, *code.logit, *code.mask]
+    texts = [*spans.lines, *listed.lines, *code.hoisted, *code.of_head, *code.factor_lines, *code.logit, *code.mask]
     texts += [*code.derivative, *code.after]
     joined = "\n".join(texts)
     if form is BY_KEYS:
@@ -141,10 +148,12 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
         argument_lines=parameter_list(part.arguments),
         begin_lines=begins(own, texts),
         range_lines=spans.lines,
-        by_head=code.by_head,
+        mask_by_head=code.mask_by_head,
+        flat=part.driver == "ranges" and not code.mask_by_head,
         keep_lines=_keep(own, form),
         head_lines=_heads(own, part, form),
         hoisted_lines=code.hoisted,
+        of_head_lines=code.of_head,
         uses_row=any(name in joined for name in (("kv_row", "kv_packed") if form is BY_KEYS else _ROWS)),
         uses_q_pos="q_pos[" in joined,
         factor_lines=code.factor_lines,
@@ -281,15 +290,17 @@ def _step(plan: Plan, part: Part, form: Form, code: Gradients, condition: str | 
             load_rows=(),
             last_products=add("dq", "ds", "k", plan.columns_qk),
         )
-    inside = "mask=q_index < seqlen_q, other=0.0"
+    # Numbered apart from q_index, which would else be kept in registers from the load to the mask.
+    rows = "q_start + tl.arange(0, BLOCK_M)"
+    inside = "mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0"
     return step(
         "q",
         "dout",
         first_products=product("s", "k", "q", plan.columns_qk),
         second_products=product("dp", "v", "dout", plan.columns_v),
         load_rows=(
-            f"lse_log2 = tl.load(lse_rows + q_index, {inside})",
-            f"delta = tl.load(delta_rows + q_index, {inside})",
+            f"lse_log2 = tl.load(lse_rows + {rows}, {inside})",
+            f"delta = tl.load(delta_rows + {rows}, {inside})",
         ),
         last_products=(*add("dv", "p", "dout", plan.columns_v), *add("dk", "ds", "q", plan.columns_qk)),
     )
