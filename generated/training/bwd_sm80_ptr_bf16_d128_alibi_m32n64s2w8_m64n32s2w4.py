@@ -96,45 +96,48 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
     dk = tl.zeros([BLOCK_N, 128], tl.float32)
     dv = tl.zeros([BLOCK_N, 128], tl.float32)
 
-    # Keys behind the used ones are seen by no head.
-    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group
-    for head in tl.range(0, inner_heads, num_stages=1):
-        h = hk * group + head
+    # Which queries: tiles of which some row sees some key, and among them those that see all of them.
+    q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    whole_tiles = seqlen_q // BLOCK_M
+    kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
+    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
+    visible_lo = tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
+    visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+    full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
+
+    softmax_scale_times_LOG2E = softmax_scale * LOG2E
+    kv_float = kv_row[:, None].to(tl.float32)
+    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
+
+    # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
+    visits = tl.maximum(visible_hi - visible_lo, 0)
+    for visit in tl.range(0, inner_heads * visits, num_stages=STAGES):
+        h = hk * group + visit // tl.maximum(visits, 1)
+        tile = visible_lo + visit % tl.maximum(visits, 1)
         lse_rows = lse_log2_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         delta_rows = delta_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         q_head = q_ptr + b * stride_q_b + h * stride_q_h
         dout_head = dout_ptr + b * stride_dout_b + h * stride_dout_h
-        # Which queries: tiles of which some row sees some key, and among them those that see all of them.
-        q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-        whole_tiles = seqlen_q // BLOCK_M
-        kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-        seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-        visible_lo = tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
-        visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-        full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
-
-        softmax_scale_times_LOG2E = softmax_scale * LOG2E
-        kv_float = kv_row[:, None].to(tl.float32)
         slope_h = tl.load(slope_ptr + h.to(tl.int64))
         slope_h_times_LOG2E = slope_h * LOG2E
-        for tile in tl.range(visible_lo, visible_hi, num_stages=STAGES):
-            q_start = tile * BLOCK_M
-            q_index = q_start + tl.arange(0, BLOCK_M)
-            q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-            s = tl.dot(k, tl.trans(q))
-            q_pos = q_index + (seqlen_k - seqlen_q)
-            logit = s * softmax_scale_times_LOG2E + (kv_float - q_pos[None, :].to(tl.float32)) * slope_h_times_LOG2E
-            if (tile < full_lo) | (tile >= whole_tiles):
-                visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
-                logit = tl.where(visible, logit, float("-inf"))
-            dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-            dp = tl.dot(v, tl.trans(dout))
-            lse_log2 = tl.load(lse_rows + q_index, mask=q_index < seqlen_q, other=0.0)
-            delta = tl.load(delta_rows + q_index, mask=q_index < seqlen_q, other=0.0)
-            p = tl.exp2(logit - lse_log2[None, :])
-            ds = p * (dp - delta[None, :])
-            dv = tl.dot(p.to(tl.bfloat16), dout, dv)
-            dk = tl.dot(ds.to(tl.bfloat16), q, dk)
+
+        q_start = tile * BLOCK_M
+        q_index = q_start + tl.arange(0, BLOCK_M)
+        q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        s = tl.dot(k, tl.trans(q))
+        q_pos = q_index + (seqlen_k - seqlen_q)
+        logit = s * softmax_scale_times_LOG2E + (kv_float - q_pos[None, :].to(tl.float32)) * slope_h_times_LOG2E
+        if (tile < full_lo) | (tile >= whole_tiles):
+            visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
+            logit = tl.where(visible, logit, float("-inf"))
+        dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        dp = tl.dot(v, tl.trans(dout))
+        lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
+        delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
+        p = tl.exp2(logit - lse_log2[None, :])
+        ds = p * (dp - delta[None, :])
+        dv = tl.dot(p.to(tl.bfloat16), dout, dv)
+        dk = tl.dot(ds.to(tl.bfloat16), q, dk)
 
     dk_rows = dk_ptr + b * stride_dk_b + hk * stride_dk_h + kv_index[:, None] * stride_dk_s
     dv_rows = dv_ptr + b * stride_dv_b + hk * stride_dv_h + kv_index[:, None] * stride_dv_s

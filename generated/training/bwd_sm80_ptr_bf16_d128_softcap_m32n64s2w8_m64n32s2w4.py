@@ -106,34 +106,36 @@ def bwd_sm80_ptr_bf16_d128_softcap_m32n64s2w8_m64n32s2w4_dkdv(
     full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
 
     softmax_scale_over_cap = softmax_scale / cap
+    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
-    # Keys behind the used ones are seen by no head.
-    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group
-    for head in tl.range(0, inner_heads, num_stages=1):
-        h = hk * group + head
+    # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
+    visits = tl.maximum(visible_hi - visible_lo, 0)
+    for visit in tl.range(0, inner_heads * visits, num_stages=STAGES):
+        h = hk * group + visit // tl.maximum(visits, 1)
+        tile = visible_lo + visit % tl.maximum(visits, 1)
         lse_rows = lse_log2_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         delta_rows = delta_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         q_head = q_ptr + b * stride_q_b + h * stride_q_h
         dout_head = dout_ptr + b * stride_dout_b + h * stride_dout_h
-        for tile in tl.range(visible_lo, visible_hi, num_stages=STAGES):
-            q_start = tile * BLOCK_M
-            q_index = q_start + tl.arange(0, BLOCK_M)
-            q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-            s = tl.dot(k, tl.trans(q))
-            element_value = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-            logit = element_value
-            if (tile < full_lo) | (tile >= whole_tiles):
-                q_pos = q_index + (seqlen_k - seqlen_q)
-                visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
-                logit = tl.where(visible, logit, float("-inf"))
-            dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-            dp = tl.dot(v, tl.trans(dout))
-            lse_log2 = tl.load(lse_rows + q_index, mask=q_index < seqlen_q, other=0.0)
-            delta = tl.load(delta_rows + q_index, mask=q_index < seqlen_q, other=0.0)
-            p = tl.exp2(logit * (cap * LOG2E) - lse_log2[None, :])
-            ds = p * (dp - delta[None, :]) * (1.0 - element_value * element_value)
-            dv = tl.dot(p.to(tl.bfloat16), dout, dv)
-            dk = tl.dot(ds.to(tl.bfloat16), q, dk)
+
+        q_start = tile * BLOCK_M
+        q_index = q_start + tl.arange(0, BLOCK_M)
+        q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        s = tl.dot(k, tl.trans(q))
+        element_value = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        logit = element_value
+        if (tile < full_lo) | (tile >= whole_tiles):
+            q_pos = q_index + (seqlen_k - seqlen_q)
+            visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
+            logit = tl.where(visible, logit, float("-inf"))
+        dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        dp = tl.dot(v, tl.trans(dout))
+        lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
+        delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
+        p = tl.exp2(logit * (cap * LOG2E) - lse_log2[None, :])
+        ds = p * (dp - delta[None, :]) * (1.0 - element_value * element_value)
+        dv = tl.dot(p.to(tl.bfloat16), dout, dv)
+        dk = tl.dot(ds.to(tl.bfloat16), q, dk)
 
     dk_rows = dk_ptr + b * stride_dk_b + hk * stride_dk_h + kv_index[:, None] * stride_dk_s
     dv_rows = dv_ptr + b * stride_dv_b + hk * stride_dv_h + kv_index[:, None] * stride_dv_s

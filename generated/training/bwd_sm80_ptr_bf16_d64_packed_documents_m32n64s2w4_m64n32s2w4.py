@@ -144,37 +144,39 @@ def bwd_sm80_ptr_bf16_d64_packed_documents_m32n64s2w4_m64n32s2w4_dkdv(
 
     doc_b = doc_ptr + b.to(tl.int64) * stride_doc_0
     doc_kv = tl.load(doc_b + kv_row[:, None].to(tl.int64))
+    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
-    # Keys behind the used ones are seen by no head.
-    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group
-    for head in tl.range(0, inner_heads, num_stages=1):
-        h = hk * group + head
+    # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
+    visits = tl.maximum(visible_hi - visible_lo, 0)
+    for visit in tl.range(0, inner_heads * visits, num_stages=STAGES):
+        h = hk * group + visit // tl.maximum(visits, 1)
+        tile = visible_lo + visit % tl.maximum(visits, 1)
         lse_rows = lse_log2_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         delta_rows = delta_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         q_head = q_ptr + b * stride_q_b + h * stride_q_h
         dout_head = dout_ptr + b * stride_dout_b + h * stride_dout_h
-        for tile in tl.range(visible_lo, visible_hi, num_stages=STAGES):
-            q_start = tile * BLOCK_M
-            q_index = q_start + tl.arange(0, BLOCK_M)
-            q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-            s = tl.dot(k, tl.trans(q))
-            if (tile < full_lo) | (tile >= full_hi):
-                q_pos = q_index + (seqlen_k - seqlen_q)
-                doc_q_pos = tl.load(
-                    doc_b + q_pos[None, :].to(tl.int64),
-                    mask=(q_pos[None, :] >= 0) & (q_pos[None, :] < extent_doc_1),
-                    other=0,
-                )
-                visible = (q_index[None, :] < seqlen_q) & ((q_pos[None, :] >= kv_row[:, None]) & (doc_q_pos == doc_kv))
-                s = tl.where(visible, s, float("-inf"))
-            dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-            dp = tl.dot(v, tl.trans(dout))
-            lse_log2 = tl.load(lse_rows + q_index, mask=q_index < seqlen_q, other=0.0)
-            delta = tl.load(delta_rows + q_index, mask=q_index < seqlen_q, other=0.0)
-            p = tl.exp2(s * scale_log2e - lse_log2[None, :])
-            ds = p * (dp - delta[None, :])
-            dv = tl.dot(p.to(tl.bfloat16), dout, dv)
-            dk = tl.dot(ds.to(tl.bfloat16), q, dk)
+
+        q_start = tile * BLOCK_M
+        q_index = q_start + tl.arange(0, BLOCK_M)
+        q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        s = tl.dot(k, tl.trans(q))
+        if (tile < full_lo) | (tile >= full_hi):
+            q_pos = q_index + (seqlen_k - seqlen_q)
+            doc_q_pos = tl.load(
+                doc_b + q_pos[None, :].to(tl.int64),
+                mask=(q_pos[None, :] >= 0) & (q_pos[None, :] < extent_doc_1),
+                other=0,
+            )
+            visible = (q_index[None, :] < seqlen_q) & ((q_pos[None, :] >= kv_row[:, None]) & (doc_q_pos == doc_kv))
+            s = tl.where(visible, s, float("-inf"))
+        dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        dp = tl.dot(v, tl.trans(dout))
+        lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
+        delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
+        p = tl.exp2(s * scale_log2e - lse_log2[None, :])
+        ds = p * (dp - delta[None, :])
+        dv = tl.dot(p.to(tl.bfloat16), dout, dv)
+        dk = tl.dot(ds.to(tl.bfloat16), q, dk)
 
     dk_rows = dk_ptr + b * stride_dk_b + hk * stride_dk_h + kv_index[:, None] * stride_dk_s
     dv_rows = dv_ptr + b * stride_dv_b + hk * stride_dv_h + kv_index[:, None] * stride_dv_s

@@ -103,29 +103,32 @@ def bwd_sm90a_tma_bf16_d128_causal_m64n128s2w8_m128n64s2w8_dkdv(
     visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
     full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
 
-    # Keys behind the used ones are seen by no head.
-    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group
-    for head in tl.range(0, inner_heads, num_stages=1):
-        h = hk * group + head
+    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
+
+    # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
+    visits = tl.maximum(visible_hi - visible_lo, 0)
+    for visit in tl.range(0, inner_heads * visits, num_stages=STAGES):
+        h = hk * group + visit // tl.maximum(visits, 1)
+        tile = visible_lo + visit % tl.maximum(visits, 1)
         lse_rows = lse_log2_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         delta_rows = delta_ptr + (b * heads + h).to(tl.int64) * seqlen_q
-        for tile in tl.range(visible_lo, visible_hi, num_stages=STAGES):
-            q_start = tile * BLOCK_M
-            q_index = q_start + tl.arange(0, BLOCK_M)
-            q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
-            s = tl.dot(k, tl.trans(q))
-            if (tile < full_lo) | (tile >= whole_tiles):
-                q_pos = q_index + (seqlen_k - seqlen_q)
-                visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
-                s = tl.where(visible, s, float("-inf"))
-            dout = tl.reshape(dout_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
-            dp = tl.dot(v, tl.trans(dout))
-            lse_log2 = tl.load(lse_rows + q_index, mask=q_index < seqlen_q, other=0.0)
-            delta = tl.load(delta_rows + q_index, mask=q_index < seqlen_q, other=0.0)
-            p = tl.exp2(s * scale_log2e - lse_log2[None, :])
-            ds = p * (dp - delta[None, :])
-            dv = tl.dot(p.to(tl.bfloat16), dout, dv)
-            dk = tl.dot(ds.to(tl.bfloat16), q, dk)
+
+        q_start = tile * BLOCK_M
+        q_index = q_start + tl.arange(0, BLOCK_M)
+        q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
+        s = tl.dot(k, tl.trans(q))
+        if (tile < full_lo) | (tile >= whole_tiles):
+            q_pos = q_index + (seqlen_k - seqlen_q)
+            visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
+            s = tl.where(visible, s, float("-inf"))
+        dout = tl.reshape(dout_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
+        dp = tl.dot(v, tl.trans(dout))
+        lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
+        delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
+        p = tl.exp2(s * scale_log2e - lse_log2[None, :])
+        ds = p * (dp - delta[None, :])
+        dv = tl.dot(p.to(tl.bfloat16), dout, dv)
+        dk = tl.dot(ds.to(tl.bfloat16), q, dk)
 
     dk_rows = dk_ptr + b * stride_dk_b + hk * stride_dk_h + kv_index[:, None] * stride_dk_s
     dv_rows = dv_ptr + b * stride_dv_b + hk * stride_dv_h + kv_index[:, None] * stride_dv_s
