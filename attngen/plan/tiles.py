@@ -51,15 +51,14 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
 _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("wgmma", 64, Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)),
     ("wgmma", 128, Tile(64, 128, 2, 8), Tile(128, 64, 2, 8)),
-    ("wgmma", 192, Tile(16, 64, 2, 8), Tile(64, 32, 2, 4)),
     ("wgmma", 256, Tile(32, 32, 2, 4), Tile(64, 32, 2, 4)),
     # a score or packed sequences leave fewer registers to the products
     ("scored", 64, Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)),
     ("scored", 128, Tile(32, 128, 2, 8), Tile(128, 64, 2, 8)),
-    ("scored", 192, Tile(16, 64, 2, 8), Tile(64, 32, 2, 4)),
+    ("scored", 192, Tile(32, 32, 2, 4), Tile(64, 32, 2, 4)),
     ("scored", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
-    ("gather", 64, Tile(32, 64, 2, 8), Tile(64, 32, 2, 4)),
-    ("gather", 128, Tile(32, 64, 2, 8), Tile(64, 32, 2, 4)),
+    ("gather", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("gather", 128, Tile(16, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("gather", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
     ("descriptor", 64, Tile(64, 64, 2, 4), Tile(64, 64, 2, 4)),
     ("descriptor", 128, Tile(64, 64, 2, 8), Tile(64, 64, 2, 4)),
