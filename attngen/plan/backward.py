@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
 from attngen.dtypes import dtype
+from attngen.lang.ir import names
 from attngen.plan import backward_arguments, budget, naming
 from attngen.plan.choices import (
     SECTION_BYTES,
@@ -70,14 +71,17 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         element_bytes=element.bytes,
         gathers=gathers(spec.variant),
     )
-    if rows == "wgmma" and (spec.variant.score is not None or spec.layout == "varlen"):
-        rows = "scored"
+    drivers = {kind: driver_of(spec, "q" if kind.by_keys else "kv") for kind in (_DKDV, _DQ)}
+    if rows == "wgmma":
+        if drivers[_DKDV] != "ranges" or "h" in names(spec.variant.mask):
+            rows = "listed"
+        elif spec.variant.score is not None or spec.layout == "varlen":
+            rows = "scored"
     widths = padded_width(columns_qk), padded_width(columns_v)
     given = spec.backward or Backward()
     tiles = {
         kind: _tile(spec, arch, kind, getattr(given, kind.name), rows, widths, element.bytes) for kind in (_DKDV, _DQ)
     }
-    drivers = {kind: driver_of(spec, "q" if kind.by_keys else "kv") for kind in tiles}
     main = tiles[_DKDV]
     name = naming.kernel_name(
         direction=spec.direction,

@@ -57,6 +57,11 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("scored", 128, Tile(32, 128, 2, 8), Tile(128, 64, 2, 8)),
     ("scored", 192, Tile(32, 32, 2, 4), Tile(64, 32, 2, 4)),
     ("scored", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    # tiles that are listed, and not ranges, are visited in nested loops, which leaves fewer still
+    ("listed", 64, Tile(64, 128, 2, 8), Tile(128, 64, 3, 8)),
+    ("listed", 128, Tile(16, 128, 2, 8), Tile(128, 64, 2, 8)),
+    ("listed", 192, Tile(16, 32, 2, 4), Tile(64, 32, 2, 4)),
+    ("listed", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
     ("gather", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("gather", 128, Tile(16, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("gather", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),

@@ -60,10 +60,14 @@ def attention(
     (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf. ``tile_map`` is what
     ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
 
+    Under ``torch.autocast`` float32 tensors on a GPU are taken in its dtype.
+
     Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
     current stream and does not wait. Raises CallError for arguments that are wrong or disagree, and NoKernelError,
     which lists every candidate and its reason, if no kernel takes the call.
     """
+    if torch.is_autocast_enabled():
+        q, k, v = _as_autocast(q, k, v)
     call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
     return call(
         q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments, tile_map
@@ -96,10 +100,18 @@ def attention_varlen(
     it would wait for the GPU. Rows behind the last sequence are unspecified.
     """
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if torch.is_autocast_enabled():
+        q, k, v = _as_autocast(q, k, v)
     call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
     return call(
         q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, arguments, tile_map
     )
+
+
+def _as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return tensors in the dtype that ``torch.autocast`` asks for on GPUs, as its list of such functions would."""
+    wanted = torch.get_autocast_dtype("cuda")
+    return tuple(t.to(wanted) if _on_gpu(t) and t.dtype is torch.float32 else t for t in tensors)
 
 
 def _traced(*given: Any) -> Any:
@@ -309,7 +321,8 @@ def _prepare(
 def _run_reference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     from attngen.runtime.reference import reference
 
-    out, lse = reference(call, q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = reference(call, q, k, v)
     return (out, lse) if call.return_lse else out
 
 

@@ -207,6 +207,22 @@ def test_gradients_of_the_variants_own_tensors(gpu: GradientDriver) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_autocast(gpu: GradientDriver) -> None:
+    build()
+    q, k, v = (t.detach().float().requires_grad_() for t in leaves())
+    torch.set_autocast_enabled("cuda", True)  # what torch.autocast does where there is a GPU
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        out = attngen.attention(q, k.to(torch.bfloat16), v, variant="causal")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    assert out.dtype == torch.bfloat16
+    found = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert {gradient.dtype for gradient in found} == {torch.float32}
+    assert gpu.launches == ["forward", "preprocess", "dkdv", "dq"]
+
+
 def test_a_forward_alone_is_told_apart(gpu: GradientDriver) -> None:
     build(passes="[forward]")
     inputs = leaves()
