@@ -175,9 +175,15 @@ def numbered(kind: str, spans: Sequence[tuple[Expr, Expr]]) -> dict[str, Expr]:
     return named
 
 
-def inward(interval: Interval, along: Along = KEYS) -> tuple[Expr, Expr]:
+def inward(plan: Plan, interval: Interval, along: Along = KEYS) -> tuple[Expr, Expr]:
     """Return the whole tiles inside an interval of the axis."""
-    lo = integer(0) if interval.lo is None else ceildiv(maximum(interval.lo, integer(0)), along.tile)
+    lo: Expr = integer(0)
+    if interval.lo is not None:
+        first = maximum(interval.lo, integer(0))
+        rounded_up = add(first, sub(along.tile, integer(1)))
+        if bounds(rounded_up, known_ranges(plan))[1] > INT32[1]:  # beyond the last position all are alike
+            first = minimum(first, along.length)
+        lo = ceildiv(first, along.tile)
     if interval.hi is None:
         return lo, along.whole
     return lo, minimum(floordiv(maximum(interval.hi, integer(0)), along.tile), along.whole)

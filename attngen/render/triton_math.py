@@ -217,7 +217,7 @@ def ranges(plan: Plan, along: Along = KEYS) -> Visits:
     else:
         bounded = Bands(found.visible, (), exact=True)
         groups = {"visible": list(segments(bounded, along.tile, along.length, facts_of(plan)).partial)}
-        whole = [inward(interval, along) for interval in found.full]
+        whole = [inward(plan, interval, along) for interval in found.full]
     ends = {name: end for kind, spans in groups.items() for name, end in numbered(kind, spans).items()}
     ends |= numbered("full", whole)
     texts, lines = emit_named(plan, TRITON, {name: settled(plan, end, along) for name, end in ends.items()}, along)
