@@ -54,6 +54,7 @@ def triton_parameters(
                     "of": parameter["of"],
                     "axis": axis,
                     "type": type_,
+                    **({"window": parameter["window"]} if parameter.get("window") else {}),
                 }
                 for axis in range(len(parameter["box"]))
             )

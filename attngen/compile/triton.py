@@ -67,9 +67,11 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     """Compile the kernel of a plan, and its classifier if it has one. Raises CompileError as ``compile_source``."""
     _import_triton()
     start = time.perf_counter()
+    if plan.parts:
+        return _compile_parts(plan, source, start)
     options = triton_options(plan.num_warps, plan.stages, plan.max_registers, fast_math=plan.fast_math)
     kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, options)
-    _check_hopper(plan, kernel)
+    _check_hopper(plan, kernel, plan.name)
     manifest = dict(plan.to_dict())
     manifest["parameters"] = kernel.parameters
     manifest["max_registers"] = kernel.max_registers
@@ -86,10 +88,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
             "resources": classifier.resources(),
             "sha256": sha256(classifier.cubin).hexdigest(),
         }
-    major = cuda_major(kernel.ptx)
-    manifest["toolchain"] = toolchain("triton")
-    manifest["cuda_major"] = major
-    manifest["min_driver"] = min_driver(major, plan.arch.capability)
+    manifest |= _needs(plan, kernel)
     manifest["resources"] = {
         **kernel.resources(),
         "compile_seconds": round(time.perf_counter() - start, 3),
@@ -99,6 +98,60 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
         manifest=manifest,
         classifier=classifier.cubin if classifier else None,
         texts={"source.py": source.text, "ptx": kernel.ptx, "ttgir": kernel.ttgir},
+    )
+
+
+def _needs(plan: Plan, kernel: CompiledFunction) -> dict[str, Any]:
+    """Return what made a kernel, and what driver it needs."""
+    major = cuda_major(kernel.ptx)
+    return {
+        "toolchain": toolchain("triton"),
+        "cuda_major": major,
+        "min_driver": min_driver(major, plan.arch.capability),
+    }
+
+
+def _compile_parts(plan: Plan, source: Source, start: float) -> Artifact:
+    """Compile the kernels of a backward; the one for dK and dV is the artifact's own, and the others its parts."""
+    compiled = {}
+    for part in plan.parts:
+        options = triton_options(part.num_warps, part.stages, fast_math=plan.fast_math)
+        compiled[part.name] = compile_function(source.text, part.symbol, part.arguments, plan.arch, options)
+        _check_hopper(plan, compiled[part.name], part.symbol)
+    main = compiled["dkdv"]
+    resources = [function.resources() for function in compiled.values()]
+    manifest = dict(plan.to_dict()) | _needs(plan, main)
+    manifest["parameters"] = main.parameters
+    manifest["num_warps"], manifest["threads"] = main.num_warps, 32 * main.num_warps
+    manifest["sha256"] = sha256(main.cubin).hexdigest()
+    manifest["parts"] = [
+        {
+            **row,
+            "parameters": compiled[row["name"]].parameters,
+            "num_warps": compiled[row["name"]].num_warps,
+            "threads": 32 * compiled[row["name"]].num_warps,
+            "resources": compiled[row["name"]].resources(),
+            "sha256": sha256(compiled[row["name"]].cubin).hexdigest(),
+        }
+        for row in manifest["parts"]
+    ]
+    # The most of any, since they run one after the other, and all of their bytes.
+    manifest["resources"] = {
+        **{name: max(row[name] for row in resources) for name in ("registers", "spills", "shared_memory")},
+        "cubin_bytes": sum(row["cubin_bytes"] for row in resources),
+        "compile_seconds": round(time.perf_counter() - start, 3),
+    }
+    return Artifact(
+        cubin=main.cubin,
+        manifest=manifest,
+        parts={name: function.cubin for name, function in compiled.items() if name != "dkdv"},
+        texts={
+            "source.py": source.text,
+            **{
+                file: "".join(f"// {part.symbol}\n{getattr(compiled[part.name], file)}\n" for part in plan.parts)
+                for file in ("ptx", "ttgir")
+            },
+        },
     )
 
 
@@ -285,22 +338,22 @@ def _check_memory(name: str, metadata: Mapping[str, Any], arch: Arch) -> None:
             raise CompileError(f"{name}: needs {metadata[scratch]} B of {scratch}, which no launch provides")
 
 
-def _check_hopper(plan: Plan, kernel: CompiledFunction) -> None:
+def _check_hopper(plan: Plan, kernel: CompiledFunction, name: str) -> None:
     """Refuse wrong machine code, and what silently costs a Hopper kernel its speed, unless the spec allows that."""
     if not plan.arch.wgmma:
         return
     resources = kernel.registers_and_spills
     if "wgmma" in kernel.ptx and (overwritten := overwritten_operands(kernel.cubin)):
-        raise CompileError(f"{plan.name}: {WRONG_CODE}: {overwritten[0]}")
+        raise CompileError(f"{name}: {WRONG_CODE}: {overwritten[0]}")
     if "wgmma" in kernel.ptx and (lost := lost_addresses(kernel.cubin)):
-        raise CompileError(f"{plan.name}: {WRONG_CODE}: {lost[0]}")
+        raise CompileError(f"{name}: {WRONG_CODE}: {lost[0]}")
     if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
         raise CompileError(
-            f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile, more "
+            f"{name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile, more "
             "warps or fewer stages need less, or the spec says 'allow: [spill]'"
         )
     if resources.serialized_wgmma and "serialized_wgmma" not in plan.allow:
         raise CompileError(
-            f"{plan.name}: ptxas serialized wgmma, so that tensor cores wait for each other; "
+            f"{name}: ptxas serialized wgmma, so that tensor cores wait for each other; "
             "the spec may say 'allow: [serialized_wgmma]'"
         )

@@ -127,6 +127,8 @@ def _check_scalar(scalar: Scalar, field: str, places: Mapping[str, Location] | N
         raise refuse("default", "a constant takes no default")
     if scalar.grad and (scalar.dtype != "fp32" or scalar.const is not None):
         raise refuse("grad", "only a float32 scalar that the call passes has a gradient")
+    if scalar.grad and scalar.default is not None:
+        raise refuse("default", "a scalar that has a gradient is a tensor of the call, which has no default")
 
 
 def _check_value(value: object, dtype: str, refuse: object, part: str) -> None:

@@ -1,7 +1,7 @@
 """Expressions as source text: common subexpressions once, loads predicated, loop invariants hoisted, good names.
 
 The output is a list of statements and one expression. A temporary is made for a load, for a subexpression that is
-used twice, and for one that does not vary along ``kv`` inside one that does: its statement goes before the loop.
+used twice, and for one that does not vary along the loop inside one that does: its statement goes before the loop.
 Everything else stays one expression with the fewest parentheses.
 """
 
@@ -114,6 +114,7 @@ def emit_many(
     ranges: Mapping[str, Range] | None = None,
     labels: Mapping[Expr, str] | None = None,
     taken: Iterable[str] = (),
+    inner: str = "kv",
 ) -> EmittedMany:
     """Return expressions as source text.
 
@@ -121,12 +122,13 @@ def emit_many(
     and the words of all bindings. ``ranges`` (inclusive, by name) decide where the plain forms of ``//`` and ``%``
     and unguarded loads are right. ``labels`` names subexpressions (``Variant.labels``).
 
-    Statements that vary along ``kv`` are ``body``, all others ``hoisted``; with scalar bindings only, everything
-    is hoisted. Raises KeyError for a name or a tensor without a binding.
+    ``inner`` is the axis along which the loop runs, ``kv`` or ``q``: statements that vary along it are ``body``, all
+    others ``hoisted``; with scalar bindings only, everything is hoisted. Raises KeyError for a name or a tensor
+    without a binding.
     """
     exprs = [rewrite(expr, fold_literals) for expr in exprs]
     labels = {rewrite(expr, fold_literals): label for expr, label in (labels or {}).items()}
-    emission = _Emission(exprs, target, names, tensors or {}, prefix, fast_math, ranges, labels, taken)
+    emission = _Emission(exprs, target, names, tensors or {}, prefix, fast_math, ranges, labels, taken, inner)
     results = tuple(emission.value(expr).text for expr in exprs)
     axes = tuple(emission.axes(expr) for expr in exprs)
     return EmittedMany(tuple(emission.hoisted), tuple(emission.body), results, axes)
@@ -146,6 +148,7 @@ class _Emission:
         ranges: Mapping[str, Range] | None,
         labels: Mapping[Expr, str],
         taken: Iterable[str],
+        inner: str,
     ) -> None:
         self.dialect = target.dialect
         self.names = names
@@ -161,7 +164,8 @@ class _Emission:
         self._pieces: dict[Expr, Piece] = {}
         self._bases: dict[tuple[str, ...], str] = {}
         self._taken = {*taken, *_words(names, tensors), *self.dialect.reserved}
-        self.usage = Usage(roots, self.axes)
+        self._inner = inner
+        self.usage = Usage(roots, self.axes, inner)
 
     # --- what is known of a node --------------------------------------------------------------------------
 
@@ -302,7 +306,7 @@ class _Emission:
     # --- names --------------------------------------------------------------------------------------------
 
     def _lines(self, node: Expr) -> list[str]:
-        return self.body if "kv" in self.axes(node) else self.hoisted
+        return self.body if self._inner in self.axes(node) else self.hoisted
 
     def _fresh(self, wanted: str) -> str:
         base = f"{self.prefix}{wanted}"

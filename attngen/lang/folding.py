@@ -9,11 +9,13 @@ regrouped so that each element is multiplied once by everything that does not de
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attngen.lang.bands import Heads
+from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Op, Type, Var, names, rewrite
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, walk
 from attngen.lang.ranges import Range
 from attngen.lang.simplify import mul, truediv
 
@@ -85,6 +87,65 @@ def split_keys(value: Expr, first: Var, key: Var) -> Expr:
         return node == lane or (isinstance(node, Op) and node.op == "mul" and node.args[0] == lane)
 
     return rewrite(value, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """``varying * factor`` is the derivative of the logit by the raw product q·k; the factor is the same for a tile.
+
+    ``varying`` is None where nothing varies. ``loads`` holds, for a tensor that gets a gradient, each element that
+    the score reads and the derivative of the logit by it.
+    """
+
+    factor: Expr
+    varying: Expr | None
+    loads: tuple[tuple[Load, Expr], ...] = ()
+
+
+def fold_slope(logit: Logit, tensors: Iterable[str] = (), *, fast_math: bool) -> Slope:
+    """Return the derivatives of a folded logit, by the product and by the elements of ``tensors``.
+
+    They are those of the natural logit: without the factor log2(e), which each form of a logit has exactly once.
+    """
+    natural = _without_log2e(mul(logit.value, logit.multiplier))
+    loads = tuple(pair for tensor in tensors for pair in differentiate_loads(natural, tensor))
+    slope = differentiate(natural, PRODUCT.name)
+    if not _varies(slope):
+        return Slope(slope, None, loads)
+    if not fast_math:
+        return Slope(ONE, slope, loads)
+    constant, varying = _factors(rewrite(slope, _regroup))
+    return Slope(_product(constant), _product(varying), loads)
+
+
+def is_finite(slope: Expr) -> bool:
+    """Whether a derivative is finite wherever the product is: then zero times it is zero."""
+    for node in walk(slope):
+        if isinstance(node, Load) and node.type is Type.FLOAT:
+            return False
+        if isinstance(node, Op) and node.op in _SINGULAR and not _divides_by_constant(node):
+            return False
+    return True
+
+
+#: Operators that make an infinity or a NaN of a finite number.
+_SINGULAR = frozenset({"truediv", "log", "log2", "sqrt", "rsqrt", "pow", "exp", "exp2", "tan"})
+
+
+def _divides_by_constant(node: Op) -> bool:
+    return node.op == "truediv" and not _varies(node.args[1])
+
+
+def _without_log2e(expr: Expr) -> Expr:
+    plain = rewrite(expr, lambda node: ONE if node == LOG2E else None)
+
+    def drop_ones(node: Expr) -> Expr | None:
+        match node:
+            case Op(op="mul", args=(a, b)) if node.type is Type.FLOAT and ONE in (a, b):
+                return a if b == ONE else b
+        return None
+
+    return rewrite(plain, drop_ones)
 
 
 def _varies(node: Expr) -> bool:

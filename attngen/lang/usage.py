@@ -18,7 +18,7 @@ class Usage:
     a load only if it varies along no axis that the load does not: a guard must not make a load larger.
     """
 
-    def __init__(self, roots: Sequence[Expr], axes: Callable[[Expr], frozenset[str]]) -> None:
+    def __init__(self, roots: Sequence[Expr], axes: Callable[[Expr], frozenset[str]], inner: str = "kv") -> None:
         self._axes = axes
         self._order = _parents_first(roots)
         self.count: Counter[Expr] = Counter(roots)
@@ -27,7 +27,7 @@ class Usage:
         for node in self._order:
             for child, extra in _edges(node):
                 self.count[child] += 1
-                if "kv" in axes(node) and "kv" not in axes(child):
+                if inner in axes(node) and inner not in axes(child):
                     self._inside_loop.add(child)
                 self._inherit(child, {**self._guards[node], **dict.fromkeys(extra)})
         for node in self._order:
@@ -36,7 +36,7 @@ class Usage:
                     self.count[condition] += 1
 
     def invariant(self, node: Expr) -> bool:
-        """Whether a node that does not vary along ``kv`` is used inside one that does."""
+        """Whether a node that does not vary along the inner axis is used inside one that does."""
         return node in self._inside_loop
 
     def guards(self, node: Load) -> list[Guard]:

@@ -12,7 +12,7 @@ from attngen.lang.variant import Tensor, Variant
 from attngen.plan.model import Argument, Columns, Plan
 
 #: Axes of q, k, v and out that have a stride; the last axis is contiguous.
-_STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
+STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
 _NAMES = """
 BLOCK_M BLOCK_N STAGES LOG2E LN2 tl triton online_softmax schedule_tile first_at_least lowest_bit count_bits
 row_max row_sum p alpha block q_tiles units section inside word unit q_tile b h hk q_begin k_begin seqlen_q
@@ -37,6 +37,10 @@ raise_reference log_sum_exp grow_registers shrink_registers take_tile advance_v 
 first_is_blind free_out give_up_turn write_out key visible_from visible_to Place Row
 from_lane k_to k_to_phase k_unloaded v_to v_to_phase v_unloaded load_q load_k tile_at ahead to store_rows kv_head
 group_bits tile_queries consumer_queries h_lo h_hi
+dout dout_0 dout_1 dk dk_0 dk_1 dv dv_0 dv_1 dq dq_0 dq_1 dp ds dlogit lse_log2 delta lse_rows delta_rows dlse kv_row
+k_rows v_rows dk_rows dv_rows dq_rows q_rows q_head dout_head dout_rows keys k_end q_end inner_heads head start
+full_count partial_count full_word factor row_tile row row_tiles dot contribution gradient
+nothing used kv_tile visit visits
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.
@@ -67,11 +71,11 @@ def _forward(plan: Plan) -> Iterator[Argument]:
     pointers = [name for name in tiles if not has_descriptor(plan, name)]
     for name, (columns, rows) in tiles.items():
         if name in pointers:
-            yield _pointer(plan, name)
+            yield pointer_argument(plan, name)
             continue
         for index, block in enumerate(columns):
-            yield _descriptor(plan, name, f"{name}_desc{block_suffix(columns, index)}", rows, block)
-    yield _pointer(plan, "out")
+            yield descriptor_argument(plan, name, f"{name}_desc{block_suffix(columns, index)}", rows, block)
+    yield pointer_argument(plan, "out")
     yield Argument("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
     if plan.varlen:
         yield Argument("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4)
@@ -82,7 +86,7 @@ def _forward(plan: Plan) -> Iterator[Argument]:
     yield from tensor_pointers(plan.variant)
     element_alignment = max(plan.alignment // plan.dtype.bytes, 1)
     for name in (*pointers, "out"):
-        for axis in _STRIDED[plan.layout]:
+        for axis in STRIDED[plan.layout]:
             divisibility = element_alignment if element_alignment > 1 else 0
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis, divisibility=divisibility)
     if plan.driver == "tile_map":
@@ -133,13 +137,19 @@ def pointer_name(tensor: str) -> str:
     return f"{argument_name(tensor)}_ptr"
 
 
-def _descriptor(plan: Plan, of: str, name: str, rows: int, block: Columns) -> Argument:
-    box = (rows, 1, block.width) if plan.varlen else (1, rows, 1, block.width)
+def descriptor_argument(
+    plan: Plan, of: str, name: str, rows: int, block: Columns, window: int | None = None
+) -> Argument:
+    """Return the tensor descriptor through which some rows of a column block come; see ``tensormap.windowed``."""
+    box: tuple[int, ...] = (rows, 1, block.width) if plan.varlen else (1, rows, 1, block.width)
+    if window is not None:
+        box = (*box[:-3], 1, *box[-3:])
     shape = ",".join(map(str, box))
-    return Argument(name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box)
+    return Argument(name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box, window=window)
 
 
-def _pointer(plan: Plan, of: str) -> Argument:
+def pointer_argument(plan: Plan, of: str) -> Argument:
+    """Return the address of a tensor of the plan's dtype."""
     divisibility = plan.alignment if plan.alignment > plan.dtype.bytes else 0
     return Argument(f"{of}_ptr", "pointer", f"*{plan.dtype.triton}", of=of, divisibility=divisibility)
 

@@ -33,3 +33,41 @@ def shared_memory(
         v=tile_n * width_v * element_bytes,
         stages=stages,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientMemory:
+    """Bytes of shared memory of a kernel of the backward: two operands once, the two others once per stage."""
+
+    kept: tuple[int, int]
+    moved: tuple[int, int]
+    stages: int
+    names: tuple[str, str, str, str]
+
+    @property
+    def total(self) -> int:
+        """The sum in bytes."""
+        return sum(self.kept) + self.stages * sum(self.moved)
+
+    def __str__(self) -> str:
+        a, b, c, d = (f"{name} {size}" for name, size in zip(self.names, (*self.kept, *self.moved), strict=True))
+        return f"{a} + {b} + {self.stages} stages x ({c} + {d})"
+
+
+def gradient_memory(
+    *,
+    kept_rows: int,
+    moved_rows: int,
+    stages: int,
+    width_qk: int,
+    width_v: int,
+    element_bytes: int,
+    names: tuple[str, str, str, str],
+) -> GradientMemory:
+    """Return what a tile of a kernel of the backward needs: ``names`` of the operands, those that are kept first."""
+    return GradientMemory(
+        kept=(kept_rows * width_qk * element_bytes, kept_rows * width_v * element_bytes),
+        moved=(moved_rows * width_qk * element_bytes, moved_rows * width_v * element_bytes),
+        stages=stages,
+        names=names,
+    )

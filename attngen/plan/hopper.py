@@ -10,7 +10,7 @@ from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
 from attngen.plan.model import Columns, Hopper, Region
-from attngen.plan.traits import gathers, is_light, keys_of_tiles, reads_data_per_key
+from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.spec.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
@@ -128,7 +128,7 @@ def _families(spec: KernelSpec) -> frozenset[str]:
     found = {"any"}
     if is_light(spec.variant) and spec.layout == "dense":
         found.add("light")
-        if any(interval.lo is not None for interval in keys_of_tiles(spec).visible):
+        if any(interval.lo is not None for interval in bands_of(spec).visible):
             found.add("window")
     if gathers(spec.variant):
         found.add("gather")
@@ -248,7 +248,7 @@ def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int)
 
 def _searches(spec: KernelSpec) -> bool:
     """Whether the bounds of a tile are looked up in tensors, which takes some time."""
-    return bool(spec.variant.tensors) and keys_of_tiles(spec).exact
+    return bool(spec.variant.tensors) and bands_of(spec).exact
 
 
 def _with_memory(

@@ -58,6 +58,42 @@ class Classifier:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One of the kernels that a backward launches, one after the other; all stand in one source.
+
+    ``grid`` says what a block is: some ``rows`` of a head, a tile of ``queries`` or of ``keys``, or one word of the
+    tile map of either (``query_words``, ``key_words``).
+    """
+
+    name: str  # preprocess | classify_dkdv | dkdv | classify_dq | dq
+    symbol: str
+    grid: str
+    tile_m: int
+    tile_n: int
+    stages: int
+    num_warps: int
+    driver: str  # ranges | classified | tile_map
+    tile_map: tuple[bool, bool] | None = None  # read or written by it: an entry for each batch, for each head
+    arguments: tuple[Argument, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form of the manifest."""
+        return {
+            "name": self.name,
+            "symbol": self.symbol,
+            "grid": self.grid,
+            "tile_m": self.tile_m,
+            "tile_n": self.tile_n,
+            "stages": self.stages,
+            "num_warps": self.num_warps,
+            "threads": 32 * self.num_warps,
+            "driver": self.driver,
+            "tile_map": None if self.tile_map is None else dict(zip(("batch", "heads"), self.tile_map, strict=True)),
+            "parameters": [argument.to_dict() for argument in self.arguments],
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A part of shared memory, in bytes from its start."""
 
@@ -115,8 +151,8 @@ class Plan:
     columns_qk: tuple[Columns, ...]
     columns_v: tuple[Columns, ...]
     layout: str  # dense | varlen
-    direction: str  # forward
-    backend: str  # triton
+    direction: str  # forward | backward
+    backend: str  # triton | cuda
     schedule: str  # row of the catalogue; names the template
     loads: str  # descriptor | pointer
     q_operand: str  # registers | shared: where the products with K find the query tile
@@ -136,6 +172,7 @@ class Plan:
     classifier: Classifier | None = None
     hopper: Hopper | None = None  # of CUDA kernels
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
+    parts: tuple[Part, ...] = ()  # of a backward, in the order of their launches; the plan itself describes "dkdv"
 
     @property
     def arch(self) -> Arch:
@@ -182,6 +219,26 @@ class Plan:
         """Return the plan completed by its argument list."""
         return replace(self, arguments=arguments, classifier=classifier)
 
+    def of_part(self, part: Part) -> Plan:
+        """Return the plan of one kernel of a backward by itself."""
+        return replace(
+            self,
+            name=part.symbol,
+            tile_m=part.tile_m,
+            tile_n=part.tile_n,
+            stages=part.stages,
+            num_warps=part.num_warps,
+            driver=part.driver,
+            arguments=part.arguments,
+        )
+
+    def part(self, name: str) -> Part:
+        """Return a kernel of a backward by its name; KeyError if there is none."""
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise KeyError(name)
+
     def to_dict(self) -> dict[str, Any]:
         """Return every choice as JSON; hashed into the cache key and written to the manifest."""
         classifier = None
@@ -195,7 +252,7 @@ class Plan:
         return {
             "format": MANIFEST_FORMAT,
             "name": self.name,
-            "symbol": self.name,
+            "symbol": self.part("dkdv").symbol if self.parts else self.name,
             "package": self.package,
             "variant": self.variant.to_dict(),
             "arch": self.arch_name,
@@ -232,4 +289,5 @@ class Plan:
             "tile_map": {"batch": self.classifier.batch, "heads": self.classifier.heads} if self.classifier else None,
             "classifier": classifier,
             "parameters": [argument.to_dict() for argument in self.arguments],
+            **({"parts": [part.to_dict() for part in self.parts]} if self.parts else {}),
         }

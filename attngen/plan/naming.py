@@ -51,6 +51,16 @@ def kernel_name(
     return "_".join(parts)
 
 
+def gradient_label(tile_m: int, tile_n: int, stages: int, warps: int) -> str:
+    """Return ``m64n128s2w8``: how one kernel of a backward is cut."""
+    return f"m{tile_m}n{tile_n}s{stages}w{warps}"
+
+
+def part_name(backward: str, part: str) -> str:
+    """Return the symbol of one kernel of a backward, such as ``bwd_…_dq``."""
+    return f"{backward}_{part}"
+
+
 def classifier_name(kernel: str) -> str:
     """Return the name of the kernel that computes the tile map for ``kernel``."""
     return f"classify_{kernel}"

@@ -47,6 +47,39 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
 )
 
 
+#: The same for the two kernels of a backward: (family, largest head_dim) → tile of "dkdv", tile of "dq".
+_GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
+    ("wgmma", 64, Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)),
+    ("wgmma", 128, Tile(64, 128, 2, 8), Tile(128, 64, 2, 8)),
+    ("wgmma", 256, Tile(32, 32, 2, 4), Tile(64, 32, 2, 4)),
+    # a score or packed sequences leave fewer registers to the products
+    ("scored", 64, Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)),
+    ("scored", 128, Tile(32, 128, 2, 8), Tile(128, 64, 2, 8)),
+    ("scored", 192, Tile(32, 32, 2, 4), Tile(64, 32, 2, 4)),
+    ("scored", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    # tiles that are listed, and not ranges, are visited in nested loops, which leaves fewer still
+    ("listed", 64, Tile(64, 128, 2, 8), Tile(128, 64, 3, 8)),
+    ("listed", 128, Tile(16, 128, 2, 8), Tile(128, 64, 2, 8)),
+    ("listed", 192, Tile(16, 32, 2, 4), Tile(64, 32, 2, 4)),
+    ("listed", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    ("gather", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("gather", 128, Tile(16, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("gather", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    ("descriptor", 64, Tile(64, 64, 2, 4), Tile(64, 64, 2, 4)),
+    ("descriptor", 128, Tile(64, 64, 2, 8), Tile(64, 64, 2, 4)),
+    ("descriptor", 256, Tile(16, 32, 1, 4), Tile(64, 32, 1, 8)),
+    ("pointer", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("pointer", 128, Tile(32, 64, 2, 8), Tile(64, 32, 2, 4)),
+    ("pointer", 256, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
+    ("unaligned", 64, Tile(32, 64, 2, 8), Tile(64, 32, 2, 8)),
+    ("unaligned", 128, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
+    ("unaligned", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    ("fp32", 64, Tile(32, 32, 1, 8), Tile(32, 32, 1, 8)),
+    ("fp32", 128, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    ("fp32", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+)
+
+
 def family(arch: Arch, *, loads: str, aligned: bool, element_bytes: int, gathers: bool) -> str:
     """Return which rows of the table a kernel takes; ``gathers``: mask or score load a value for every pair."""
     if element_bytes == 4:
@@ -59,6 +92,12 @@ def family(arch: Arch, *, loads: str, aligned: bool, element_bytes: int, gathers
 def default_tile(family: str, head_dim: int) -> Tile:
     """Return the table's tile for a kernel, before its budget is checked."""
     return next(tile for name, largest, tile in _TABLE if name == family and head_dim <= largest)
+
+
+def default_gradient_tile(kernel: str, family: str, head_dim: int) -> Tile:
+    """Return the table's tile for ``dkdv`` or ``dq``, before its budget is checked."""
+    row = next(row for row in _GRADIENTS if row[0] == family and head_dim <= row[1])
+    return row[2] if kernel == "dkdv" else row[3]
 
 
 def columns(head_dim: int) -> tuple[Columns, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.lang.bands import Bands, Heads, bands
+from attngen.lang.bands import Axis, Bands, Heads, bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Load, Op, names, walk
 from attngen.lang.variant import Variant
@@ -13,10 +13,10 @@ from attngen.spec.expand import KernelSpec
 _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
 
 
-def keys_of_tiles(spec: KernelSpec) -> Bands:
-    """Return which keys a tile of queries sees."""
+def bands_of(spec: KernelSpec, over: Axis = "kv") -> Bands:
+    """Return which keys a tile of queries sees, or which queries a tile of keys."""
     heads: Heads = "packed" if spec.pack_gqa else "single"
-    return bands(spec.variant.mask, Facts.of(spec.variant), over="kv", heads=heads)
+    return bands(spec.variant.mask, Facts.of(spec.variant), over=over, heads=heads)
 
 
 def reads_data_per_key(variant: Variant) -> bool:

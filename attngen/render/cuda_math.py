@@ -322,7 +322,7 @@ def tiles(plan: Plan) -> Tiles:
         return Tiles(_with_corners(lines), (("visible_lo", "visible_hi"),), (), texts)
     bounded = Bands(found.visible, (), exact=True)
     visible = list(segments(bounded, TILE_N, SEQLEN_K, facts_of(plan)).partial)
-    full = [inward(interval) for interval in found.full]
+    full = [inward(plan, interval) for interval in found.full]
     ends = numbered("visible", visible) | numbered("full", full)
     texts, lines = emit_named(plan, CUDA, {name: settled(plan, end) for name, end in ends.items()})
     fields = list(ends)

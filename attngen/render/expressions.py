@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Literal
 
 from attngen.lang.bands import Bands, Interval
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
@@ -25,10 +26,38 @@ SEQLEN_K = Var("seqlen_k", Type.INT)
 
 
 @dataclass(frozen=True, slots=True)
+class Along:
+    """The axis along which a block goes from tile to tile: its tile, how many there are whole and in all, its length.
+
+    ``tiles_text`` is how kernels call the number of all; that of whole ones is ``whole_tiles`` in each kernel.
+    """
+
+    axis: Literal["kv", "q"]
+    tile: Var
+    whole: Var
+    tiles: Var
+    length: Var
+    tiles_text: str
+
+
+KEYS = Along("kv", TILE_N, WHOLE_TILES, KV_TILES, SEQLEN_K, "kv_tiles")
+#: Names with a blank are none of a spec.
+QUERIES = Along(
+    "q",
+    Var("tile of queries", Type.INT),
+    Var("whole tiles of queries", Type.INT),
+    Var("tiles of queries", Type.INT),
+    Var("seqlen_q", Type.INT),
+    "q_tiles",
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Language:
     """How the templates of a target call what is the same in all, and how it makes an int32 of an int64."""
 
     target: Target
+    tile_m: str
     tile_n: str
     log2e: str
     narrow: Callable[[str], str]
@@ -36,11 +65,16 @@ class Language:
 
 TRITON = Language(
     Target.TRITON,
+    "BLOCK_M",
     "BLOCK_N",
     "LOG2E",
     lambda text: f"{text}.to(tl.int32)" if text.isidentifier() else f"({text}).to(tl.int32)",
 )
-CUDA = Language(Target.CUDA, "kBlockN", "kLog2e", lambda text: f"static_cast<int>({text})")
+CUDA = Language(Target.CUDA, "kBlockM", "kBlockN", "kLog2e", lambda text: f"static_cast<int>({text})")
+
+
+#: Lengths that may be 0 while a block is at work, by the axis along which it goes.
+_LENGTHS = {"kv": ("seqlen_k",), "q": ("seqlen_q", "seqlen_k")}
 
 
 def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
@@ -54,14 +88,17 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
     return bound
 
 
-def corner_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
-    """Return the bindings of the box symbols of the tile analysis."""
-    names = ("q_hi", "q_pos_lo", "q_pos_hi", "h_lo", "h_hi", "kv_lo", "kv_hi", WHOLE_TILES.name, KV_TILES.name)
+def corner_bindings(plan: Plan, language: Language, along: Along = KEYS) -> dict[str, Binding]:
+    """Return the bindings of the box symbols of the tile analysis, for a block that goes ``along`` an axis."""
+    names = ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi", "h_lo", "h_hi", "kv_lo", "kv_hi")
+    starts = {"q_lo": "q_start"} if along is KEYS else {"kv_lo": "kv_start"}
     return scalar_bindings(plan, language) | {
-        "q_lo": Binding("q_start"),
-        **{name: Binding(name) for name in names},
+        **{name: Binding(starts.get(name, name)) for name in names},
+        along.whole.name: Binding(WHOLE_TILES.name),
+        along.tiles.name: Binding(along.tiles_text),
         "q_start": Binding("q_begin"),
         "kv_start": Binding("k_begin"),
+        QUERIES.tile.name: Binding(language.tile_m),
         TILE_N.name: Binding(language.tile_n),
     }
 
@@ -89,8 +126,12 @@ def emit_for(
     prefix: str = "",
     taken: Iterable[str] = (),
     labels: Mapping[Expr, str] | None = None,
+    inner: str = "kv",
 ) -> EmittedMany:
-    """Return expressions as text of a kernel; temporaries avoid ``taken`` and every name of the kernel."""
+    """Return expressions as text of a kernel; temporaries avoid ``taken`` and every name of the kernel.
+
+    ``inner`` is the axis along which the kernel loops.
+    """
     return emit_many(
         exprs,
         language.target,
@@ -98,10 +139,11 @@ def emit_for(
         tensor_bindings(plan),
         prefix=prefix,
         fast_math=plan.fast_math,
-        # what does not depend on the key is computed for sequences without keys, too
-        ranges=known_ranges(plan) | {"seqlen_k": (0, MAX_SEQLEN)},
+        # what does not depend on the key is computed for sequences without keys, too, and the other way round
+        ranges=known_ranges(plan) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN)),
         labels={**plan.variant.labels, **(labels or {})},
         taken={*taken, *KERNEL_NAMES, *(argument.name for argument in plan.arguments)} - set((labels or {}).values()),
+        inner=inner,
     )
 
 
@@ -112,6 +154,9 @@ def known_ranges(plan: Plan) -> dict[str, Range]:
         TILE_N.name: (plan.tile_n, plan.tile_n),
         WHOLE_TILES.name: (0, MAX_SEQLEN // plan.tile_n),
         KV_TILES.name: (0, MAX_SEQLEN // plan.tile_n + 1),
+        QUERIES.tile.name: (plan.tile_m, plan.tile_m),
+        QUERIES.whole.name: (0, MAX_SEQLEN // plan.tile_m),
+        QUERIES.tiles.name: (0, MAX_SEQLEN // plan.tile_m + 1),
     }
 
 
@@ -130,15 +175,21 @@ def numbered(kind: str, spans: Sequence[tuple[Expr, Expr]]) -> dict[str, Expr]:
     return named
 
 
-def inward(interval: Interval) -> tuple[Expr, Expr]:
-    """Return the whole tiles inside an interval of keys."""
-    lo = integer(0) if interval.lo is None else ceildiv(maximum(interval.lo, integer(0)), TILE_N)
+def inward(plan: Plan, interval: Interval, along: Along = KEYS) -> tuple[Expr, Expr]:
+    """Return the whole tiles inside an interval of the axis."""
+    lo: Expr = integer(0)
+    if interval.lo is not None:
+        first = maximum(interval.lo, integer(0))
+        rounded_up = add(first, sub(along.tile, integer(1)))
+        if bounds(rounded_up, known_ranges(plan))[1] > INT32[1]:  # beyond the last position all are alike
+            first = minimum(first, along.length)
+        lo = ceildiv(first, along.tile)
     if interval.hi is None:
-        return lo, WHOLE_TILES
-    return lo, minimum(floordiv(maximum(interval.hi, integer(0)), TILE_N), WHOLE_TILES)
+        return lo, along.whole
+    return lo, minimum(floordiv(maximum(interval.hi, integer(0)), along.tile), along.whole)
 
 
-def settled(plan: Plan, end: Expr) -> Expr:
+def settled(plan: Plan, end: Expr, along: Along = KEYS) -> Expr:
     """Return a bound of tiles that reads well: whole tiles by their name, and dividends clamped to 0.
 
     Tiles are numbered from 0, so that clamping changes no range, and what is not negative divides plainly.
@@ -149,37 +200,39 @@ def settled(plan: Plan, end: Expr) -> Expr:
         return maximum(x, integer(0)) if bounds(x, known)[0] < 0 else x
 
     match end:
-        case Op(op="floordiv", args=(x, divisor)) if divisor == TILE_N:
-            return WHOLE_TILES if x == SEQLEN_K else Op("floordiv", (clamped(x), divisor), Type.INT)
-        case Op(op="add", args=(Op(op="floordiv", args=(x, divisor)), Const(value=1))) if divisor == TILE_N:
+        case Op(op="floordiv", args=(x, divisor)) if divisor == along.tile:
+            return along.whole if x == along.length else Op("floordiv", (clamped(x), divisor), Type.INT)
+        case Op(op="add", args=(Op(op="floordiv", args=(x, divisor)), Const(value=1))) if divisor == along.tile:
             rounded_up = add(x, integer(1))
-            if rounded_up == SEQLEN_K:
-                return KV_TILES
+            if rounded_up == along.length:
+                return along.tiles
             return Op("floordiv", (add(clamped(rounded_up), sub(divisor, integer(1))), divisor), Type.INT)
         case Op(op="min" | "max", args=(x, y)):
-            x, y = settled(plan, x), settled(plan, y)
+            x, y = settled(plan, x, along), settled(plan, y, along)
             # what is clamped already needs no 0 beside it
             return x if end.op == "max" and y == integer(0) and bounds(x, known)[0] >= 0 else make(end.op, x, y)
     return end
 
 
-def hull_ends(plan: Plan, found: Bands) -> dict[str, Expr]:
-    """Return the tiles between the first and the last visible key, as ``visible_lo`` and ``visible_hi``."""
+def hull_ends(plan: Plan, found: Bands, along: Along = KEYS) -> dict[str, Expr]:
+    """Return the tiles between the first and the last visible position, as ``visible_lo`` and ``visible_hi``."""
     lows = [integer(0) if interval.lo is None else interval.lo for interval in found.visible] or [integer(0)]
-    highs = [SEQLEN_K if interval.hi is None else interval.hi for interval in found.visible] or [integer(0)]
-    first = floordiv(reduce(minimum, lows), TILE_N)
-    last = ceildiv(minimum(reduce(maximum, highs), SEQLEN_K), TILE_N)
-    return {"visible_lo": settled(plan, first), "visible_hi": settled(plan, last)}
+    highs = [along.length if interval.hi is None else interval.hi for interval in found.visible] or [integer(0)]
+    first = floordiv(reduce(minimum, lows), along.tile)
+    last = ceildiv(minimum(reduce(maximum, highs), along.length), along.tile)
+    return {"visible_lo": settled(plan, first, along), "visible_hi": settled(plan, last, along)}
 
 
-def emit_named(plan: Plan, language: Language, values: Mapping[str, Expr]) -> tuple[dict[str, str], list[str]]:
+def emit_named(
+    plan: Plan, language: Language, values: Mapping[str, Expr], along: Along = KEYS
+) -> tuple[dict[str, str], list[str]]:
     """Return the text of each value, and the lines that give them their names."""
-    values = {name: _reachable(plan, value) for name, value in values.items()}
+    values = {name: _reachable(plan, value, along) for name, value in values.items()}
     labels: dict[Expr, str] = {}
     for name, value in values.items():
         if language.target is not Target.CUDA or not _is_wide(plan, value):  # there a name has one type
             labels.setdefault(value, name)
-    code = emit_for(plan, language, list(values.values()), corner_bindings(plan, language), labels=labels)
+    code = emit_for(plan, language, list(values.values()), corner_bindings(plan, language, along), labels=labels)
     dialect = language.target.dialect
     lines = list(code.hoisted)
     texts = {}
@@ -193,10 +246,10 @@ def emit_named(plan: Plan, language: Language, values: Mapping[str, Expr]) -> tu
     return texts, lines
 
 
-def _reachable(plan: Plan, tile: Expr) -> Expr:
-    """Return a tile that fits int32: all that lie beyond the last key are alike, and none lies before the first."""
+def _reachable(plan: Plan, tile: Expr, along: Along) -> Expr:
+    """Return a tile that fits int32: all that lie beyond the last one are alike, and none lies before the first."""
     low, high = bounds(tile, known_ranges(plan))
-    tile = tile if high <= INT32[1] else minimum(tile, add(KV_TILES, integer(1)))
+    tile = tile if high <= INT32[1] else minimum(tile, add(along.tiles, integer(1)))
     return tile if low >= INT32[0] else maximum(tile, integer(0))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
 from attngen import resources
 from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.model import Plan
+from attngen.render.backward_view import backward_view
 from attngen.render.cuda_view import cuda_view
 from attngen.render.environment import environment
 from attngen.render.triton_view import triton_view
@@ -32,10 +33,18 @@ class Source:
         return f"{self.name}.{_SUFFIXES[self.backend]}"
 
 
+#: What fills the templates of each backend and direction.
+_VIEWS: Mapping[tuple[str, str], Callable[[Plan, str], object]] = {
+    ("triton", "forward"): triton_view,
+    ("triton", "backward"): backward_view,
+    ("cuda", "forward"): cuda_view,
+}
+
+
 def render(plan: Plan) -> Source:
     """Return the source of a plan. The same plan gives the same bytes: no time, no path of this machine."""
     template = next(s.template for s in SCHEDULES if s.name == plan.schedule)
-    view = triton_view(plan, template) if plan.backend == "triton" else cuda_view(plan, template)
+    view = _VIEWS[plan.backend, plan.direction](plan, template)
     text = environment(plan.backend).get_template(template).render(plan=plan, hopper=plan.hopper, view=view)
     if plan.backend == "triton":
         return Source(plan.name, _tidy(text), plan.backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
@@ -14,11 +14,11 @@ from attngen.lang.segments import segments
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.plan.model import Plan
 from attngen.render.expressions import (
-    KV_TILES,
-    SEQLEN_K,
-    TILE_N,
+    KEYS,
+    QUERIES,
     TRITON,
     WHOLE_TILES,
+    Along,
     corner_bindings,
     emit_for,
     emit_named,
@@ -32,6 +32,12 @@ from attngen.render.expressions import (
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ELEMENT = _Q | _KV
+
+#: Corners of a tile that a listing of tiles along an axis computes for each of them.
+_CORNERS = {"kv": ("kv_lo", "kv_hi"), "q": ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi")}
+
+#: The test whether the tile at a bit of the words is cut by the mask.
+_NEEDS_MASK = "((partial_word >> index) & 1) != 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +140,11 @@ def math(plan: Plan, before: Iterable[str] = ()) -> Math:
     multiplier = "scale_log2e"
     for ragged in (False, True):
         bound = _elements(plan, ragged=ragged)
-        taken = _defined(before)
+        taken = defined(before)
         scored = emit_for(plan, TRITON, [logit.value, logit.multiplier], bound, taken=taken)
-        taken += _defined([*scored.hoisted, *scored.body])
+        taken += defined([*scored.hoisted, *scored.body])
         masked = emit_for(plan, TRITON, [variant.mask], bound, taken=taken)
-        hoisted |= dict.fromkeys(_statements([*scored.hoisted, *masked.hoisted]))
+        hoisted |= dict.fromkeys(statements([*scored.hoisted, *masked.hoisted]))
         score_lines = [*scored.body] if plain else [*scored.body, f"logit = {_of_tile(scored)}"]
         tests = ["kv_index[None, :] < seqlen_k"] * ragged + [masked.results[0]] * variant.masked
         mask_lines = list(masked.body)
@@ -168,7 +174,7 @@ def _of_tile(scored: EmittedMany) -> str:
     return text if scored.axes[0] == _ELEMENT else f"tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + ({text})"
 
 
-def _statements(lines: Iterable[str]) -> Iterator[str]:
+def statements(lines: Iterable[str]) -> Iterator[str]:
     """Yield each statement with the lines that continue it, which many statements have in common."""
     statement = ""
     for line in lines:
@@ -181,7 +187,7 @@ def _statements(lines: Iterable[str]) -> Iterator[str]:
         yield statement
 
 
-def _defined(lines: Iterable[str]) -> list[str]:
+def defined(lines: Iterable[str]) -> list[str]:
     """Return the names that statements assign, one entry for each assignment."""
     return [match[1] for line in lines if (match := re.match(r"(\w+) = ", line))]
 
@@ -193,34 +199,36 @@ def _packed_rows(texts: str) -> list[str]:
 # --- which tiles a block visits -----------------------------------------------------------------------------
 
 
-def ranges(plan: Plan) -> Visits:
+def ranges(plan: Plan, along: Along = KEYS) -> Visits:
     """Return the tiles of a block: by ranges of visible and of full tiles, or the hull that a listing goes through."""
-    found = bands(plan.variant.mask, facts_of(plan), over="kv")
+    found = bands(plan.variant.mask, facts_of(plan), over=along.axis)
     if plan.driver != "ranges":
-        texts, lines = _hull(plan, found)
+        texts, lines = _hull(plan, found, along)
         if plan.driver == "tile_map":
-            rows = "b * stride_tile_map_b + h * stride_tile_map_h + q_tile * stride_tile_map_q"
+            own = "q_tile * stride_tile_map_q" if along is KEYS else "kv_tile * stride_tile_map_kv"
+            rows = f"b * stride_tile_map_b + h * stride_tile_map_h + {own}"
             lines.append(f"tile_map = tile_map_ptr + {rows}")
         ragged = _ragged([(texts["visible_lo"], texts["visible_hi"])])
-        return Visits(_with_corners(lines, words(plan).lines), (), None, ragged)
+        return Visits(_with_corners(lines, words(plan, along).lines, along=along), (), None, ragged)
     if plan.mask_code == "loop":
-        pieces = segments(found, TILE_N, SEQLEN_K, facts_of(plan))
+        pieces = segments(found, along.tile, along.length, facts_of(plan))
         groups = {"full": list(pieces.full), "partial": list(pieces.partial)}
         whole: list[tuple[Expr, Expr]] = []
     else:
         bounded = Bands(found.visible, (), exact=True)
-        groups = {"visible": list(segments(bounded, TILE_N, SEQLEN_K, facts_of(plan)).partial)}
-        whole = [inward(interval) for interval in found.full]
+        groups = {"visible": list(segments(bounded, along.tile, along.length, facts_of(plan)).partial)}
+        whole = [inward(plan, interval, along) for interval in found.full]
     ends = {name: end for kind, spans in groups.items() for name, end in numbered(kind, spans).items()}
     ends |= numbered("full", whole)
-    texts, lines = emit_named(plan, TRITON, {name: settled(plan, end) for name, end in ends.items()})
+    texts, lines = emit_named(plan, TRITON, {name: settled(plan, end, along) for name, end in ends.items()}, along)
     pairs = {kind: _pairs(texts, kind, len(spans)) for kind, spans in groups.items()}
-    loops = tuple((kind, _loop(kind, spans, lines)) for kind, spans in pairs.items() if spans)
+    reach = (lambda hi: hi) if plan.direction == "backward" else (lambda hi: _at_most_whole(hi, along))
+    loops = tuple((kind, _loop(kind, spans, lines, reach)) for kind, spans in pairs.items() if spans)
     outside = [_outside(lo, hi) for lo, hi in _pairs(texts, "full", len(whole))]
     condition = " & ".join(f"({test})" for test in outside) if len(outside) > 1 else "".join(outside)
     ragged = _ragged([pair for spans in pairs.values() for pair in spans])
     used = [text for _, loop in loops for text in (loop.lo, loop.hi)]
-    return Visits(_with_corners(lines, [*used, condition]), loops, condition or None, ragged)
+    return Visits(_with_corners(lines, [*used, condition], along=along), loops, condition or None, ragged)
 
 
 def _pairs(texts: Mapping[str, str], kind: str, count: int) -> list[tuple[str, str]]:
@@ -229,9 +237,12 @@ def _pairs(texts: Mapping[str, str], kind: str, count: int) -> list[tuple[str, s
     return [(texts[f"{kind}_lo{suffix}"], texts[f"{kind}_hi{suffix}"]) for suffix in suffixes]
 
 
-def _loop(kind: str, ranges: Sequence[tuple[str, str]], lines: list[str]) -> Ranges:
-    """Return the loop over the whole tiles of ranges, one after the other; add the lines that count them."""
-    whole = [(lo, _at_most_whole(hi)) for lo, hi in ranges]
+def _loop(kind: str, ranges: Sequence[tuple[str, str]], lines: list[str], reach: Callable[[str], str]) -> Ranges:
+    """Return the loop over the tiles of ranges, one after the other; add the lines that count them.
+
+    ``reach`` gives how far a range goes: a forward leaves the ragged last tile to another loop.
+    """
+    whole = [(lo, reach(hi)) for lo, hi in ranges]
     if len(whole) == 1:
         return Ranges(*whole[0])
     jumps: list[str] = []
@@ -246,8 +257,8 @@ def _loop(kind: str, ranges: Sequence[tuple[str, str]], lines: list[str]) -> Ran
     return Ranges("0", before, first="i" if first == "0" else f"{first} + i", jumps=tuple(jumps))
 
 
-def _at_most_whole(end: str) -> str:
-    return WHOLE_TILES.name if end == KV_TILES.name else f"tl.minimum({end}, {WHOLE_TILES.name})"
+def _at_most_whole(end: str, along: Along) -> str:
+    return WHOLE_TILES.name if end == along.tiles_text else f"tl.minimum({end}, {WHOLE_TILES.name})"
 
 
 def _ragged(ranges: Sequence[tuple[str, str]]) -> str:
@@ -265,15 +276,19 @@ def _outside(lo: str, hi: str) -> str:
     return after if lo == "0" else f"(tile < {lo}) | ({after})"
 
 
-def _hull(plan: Plan, found: Bands) -> tuple[dict[str, str], list[str]]:
-    """Return names and lines of the tiles between the first and the last visible key."""
-    texts, lines = emit_named(plan, TRITON, hull_ends(plan, found))
+def _hull(plan: Plan, found: Bands, along: Along = KEYS) -> tuple[dict[str, str], list[str]]:
+    """Return names and lines of the tiles between the first and the last visible position."""
+    texts, lines = emit_named(plan, TRITON, hull_ends(plan, found, along), along)
     return texts, [*lines, *(f"{name} = {text}" for name, text in texts.items() if text != name)]
 
 
-def _with_corners(lines: Sequence[str], others: Sequence[str] = ()) -> tuple[str, ...]:
+def _with_corners(lines: Sequence[str], others: Sequence[str] = (), *, along: Along = KEYS) -> tuple[str, ...]:
     """Return the lines behind definitions of the corners that they, or the ``others``, use."""
     texts = "\n".join([*lines, *others])
+    if along is QUERIES:
+        # A tile behind the used keys has a key of its own all the same, which a mask may ask about.
+        hi = "kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)"
+        return (*([hi] if "kv_hi" in texts else []), *lines)
     corners = []
     if any(name in texts for name in ("q_hi", "q_pos_hi")):
         corners.append("q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1")
@@ -284,9 +299,8 @@ def _with_corners(lines: Sequence[str], others: Sequence[str] = ()) -> tuple[str
     return (*corners, *lines)
 
 
-def words(plan: Plan) -> Words:
+def words(plan: Plan, along: Along = KEYS) -> Words:
     """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
-    needs_mask = "((partial_word >> index) & 1) != 0"
     if plan.driver == "ranges":
         return Words((), None)
     if plan.driver == "tile_map":
@@ -296,19 +310,29 @@ def words(plan: Plan) -> Words:
                 "visible_word = tl.load(tile_map + word) | partial_word",
                 "visible_count = count_bits(visible_word)",
             ),
-            needs_mask,
+            _NEEDS_MASK,
         )
+    return _classified_words(plan, along)
+
+
+def _classified_words(plan: Plan, along: Along) -> Words:
     may, must = classify(plan.variant.mask, facts_of(plan))
-    bound = corner_bindings(plan, TRITON) | {name: Binding(name, _KV) for name in ("kv_lo", "kv_hi")}
-    code = emit_for(plan, TRITON, [may, must], bound, prefix="tiles_")
-    lines = ["tiles = word * 32 + tl.arange(0, 32)"]
-    if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
-        lines += ["kv_lo = tiles * BLOCK_N", "kv_hi = kv_lo + (BLOCK_N - 1)"]
+    corners = _corners_of_tiles(along, names(may) | names(must))
+    bound = corner_bindings(plan, TRITON, along)
+    bound |= {name: Binding(name, frozenset({along.axis})) for name in _CORNERS[along.axis]}
+    code = emit_for(plan, TRITON, [may, must], bound, prefix="tiles_", inner=along.axis)
+    lines = ["tiles = word * 32 + tl.arange(0, 32)", *corners]
+    seen, seen_whole = code.results
+    last = "tl.minimum(visible_hi, whole_tiles)"
+    if plan.direction == "backward":  # the ragged tile is one that the mask cuts, if it is not out of sight
+        last = "visible_hi"
+        seen = f"({seen}) | (tiles >= whole_tiles)"
+        seen_whole = f"({seen_whole}) & (tiles < whole_tiles)"
     lines += [
         *code.hoisted,
         *code.body,
-        "seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))",
-        *([f"seen &= {code.results[0]}"] if may != TRUE else []),
+        f"seen = (tiles >= visible_lo) & (tiles < {last})",
+        *([f"seen &= {seen}"] if may != TRUE else []),
         "bit = 1 << tl.arange(0, 32)",
         "visible_word = tl.sum(tl.where(seen, bit, 0))",
         "visible_count = tl.sum(seen.to(tl.int32))",
@@ -316,20 +340,56 @@ def words(plan: Plan) -> Words:
     if must == FALSE:
         return Words(tuple(lines), None)
     lines += [
-        f"seen_whole = {code.results[1]}",
+        f"seen_whole = {seen_whole}",
         "partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))",
     ]
-    return Words(tuple(lines), needs_mask)
+    return Words(tuple(lines), _NEEDS_MASK)
+
+
+def _corners_of_tiles(along: Along, used: frozenset[str]) -> list[str]:
+    """Return the lines that give the corners of 32 tiles, as far as they are used."""
+    if along is KEYS:
+        wanted = bool({"kv_lo", "kv_hi"} & used)
+        return ["kv_lo = tiles * BLOCK_N", "kv_hi = kv_lo + (BLOCK_N - 1)"] if wanted else []
+    lines = []
+    if used & set(_CORNERS["q"]):
+        lines += ["q_lo = tiles * BLOCK_M", "q_hi = q_lo + (BLOCK_M - 1)"]
+    if used & {"q_pos_lo", "q_pos_hi"}:
+        lines += ["q_pos_lo = q_lo + (seqlen_k - seqlen_q)", "q_pos_hi = q_hi + (seqlen_k - seqlen_q)"]
+    return lines
 
 
 def classifier(plan: Plan) -> Classifier:
     """Return the lines of the kernel that computes the tile map: the mask of every element, tile by tile."""
-    found = bands(plan.variant.mask, facts_of(plan), over="kv")
-    _, lines = _hull(plan, found)
-    mask = emit_for(plan, TRITON, [plan.variant.mask], _elements(plan), taken=_defined(lines))
-    body = list(mask.body)
-    texts = "\n".join([*mask.hoisted, *body, *mask.results])
+    return map_lines(plan, KEYS)
+
+
+def map_lines(plan: Plan, along: Along) -> Classifier:
+    """Return the lines of a kernel that computes the map of the tiles along an axis."""
+    found = bands(plan.variant.mask, facts_of(plan), over=along.axis)
+    _, lines = _hull(plan, found, along)
+    ragged = plan.direction == "backward"  # whose map has the ragged last tile, too
+    bound = _elements(plan, ragged=ragged) if along is KEYS else _elements_of_key_tile(plan)
+    mask = emit_for(plan, TRITON, [plan.variant.mask], bound, taken=defined(lines), inner=along.axis)
+    body, hoisted = list(mask.body), list(mask.hoisted)
+    texts = "\n".join([*hoisted, *body, *mask.results])
+    moving, kept = (body, hoisted) if along is KEYS else (hoisted, body)
+    rows = "q_packed = q_begin + q_row" if along is KEYS else "q_packed = q_begin + q_index"
     if "kv_packed" in texts:
-        body.insert(0, "kv_packed = k_begin + kv_index")
+        moving.insert(0, "kv_packed = k_begin + " + ("kv_index" if along is KEYS else "kv_row"))
+    if "q_packed" in texts:
+        kept.insert(0, rows)
+    if along is QUERIES and "q_pos[" in texts:
+        body.insert(0, "q_pos = q_index + (seqlen_k - seqlen_q)")
     body.append(f"visible = {mask.results[0]}")
-    return Classifier(_with_corners(lines), (*_packed_rows(texts), *mask.hoisted), tuple(body))
+    return Classifier(_with_corners(lines, along=along), tuple(hoisted), tuple(body))
+
+
+def _elements_of_key_tile(plan: Plan) -> dict[str, Binding]:
+    """Return the bindings where a tile of keys is kept: the keys beyond the end repeat the last one."""
+    queries = {"q": "q_index", "q_pos": "q_pos", "q_global": "q_packed"}
+    return scalar_bindings(plan, TRITON) | {
+        **{name: Binding(f"{text}[:, None]", _Q) for name, text in queries.items()},
+        "kv": Binding("kv_row[None, :]", _KV, below=frozenset({"seqlen_k", "total_k"})),
+        "kv_global": Binding("kv_packed[None, :]", _KV, below=frozenset({"seqlen_k", "total_k"})),
+    }

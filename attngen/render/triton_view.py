@@ -64,6 +64,7 @@ class ClassifierView:
     range_lines: tuple[str, ...]
     hoisted_lines: tuple[str, ...]
     lines: tuple[str, ...]
+    uses_q_pos: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         command=command(plan),
         summary=summary(plan),
         searches=any("first_at_least(" in line for line in texts),
-        argument_lines=_parameter_list(plan.arguments),
-        begin_lines=_begins(plan, texts),
+        argument_lines=parameter_list(plan.arguments),
+        begin_lines=begins(plan, texts),
         uses_q_row=code.uses_q_row,
         uses_q_pos=code.uses_q_pos,
         range_lines=spans.lines,
@@ -123,23 +124,24 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         ragged=spans.ragged,
         ragged_step=ragged_step,
         element=f"tl.{plan.dtype.triton_language}",
-        precision=_precision(plan),
-        classifier=_classifier(plan) if plan.classifier else None,
+        precision=precision_of(plan),
+        classifier=_classifier(plan, uses_q_pos=code.uses_q_pos) if plan.classifier else None,
     )
 
 
-def _parameter_list(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
+def parameter_list(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
+    """Return the lines of a signature."""
     return argument_groups(arguments, lambda argument: f"{argument.name},", width=100)
 
 
-def _begins(plan: Plan, texts: Iterable[str]) -> tuple[str, ...]:
+def begins(plan: Plan, texts: Iterable[str]) -> tuple[str, ...]:
     """Return where a dense sequence begins in the packed numbering, for expressions that ask."""
     used = "\n".join(texts)
     begins = {"q_begin": "b * seqlen_q", "k_begin": "b * seqlen_k"}
     return () if plan.varlen else tuple(f"{name} = {value}" for name, value in begins.items() if name in used)
 
 
-def _precision(plan: Plan) -> str:
+def precision_of(plan: Plan) -> str:
     """Return how ``tl.dot`` multiplies float32: exactly, never rounded to TF32."""
     return ', input_precision="ieee"' if plan.dtype.name == "fp32" else ""
 
@@ -163,18 +165,18 @@ def _load_q(plan: Plan) -> tuple[str, ...]:
     lines = []
     if not has_descriptor(plan, "q"):
         row = "(q_begin + q_index)" if plan.varlen else "q_index"
-        lines.append(f"q_rows = {_head(plan, 'q', 'h')} + {row}[:, None] * stride_q_s")
+        lines.append(f"q_rows = {head_address(plan, 'q', 'h')} + {row}[:, None] * stride_q_s")
     if plan.loads == "pointer":
         for name in ("k", "v"):
             start = f" + k_begin * stride_{name}_s" if plan.varlen else ""
-            lines.append(f"{name}_head = {_head(plan, name, 'hk')}{start}")
+            lines.append(f"{name}_head = {head_address(plan, name, 'hk')}{start}")
     for index, block in enumerate(plan.columns_qk):
         suffix = block_suffix(plan.columns_qk, index)
         if has_descriptor(plan, "q"):
             place = f"[q_begin + q_start, h, {block.start}]" if plan.varlen else f"[b, q_start, h, {block.start}]"
             load = f"tl.reshape(q_desc{suffix}.load({place}), [BLOCK_M, {block.width}])"
         else:
-            column, inside = _columns(block, plan.head_dim_qk)
+            column, inside = column_offsets(block, plan.head_dim_qk)
             mask = " & ".join(["(q_index[:, None] < seqlen_q)", *inside])
             load = f"tl.load(q_rows + {column}, mask={mask}, other=0.0)"
         lines.append(f"q{suffix} = {load}")
@@ -192,7 +194,7 @@ def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...], *, ragged: bool
             if ragged and name == "v":  # a probability of 0 times NaN would be NaN
                 lines.append(f"v{suffix} = tl.where(kv_index[:, None] < seqlen_k, v{suffix}, 0.0)")
             continue
-        column, inside = _columns(block, head_dim)
+        column, inside = column_offsets(block, head_dim)
         tests = ["(kv_index[:, None] < seqlen_k)"] * ragged + inside
         mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
         lines.append(f"{name}{suffix} = tl.load({name}_head + kv_index[:, None] * stride_{name}_s + {column}{mask})")
@@ -204,12 +206,13 @@ def _descriptor_load(name: str, suffix: str, block: Columns, *, varlen: bool) ->
     return f"tl.reshape({name}_desc{suffix}.load({place}), [BLOCK_N, {block.width}])"
 
 
-def _head(plan: Plan, name: str, head: str) -> str:
+def head_address(plan: Plan, name: str, head: str) -> str:
+    """Return where the rows of a head begin."""
     batch = "" if plan.varlen else f" + b * stride_{name}_b"
     return f"{name}_ptr{batch} + {head} * stride_{name}_h"
 
 
-def _columns(block: Columns, head_dim: int) -> tuple[str, list[str]]:
+def column_offsets(block: Columns, head_dim: int) -> tuple[str, list[str]]:
     """Return the column offsets of a block, and the test that keeps its padding out."""
     vector = f"tl.arange(0, {block.width})[None, :]"
     column = f"{block.start} + {vector}" if block.start else vector
@@ -224,7 +227,7 @@ def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: 
     for index in range(len(plan.columns_qk)):
         suffix = block_suffix(plan.columns_qk, index)
         accumulate = ", s" if index else ""
-        dots.append(f"s = tl.dot(q{suffix}, tl.trans(k{suffix}){accumulate}{_precision(plan)})")
+        dots.append(f"s = tl.dot(q{suffix}, tl.trans(k{suffix}){accumulate}{precision_of(plan)})")
     load_k = _load_kv(plan, "k", plan.columns_qk, ragged=ragged)
     load_v = _load_kv(plan, "v", plan.columns_v, ragged=ragged)
     lines = (*load_k, *load_v, *body.score_lines, *body.mask_lines)
@@ -241,13 +244,14 @@ def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: 
     )
 
 
-def _classifier(plan: Plan) -> ClassifierView:
+def _classifier(plan: Plan, *, uses_q_pos: bool) -> ClassifierView:
     assert plan.classifier is not None
     code = classifier(plan)
     return ClassifierView(
-        argument_lines=_parameter_list(plan.classifier.arguments),
-        begin_lines=_begins(plan, (*code.range_lines, *code.hoisted, *code.lines)),
+        argument_lines=parameter_list(plan.classifier.arguments),
+        begin_lines=begins(plan, (*code.range_lines, *code.hoisted, *code.lines)),
         range_lines=code.range_lines,
         hoisted_lines=code.hoisted,
         lines=code.lines,
+        uses_q_pos=uses_q_pos,
     )

@@ -60,10 +60,14 @@ def attention(
     (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf. ``tile_map`` is what
     ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
 
+    Under ``torch.autocast`` float32 tensors on a GPU are taken in its dtype.
+
     Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
     current stream and does not wait. Raises CallError for arguments that are wrong or disagree, and NoKernelError,
     which lists every candidate and its reason, if no kernel takes the call.
     """
+    if torch.is_autocast_enabled():
+        q, k, v = _as_autocast(q, k, v)
     call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
     return call(
         q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments, tile_map
@@ -96,10 +100,18 @@ def attention_varlen(
     it would wait for the GPU. Rows behind the last sequence are unspecified.
     """
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if torch.is_autocast_enabled():
+        q, k, v = _as_autocast(q, k, v)
     call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
     return call(
         q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, arguments, tile_map
     )
+
+
+def _as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return tensors in the dtype that ``torch.autocast`` asks for on GPUs, as its list of such functions would."""
+    wanted = torch.get_autocast_dtype("cuda")
+    return tuple(t.to(wanted) if _on_gpu(t) and t.dtype is torch.float32 else t for t in tensors)
 
 
 def _traced(*given: Any) -> Any:
@@ -126,11 +138,13 @@ def run(
     """Run a call now, whether it comes from a program or from an operator. ``packing`` is None for a dense call."""
     given = (q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments)
     if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in _PLAIN and type(v) in _PLAIN):
-        call, found = _bind(*given)
+        call, found = bind_call(*given)
         if debugging.active():
             debugging.check(call)
         if backend == "reference" or not _on_gpu(q):
             return _run_reference(call, q, k, v)
+    if torch.is_grad_enabled() and _asks_for_gradient(q, k, v, arguments):
+        return _differentiable(*given, tile_map)
     # The cache's key: everything that checks, selection and the packed template depend on.
     addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, 0, 0]
     key: list[Any] = [
@@ -145,19 +159,40 @@ def run(
         key += packing[2:]
     if seqused_k is not None:
         addresses[7] = _note(key, seqused_k)
-    inputs = [q, k, v]
     for name, value in arguments.items():
         key.append(name)
         if type(value) not in _NUMBERS and isinstance(value, Tensor):
             addresses.append(_note(key, value))
-            inputs.append(value)
     identity = tuple(key)
     prepared = _PREPARED.get(identity)
     if prepared is None:
-        call, found = _bind(*given)
+        call, found = bind_call(*given)
         prepared = _prepare(call, found, addresses, variant, package, backend, arguments)
         _PREPARED.put(identity, prepared)
-    return prepared(addresses, inputs, softmax_scale, arguments, tile_map)
+    return prepared(addresses, softmax_scale, arguments, tile_map)
+
+
+def _asks_for_gradient(q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Whether autograd would record a call."""
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
+
+
+def _differentiable(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: tuple[Any, Any, Any, Any] | None,
+    variant: str | Variant,
+    softmax_scale: Any,
+    seqused_k: Any,
+    return_lse: bool,
+    *rest: Any,
+) -> Any:
+    from attngen.runtime import training
+
+    return training.attend(q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, *rest)
 
 
 def _is_traced(tensor: Any) -> bool:
@@ -179,7 +214,7 @@ def _on_gpu(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_cuda
 
 
-def _find(variant: str | Variant, package: str | None) -> Found:
+def find(variant: str | Variant, package: str | None) -> Found:
     """Return the variant and its kernels. A variant given as a value takes the kernels that compute exactly it."""
     if not isinstance(variant, Variant):
         if not isinstance(variant, str):
@@ -197,7 +232,7 @@ def _find(variant: str | Variant, package: str | None) -> Found:
     return Found(package or "", variant, kernels)
 
 
-def _bind(
+def bind_call(
     q: Any,
     k: Any,
     v: Any,
@@ -216,7 +251,7 @@ def _bind(
         raise CallError(
             f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}{suggest(str(backend), BACKENDS)}"
         )
-    found = _find(variant, package)
+    found = find(variant, package)
     call = bind(
         found.variant,
         q,
@@ -278,7 +313,7 @@ def _prepare(
         except NoKernelError:
             if not registry.refresh_if_built():
                 raise
-            kernel, _ = _choose(_find(variant, package), request)
+            kernel, _ = _choose(find(variant, package), request)
     kept = variant if isinstance(variant, Variant) else None
     return PreparedCall(call, kernel, _tensor_names(arguments), drivers.current(), _index(call), kept)
 
@@ -286,7 +321,8 @@ def _prepare(
 def _run_reference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     from attngen.runtime.reference import reference
 
-    out, lse = reference(call, q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = reference(call, q, k, v)
     return (out, lse) if call.return_lse else out
 
 
@@ -317,7 +353,7 @@ def tile_map(
     if cu_seqlens_q is not None:
         packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
     values = k if v is None else v
-    call, found = _bind(q, k, values, packing, variant, None, seqused_k, False, layout, backend, package, arguments)
+    call, found = bind_call(q, k, values, packing, variant, None, seqused_k, False, layout, backend, package, arguments)
     if not _on_gpu(q) or backend == "reference" or call.empty:
         return TileMap(call.variant.name)
     addresses = [t.data_ptr() for t in (q, k, values)] + [0] * 7
@@ -366,7 +402,7 @@ def explain(
     packing = None
     if cu_seqlens_q is not None:
         packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
-    call, found = _bind(
+    call, found = bind_call(
         q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
     )
     if not _on_gpu(q) or backend == "reference":

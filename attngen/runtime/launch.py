@@ -7,14 +7,14 @@ it, and launches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from attngen.errors import LoadError
 from attngen.runtime.arguments import Call, View, view
 from attngen.runtime.driver import Driver, Frame, frame
-from attngen.runtime.module import Entry, Kernel
+from attngen.runtime.module import Entry
 from attngen.runtime.packing import Parameter
-from attngen.runtime.tensormap import TensorMap, usable_strides
+from attngen.runtime.tensormap import TensorMap, usable_strides, windowed
 
 #: Order of the addresses that a launch takes; those of the variant's tensors follow, in an order that the call chose.
 ADDRESSES = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "tile_counter")
@@ -24,32 +24,35 @@ _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("
 
 
 class MapShape:
-    """Shape of a tile map: (batch, heads, q_tiles, 2, words) of int32; batch or heads are 1 where shared."""
+    """Shape of a tile map: (batch, heads, rows, 2, words) of int32; batch or heads are 1 where shared.
 
-    __slots__ = ("batch", "heads", "kv_tiles", "q_tiles", "words")
+    A row is a tile of queries and its bits are those of the tiles of keys; ``by_keys`` it is the other way round.
+    """
 
-    def __init__(self, kernel: Kernel, call: Call) -> None:
+    __slots__ = ("batch", "heads", "rows", "words")
+
+    def __init__(self, kernel: Tiled, call: Call, *, by_keys: bool = False) -> None:
         per_batch, per_head = kernel.map_axes
         # Lengths of its own for each sequence make a map for each sequence, whatever the mask reads.
         per_batch = per_batch or call.layout == "varlen" or call.seqused_k is not None
         self.batch = call.batch if per_batch else 1
         self.heads = call.heads if per_head else 1
-        self.q_tiles = -(-call.seqlen_q // kernel.tile_m)
-        self.kv_tiles = -(-call.seqlen_k // kernel.tile_n)
-        self.words = -(-self.kv_tiles // 32)
+        q_tiles, kv_tiles = -(-call.seqlen_q // kernel.tile_m), -(-call.seqlen_k // kernel.tile_n)
+        self.rows, listed = (kv_tiles, q_tiles) if by_keys else (q_tiles, kv_tiles)
+        self.words = -(-listed // 32)
 
     def tensor_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of the tensor: for each query tile the bits of full tiles, then those of partial tiles."""
-        return (self.batch, self.heads, self.q_tiles, 2, self.words)
+        """Shape of the tensor: for each row the bits of full tiles, then those of partial tiles."""
+        return (self.batch, self.heads, self.rows, 2, self.words)
 
     def stride(self, axis: str) -> int:
-        """Stride along b, h or q in words; 0 along an axis that is shared."""
-        q = 2 * self.words
-        if axis == "q":
-            return q
+        """Stride along b, h or the rows (q or kv) in words; 0 along an axis that is shared."""
+        row = 2 * self.words
+        if axis in ("q", "kv"):
+            return row
         if axis == "h":
-            return q * self.q_tiles if self.heads > 1 else 0
-        return q * self.q_tiles * self.heads if self.batch > 1 else 0
+            return row * self.rows if self.heads > 1 else 0
+        return row * self.rows * self.heads if self.batch > 1 else 0
 
 
 def group_of(call: Call) -> int:
@@ -63,25 +66,56 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool) -> tuple[int, int]:
     return -(-rows // tile_m), call.batch * heads
 
 
-def _section(kernel: Kernel, call: Call, units: int) -> int:
-    """Return how many units, of all batches, run side by side: as many as keep their K and V in L2."""
+def _section(kernel: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
+    """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
+
+    That are K and V; or Q and dO of all heads of a KV head, where blocks are tiles of keys and KV heads are counted.
+    """
+    if by_keys:
+        kv_heads = -(-kernel.section_keys // (call.seqlen_q * group_of(call) + 1))
+        return max(min(kv_heads, call.batch * call.kv_heads), 1)
     kv_heads = -(-kernel.section_keys // (call.seqlen_k + 1))
     return max(min(kv_heads * (1 if kernel.pack_gqa else group_of(call)), units), 1)
+
+
+class Tiled(Protocol):
+    """What the numbers of a call depend on of a kernel, or of a part of a backward."""
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def element_bytes(self) -> int: ...
+    @property
+    def section_keys(self) -> int: ...
+    @property
+    def persistent(self) -> bool: ...
+    @property
+    def pack_gqa(self) -> bool: ...
+    @property
+    def needs_tile_map(self) -> bool: ...
+    @property
+    def map_axes(self) -> tuple[bool, bool]: ...
 
 
 class Geometry:
     """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
 
-    def __init__(self, kernel: Kernel, call: Call) -> None:
+    def __init__(self, kernel: Tiled, call: Call, *, by_keys: bool = False) -> None:
+        """``by_keys``: blocks are tiles of keys, not of queries."""
         self.kernel = kernel
         self.call = call
-        self.map = MapShape(kernel, call) if kernel.needs_tile_map else None
+        self.map = MapShape(kernel, call, by_keys=by_keys) if kernel.needs_tile_map else None
         self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": _contiguous(call)}
         q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa)
         group = group_of(call)
         self.sizes: dict[str, int] = {
             "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads,
-            "group": group, "group_bits": group.bit_length() - 1, "section": _section(kernel, call, units),
+            "group": group, "group_bits": group.bit_length() - 1,
+            "section": _section(kernel, call, units, by_keys=by_keys),
             "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
             "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
             "total_q": call.total_q, "total_k": call.total_k,
@@ -91,6 +125,7 @@ class Geometry:
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
         self.tiles = q_tiles * units
+        self.absent: dict[str, bool] = {}  # whether something that a call may leave out is left out
 
     def blocks(self, driver: Driver, device: int) -> int:
         """Blocks of the kernel: one for each query tile, or as many as run at once where each takes tile after tile."""
@@ -100,7 +135,7 @@ class Geometry:
     def classifier_blocks(self) -> int:
         """Blocks of the classifier: one for each word of the map."""
         assert self.map is not None
-        return self.map.words * self.map.q_tiles * self.map.heads * self.map.batch
+        return self.map.words * self.map.rows * self.map.heads * self.map.batch
 
     def number(self, parameter: Parameter) -> int:
         """Return the value of a stride, extent, size or presence; LoadError for one that is not known."""
@@ -117,10 +152,9 @@ class Geometry:
             case "present":
                 return int(self._present(parameter))
             case "descriptor_shape":
-                return self._described(parameter).shape[self._axis(parameter)]
+                return self._described_form(parameter)[0][self._axis(parameter)]
             case "descriptor_stride":
-                described = self._described(parameter)
-                return usable_strides(described.shape, described.strides, self.kernel.element_bytes)[
+                return usable_strides(*self._described_form(parameter), self.kernel.element_bytes)[
                     self._axis(parameter)
                 ]
             case _:
@@ -158,12 +192,22 @@ class Geometry:
             return self.call.return_lse
         if parameter.of == "seqused_k":
             return self.call.seqused_k is not None
+        if parameter.of in self.absent:
+            return not self.absent[parameter.of]
         raise LoadError(f"parameter '{parameter.name}': presence of '{parameter.of}' is not known")
 
     def _described(self, parameter: Parameter) -> View:
         if parameter.of not in self.views:
             raise LoadError(f"parameter '{parameter.name}': '{parameter.of}' has no descriptor")
         return self.views[parameter.of]
+
+    def _described_form(self, parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and strides of a descriptor as the kernel knows it."""
+        described = self._described(parameter)
+        if parameter.window is None:
+            return described.shape, described.strides
+        strides = usable_strides(described.shape, described.strides, self.kernel.element_bytes)
+        return windowed(described.shape, strides, parameter.window)
 
     def _axis(self, parameter: Parameter) -> int:
         axis = parameter.axis
@@ -195,11 +239,15 @@ class PreparedLaunch:
         tensor_names: Sequence[str],
         driver: Driver,
         device: int,
+        addresses: Sequence[str] = ADDRESSES,
     ) -> None:
-        """Pack what does not change between calls; the cubin is loaded here. Raises LoadError."""
+        """Pack what does not change between calls; the cubin is loaded here. Raises LoadError.
+
+        ``addresses`` names the addresses that a launch takes, before those of the variant's tensors.
+        """
         call = geometry.call
-        tensors = {f"tensor:{name}": len(ADDRESSES) + i for i, name in enumerate(tensor_names)}
-        position = {name: i for i, name in enumerate(ADDRESSES)} | tensors
+        named = (*addresses, *(f"tensor:{name}" for name in tensor_names))
+        position = {name: i for i, name in enumerate(named)}
         scalar_position = {rule.name: i for i, rule in enumerate(call.rules)}
         packed = Frame()
         self._address_slots: list[tuple[int, int]] = []

@@ -56,6 +56,37 @@ class Entry:
         return function
 
 
+class Part:
+    """One of the kernels that a backward launches, one after the other; each has tiles and a grid of its own."""
+
+    def __init__(self, kernel: Kernel, row: Mapping[str, Any], image: Callable[[], bytes]) -> None:
+        self.name: str = row["name"]
+        self.grid: str = row["grid"]
+        self.tile_m: int = row["tile_m"]
+        self.tile_n: int = row["tile_n"]
+        self.full_name = f"{kernel.full_name} ({self.name})"
+        self.dtype, self.element_bytes = kernel.dtype, kernel.element_bytes
+        self.section_keys, self.persistent, self.pack_gqa = kernel.section_keys, False, False
+        shared = (row.get("resources") or {}).get("shared_memory", 0)
+        self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
+        self._map: Mapping[str, bool] = row.get("tile_map") or {}
+
+    @property
+    def by_keys(self) -> bool:
+        """Whether a block keeps a tile of keys and goes along the queries."""
+        return self.grid in ("keys", "key_words")
+
+    @property
+    def needs_tile_map(self) -> bool:
+        """Whether it reads or writes a tile map."""
+        return bool(self._map)
+
+    @property
+    def map_axes(self) -> tuple[bool, bool]:
+        """Whether its tile map differs between batch entries, and between heads."""
+        return self._map["batch"], self._map["heads"]
+
+
 class Kernel:
     """One kernel of a package. Cheap to make: the cubin is read when the kernel is first launched."""
 
@@ -65,8 +96,9 @@ class Kernel:
         cubin: Callable[[], bytes],
         classifier: Callable[[], bytes] | None = None,
         origin: str = "",
+        parts: Mapping[str, Callable[[], bytes]] | None = None,
     ) -> None:
-        """``cubin`` and ``classifier`` return the images; ``origin`` says in messages where the kernel is from.
+        """``cubin``, ``classifier`` and ``parts`` return the images; ``origin`` says in messages where it is from.
 
         Raises LoadError for a manifest of another format or without a required entry.
         """
@@ -80,6 +112,7 @@ class Kernel:
         self.origin = origin
         self._cubin = cubin
         self._classifier = classifier
+        self._part_images = parts or {}
         try:
             self.name: str = manifest["name"]
             self.package: str = manifest["package"]
@@ -137,6 +170,20 @@ class Kernel:
         threads = row.get("threads") or 32 * row["num_warps"]
         image = self._classifier_image if self._classifier is not None else self._image
         return Entry(row["symbol"], row["parameters"], threads, shared, image)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What a backward launches, in order; none of a forward. LoadError for a manifest that lacks something."""
+        try:
+            return tuple(Part(self, row, self._image_of(row)) for row in self.manifest.get("parts", ()))
+        except KeyError as error:
+            raise LoadError(f"{self.origin}: the manifest lacks {error}; rebuild the kernel") from None
+
+    def _image_of(self, row: Mapping[str, Any]) -> Callable[[], bytes]:
+        read = self._part_images.get(row["name"])
+        if read is None:
+            return self._image
+        return lambda: _verified(read, row.get("sha256"), f"{self.full_name} ({row['name']})")
 
     @property
     def needs_tile_map(self) -> bool:
@@ -211,4 +258,11 @@ def read_kernel(folder: Path) -> Kernel:
         (folder / "kernel.cubin").read_bytes,
         classifier.read_bytes if classifier.is_file() else None,
         origin=str(folder),
+        parts={path.stem: path.read_bytes for path in _part_files(folder, manifest)},
     )
+
+
+def _part_files(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
+    """Return the cubins of a backward's kernels, but for the one that is the kernel's own."""
+    files = [folder / f"{row.get('name')}.cubin" for row in manifest.get("parts", ())]
+    return [path for path in files if path.is_file()]

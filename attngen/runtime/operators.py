@@ -19,7 +19,6 @@ from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
 from attngen.runtime.arguments import CALL_KEYWORDS
-from attngen.runtime.prepared import no_backward
 from attngen.runtime.registry import registry
 from attngen.runtime.tile_map import TileMap
 
@@ -68,7 +67,7 @@ def schema_of(variant: Variant, *, packed: bool) -> str:
 def _backward_schema(variant: Variant, *, packed: bool) -> str:
     arguments = schema_of(variant, packed=packed).partition(" -> ")[0]
     gradients = ["Tensor"] * (3 + len(Signature.of(variant).differentiable))
-    return f"(Tensor? dout, Tensor? dlse, {arguments[1:]} -> ({', '.join(gradients)})"
+    return f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {arguments[1:]} -> ({', '.join(gradients)})"
 
 
 def namespace_of(package: str) -> str:
@@ -147,11 +146,10 @@ class _Calls:
         return out, q.new_empty(lse_shape, dtype=torch.float32)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the inputs for the backward, which computes everything anew."""
-        del output
+        """Keep what the backward needs: the inputs, the output and its log-sum-exp."""
         self._refuse_undeclared(ctx, inputs)
         ctx.tensor_places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
-        ctx.save_for_backward(*(inputs[i] for i in ctx.tensor_places))
+        ctx.save_for_backward(*output, *(inputs[i] for i in ctx.tensor_places))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
 
     def _refuse_undeclared(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
@@ -163,11 +161,33 @@ class _Calls:
                     "(grad: true); detach it"
                 )
 
-    def backward(self, dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and of the declared tensors, through the reference."""
+    def backward(
+        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v and of the declared tensors."""
         leading, own, trailing = self.split(arguments)
-        if leading[0].is_cuda and trailing[-1] != "reference":
-            raise no_backward(self.full_name)
+        if not dispatch._on_gpu(leading[0]) or trailing[-1] == "reference":
+            return self._backward_of_reference(dout, dlse, leading, own, trailing)
+        from attngen.runtime import training
+
+        (q, k, v, *packing), (scale, seqused_k, _, layout, backend) = leading, trailing
+        tensors = {name: own.pop(name) for name in self.signature.tensors}
+        lengths = (packing[2], packing[3]) if self.packed else None
+        settings = training.Settings(self.full_name, scale, layout, backend, None, lengths, own)
+        dq, dk, dv, gradients = training.differentiate(
+            q, k, v, out, lse, dout, dlse, tuple(packing) if self.packed else None, seqused_k, settings, tensors,
+            self.signature.differentiable,
+        )  # fmt: skip
+        return dq, dk, dv, *(gradients[name] for name in self.signature.differentiable)
+
+    def _backward_of_reference(
+        self,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        leading: tuple[Any, ...],
+        own: dict[str, Any],
+        trailing: tuple[Any, ...],
+    ) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             inputs = [tensor.detach().requires_grad_() for tensor in leading[:3]]
             for name in self.signature.differentiable:
@@ -176,19 +196,21 @@ class _Calls:
         inputs += [own[name] for name in self.signature.differentiable]
         pairs = [(o, g) for o, g in ((out, dout), (lse, dlse)) if g is not None and o.requires_grad]
         if not pairs:
-            return tuple(torch.zeros_like(tensor) for tensor in inputs)
+            return tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
         outputs, gradients = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
         return tuple(
-            torch.zeros_like(tensor) if gradient is None else gradient
+            (torch.zeros_like(tensor) if gradient is None else gradient).contiguous()
             for tensor, gradient in zip(inputs, found, strict=True)
         )
 
-    def fake_backward(self, dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return gradients of the right shapes, for tracing."""
+    def fake_backward(
+        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        """Return gradients of the right shapes, for tracing; they are contiguous."""
         leading, own, _ = self.split(arguments)
         inputs = [*leading[:3], *(own[name] for name in self.signature.differentiable)]
-        return tuple(torch.empty_like(tensor) for tensor in inputs)
+        return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
 
 
 class _Differentiation:
@@ -201,9 +223,10 @@ class _Differentiation:
     def backward(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """Return one gradient or None for each argument of the forward operator."""
         arguments = list(ctx.others)
-        for place, tensor in zip(ctx.tensor_places, ctx.saved_tensors, strict=True):
+        out, lse, *inputs = ctx.saved_tensors
+        for place, tensor in zip(ctx.tensor_places, inputs, strict=True):
             arguments[place] = tensor
-        found = iter(self._operator(dout, dlse, *arguments))
+        found = iter(self._operator(dout, dlse, out, lse, *arguments))
         gradients: list[Any] = [None] * len(arguments)
         for i in range(3):
             gradients[i] = next(found)

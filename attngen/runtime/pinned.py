@@ -14,6 +14,7 @@ from attngen.errors import NoKernelError
 from attngen.runtime import counters
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, view
+from attngen.runtime.gradients import GradientBuffers, PreparedGradients, geometries, map_shapes, view_of
 from attngen.runtime.launch import Geometry, PreparedLaunch
 from attngen.runtime.module import Kernel
 from attngen.runtime.select import Request, reason_against
@@ -48,11 +49,16 @@ def map_shape(kernel: Kernel, call: Call) -> tuple[int, ...] | None:
     return None if geometry.map is None else geometry.map.tensor_shape()
 
 
+def gradient_map_shapes(kernel: Kernel, call: Call) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tile maps of a backward, by the kernel that reads each."""
+    return map_shapes(geometries(kernel, call, {}, dlse=False))
+
+
 def reason_to_refuse(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the one reason why a kernel does not take a call on this GPU, or None if it does."""
     addresses = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
     addresses |= {f"tensor:{name}": tensor.data_ptr() for name, tensor in call.tensors.items()}
-    request = Request(call, call.device.index or 0, addresses, call.scalars)
+    request = Request(call, call.device.index or 0, addresses, call.scalars, direction=kernel.direction)
     return reason_against(kernel, request, drivers.current())
 
 
@@ -92,3 +98,23 @@ class Pinned:
         if self._counted:
             self._addresses[9] = counters.address(self._driver.stream(self._device), self._device)
         self._launch(self._addresses, self._scale, self._scalars)
+
+
+class PinnedGradients:
+    """A backward bound to one set of kernels and buffers; calling it enqueues them, as often as wanted."""
+
+    def __init__(self, kernel: Kernel, call: Call, buffers: GradientBuffers) -> None:
+        """Raises as ``Pinned``. Gradients of the variant's own tensors are added to what their buffers hold."""
+        reason = reason_to_refuse(kernel, call, buffers.q, buffers.k, buffers.v)
+        if reason is not None:
+            raise NoKernelError(f"{kernel.full_name} does not take this call: {reason}")
+        views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
+        self._call, self._buffers = call, buffers
+        self._launch = PreparedGradients(
+            kernel, call, views, drivers.current(), call.device.index or 0, dlse=buffers.dlse is not None
+        )
+        self._scalars = [call.scalars[rule.name] for rule in call.rules]
+
+    def __call__(self) -> None:
+        """Enqueue all kernels of the backward on the current stream."""
+        self._launch(self._call, self._buffers, self._call.scale, self._scalars)

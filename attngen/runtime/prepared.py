@@ -12,7 +12,6 @@ from torch import Tensor
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime import counters
-from attngen.runtime.anchor import with_zero_gradients
 from attngen.runtime.arguments import Call, Number, ScalarRule, softmax_scale_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.launch import Geometry, PreparedLaunch
@@ -98,23 +97,14 @@ class PreparedCall:
     def __call__(
         self,
         addresses: list[int],
-        tensors: Sequence[Tensor],
         softmax_scale: Any,
         arguments: Mapping[str, Any],
         tile_map: TileMap | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the call. ``addresses`` as a launch takes them, with those of the results and of the map still 0.
-
-        ``tensors`` are all inputs that may ask for a gradient.
-        """
+        """Run the call. ``addresses`` as a launch takes them, with those of the results and of the map still 0."""
         scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
         scalars = self.scalars(arguments)
-        if self._launch is None:
-            out, lse = with_zero_gradients(*self._nothing(), tensors)
-        elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            out, lse = _ForwardOnly.apply(self, addresses, scale, scalars, tile_map, *tensors)
-        else:
-            out, lse = self.run(addresses, scale, scalars, tile_map)
+        out, lse = self._nothing() if self._launch is None else self.run(addresses, scale, scalars, tile_map)
         return (out, lse) if self._return_lse else out
 
     def scalars(self, arguments: Mapping[str, Any]) -> list[Number]:
@@ -182,32 +172,3 @@ _TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 
 def _given(rule: ScalarRule) -> Number | None:
     return rule.const if rule.const is not None else rule.default
-
-
-class _ForwardOnly(torch.autograd.Function):
-    """Marks the results as depending on the inputs, so that asking for a gradient fails loudly."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        prepared: PreparedCall,
-        addresses: list[int],
-        scale: float,
-        scalars: Sequence[Number],
-        tile_map: TileMap | None,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.label = prepared.kernel_label
-        return prepared.run(addresses, scale, scalars, tile_map)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise no_backward(ctx.label)
-
-
-def no_backward(label: str) -> NoKernelError:
-    """Return the error of a backward pass that no kernel computes."""
-    return NoKernelError(
-        f"the forward ran on {label}, of which no backward kernel is built; backend='reference' differentiates, "
-        "slowly, and torch.no_grad() tells that no gradient is wanted"
-    )

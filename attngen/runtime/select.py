@@ -52,6 +52,7 @@ class Request:
     addresses: Mapping[str, int]
     given: Mapping[str, Number]
     backend: str | None = None
+    direction: str = "forward"
 
 
 #: Share of a tile's rows that may lie behind the last query before a kernel with smaller tiles is better.
@@ -112,7 +113,8 @@ def _saved(kernel: Kernel, call: Call) -> float:
 def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selection:
     """Return the first kernel that takes the call."""
     rejected: list[Rejection] = []
-    for kernel in preferred(kernels, request.call):
+    candidates = [kernel for kernel in kernels if kernel.direction == request.direction]
+    for kernel in preferred(candidates, request.call):
         reason = reason_against(kernel, request, driver)
         if reason is None:
             return Selection(kernel, tuple(rejected))
@@ -123,7 +125,7 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
 def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | None:
     """Return the one reason why a kernel does not take a call, or None if it does."""
     call = request.call
-    if kernel.direction != "forward":
+    if kernel.direction != request.direction:
         return f"it is a {kernel.direction} kernel"
     if request.backend is not None and kernel.backend != request.backend:
         return f"backend is {kernel.backend}, the call asks for {request.backend}"
@@ -186,8 +188,8 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     """Check what was promised to the compiler, and what a TMA descriptor can express."""
     call, size = request.call, kernel.element_bytes
     views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v}
-    parameters = kernel.entry.layout.parameters
-    for parameter in parameters:
+    entries = [part.entry for part in kernel.parts] or [kernel.entry]
+    for parameter in (parameter for entry in entries for parameter in entry.layout.parameters):
         if parameter.kind == "descriptor" and parameter.of in views:
             if request.addresses[parameter.of] % tensormap.ADDRESS_ALIGNMENT:
                 return f"{parameter.of} does not start at a multiple of 16 B, which a TMA descriptor needs"
@@ -202,10 +204,17 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     reason = _against_own_tensors(kernel, call)
     if reason:
         return reason
-    blocks = _tiles(kernel, call)
+    blocks = _blocks(kernel, call)
     if blocks > MAX_BLOCKS:
         return f"it would need {blocks} blocks, a grid has at most {MAX_BLOCKS}"
     return None
+
+
+def _blocks(kernel: Kernel, call: Call) -> int:
+    """Return the blocks of a kernel, or of the part of a backward that has most."""
+    rows = max((-(-call.seqlen_q // part.tile_m) for part in kernel.parts), default=0)
+    keys = max((-(-call.seqlen_k // part.tile_n) for part in kernel.parts), default=0)
+    return max(_tiles(kernel, call), rows * call.heads * call.batch, keys * call.kv_heads * call.batch)
 
 
 def _against_own_tensors(kernel: Kernel, call: Call) -> str | None:
@@ -242,11 +251,12 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
     call = request.call
     capability = driver.capability(request.device)
     lines = [
-        f"no kernel takes this call: {call.variant.name}, {describe(call)}, on sm{capability}"
+        f"no kernel takes this call: {call.variant.name}, {describe(call, request.direction)}, on sm{capability}"
         + (f", backend {request.backend}" if request.backend else "")
     ]
-    if not kernels:
-        lines.append("  (no kernel of this variant is built)")
+    if not any(kernel.direction == request.direction for kernel in kernels):
+        kind = "backward kernel" if request.direction == "backward" else "kernel"
+        lines.append(f"  (no {kind} of this variant is built)")
     elif all(_for_another_machine(kernel, capability, driver) for kernel in kernels):
         lines.append(_another_machine(kernels, capability, driver))
     lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
@@ -268,10 +278,10 @@ def _another_machine(kernels: Sequence[Kernel], capability: int, driver: Driver)
     )
 
 
-def describe(call: Call) -> str:
+def describe(call: Call, direction: str = "forward") -> str:
     """Say in a few words what a call needs."""
     dims = str(call.head_dim_qk) if call.head_dim_qk == call.head_dim_v else f"{call.head_dim_qk}/{call.head_dim_v}"
-    return f"forward, {call.layout}, {call.dtype}, head_dim {dims}"
+    return f"{direction}, {call.layout}, {call.dtype}, head_dim {dims}"
 
 
 _ARCH_OF_CAPABILITY = {80: "sm80", 86: "sm86", 89: "sm89", 90: "sm90a", 100: "sm100a", 120: "sm120a"}
@@ -291,6 +301,8 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         f"      dtype: {call.dtype}",
         f"      layout: {call.layout}",
     ]
+    if request is not None and request.direction == "backward":
+        lines.append("      passes: [forward, backward]")
     lines += _access_lines(call, request)
     return lines
 

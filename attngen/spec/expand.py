@@ -26,7 +26,14 @@ from attngen.formats import SCHEMA
 from attngen.lang.variant import Variant
 from attngen.spec.loading import DeclaredVariant, Spec
 from attngen.spec.messages import field_path
-from attngen.spec.models import HeadDimModel, KernelModel, TileModel, WarpsModel
+from attngen.spec.models import (
+    BackwardModel,
+    GradientModel,
+    HeadDimModel,
+    KernelModel,
+    TileModel,
+    WarpsModel,
+)
 from attngen.spec.presets import declared_preset, preset_names
 from attngen.spec.quoting import show
 
@@ -43,6 +50,24 @@ class Roles:
     overlap: bool | None = None
     producer_registers: int | None = None
     consumer_registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What the spec fixes of one of the two kernels that compute gradients; None leaves it to the plan."""
+
+    tile_m: int | None = None
+    tile_n: int | None = None
+    stages: int | None = None
+    num_warps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The kernels of a backward: one by tiles of keys, one by tiles of queries."""
+
+    dkdv: Gradient = Gradient()
+    dq: Gradient = Gradient()
 
 
 @dataclass(frozen=True)
@@ -63,6 +88,7 @@ class KernelSpec:
     stages: int | None = None
     num_warps: int | None = None
     roles: Roles | None = None
+    backward: Backward | None = None
     loads: str | None = None
     tile_map: str = "auto"
     alignment: int | None = None  # bytes
@@ -91,6 +117,7 @@ class KernelSpec:
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         data["variant"] = self.variant.to_dict() | {"mask_text": None, "score_text": None}
         data["roles"] = asdict(self.roles) if self.roles else None
+        data["backward"] = asdict(self.backward) if self.backward else None
         data["allow"] = list(self.allow)
         return data
 
@@ -107,6 +134,10 @@ _AXES = (
     "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
     "epilogue", "pack_gqa",
 )  # fmt: skip
+
+
+#: Fields that say something of the forward only; those of the backward stand in ``backward``.
+_FORWARDS = ("backend", "tile", "stages", "warps", "softmax", "persistent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +180,14 @@ def _all(spec: Spec) -> list[KernelSpec]:
         _kernel(spec, index, dict(zip(axes, choice, strict=True)))
         for index, axes in entries
         for choice in product(*axes.values())
+        if not _is_forwards_alone(axes, choice)
     ]
+
+
+def _is_forwards_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
+    """Whether a choice is a backward that differs from an earlier one only in what is the forward's."""
+    chosen = dict(zip(axes, choice, strict=True))
+    return chosen["passes"].value == "backward" and any(chosen[name] is not axes[name][0] for name in _FORWARDS)
 
 
 def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]:
@@ -190,6 +228,16 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     entry = spec.model.kernels[index]
     values = {name: item.value for name, item in chosen.items()}
     declared = resolve(spec, values["variant"], chosen["variant"].location)
+    backward = values["passes"] == "backward"
+    if backward:
+        _refuse_forwards(spec, index, entry)
+        values |= dict.fromkeys(_FORWARDS) | {"backend": (entry.backward and entry.backward.backend) or "triton"}
+    elif entry.backward is not None and "backward" not in entry.passes:
+        raise SpecError(
+            "says how a backward is computed, which 'passes' does not ask for; allowed: passes: [forward, backward]",
+            location=spec.tree.locate(("kernels", index, "backward")),
+            field=f"kernels[{index}].backward",
+        )
     tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
     alignment = values["alignment"]
     return KernelSpec(
@@ -207,11 +255,12 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         stages=values["stages"],
         num_warps=warps.count,
         roles=_roles(warps),
+        backward=_backward(entry.backward) if backward else None,
         loads=values["loads"],
         tile_map=values["tile_map"],
         alignment=_element_bytes(values["dtype"]) if alignment == "element" else alignment,
         fast_math=values["fast_math"],
-        softmax=values["softmax"] or declared.model.softmax,
+        softmax=None if backward else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
         sinks=_first(entry.sinks, declared.model.sinks),
         dropout=_first(entry.dropout, declared.model.dropout),
@@ -248,10 +297,39 @@ def _roles(warps: WarpsModel) -> Roles | None:
     return None if roles == Roles() else roles
 
 
+def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
+    """Raise SpecError for a field that is the forward's in an entry that asks for none."""
+    if "forward" in entry.passes:
+        return
+    fields = ("tile", "pipeline", "warps", "softmax", "persistent")
+    given = [name for name in fields if getattr(entry, name) is not None]
+    given += ["backend"] * (entry.backend != ("triton",))
+    for name in given:
+        raise SpecError(
+            "is the forward's, which 'passes' does not ask for; that of the backward stands in 'backward', as in "
+            "'backward: {dkdv: {tile: {m: 64, n: 128}}}'",
+            location=spec.tree.locate(("kernels", index, name)),
+            field=f"kernels[{index}].{name}",
+        )
+
+
+def _backward(model: BackwardModel | None) -> Backward:
+    if model is None:
+        return Backward()
+    return Backward(*(_gradient(getattr(model, name) or GradientModel()) for name in ("dkdv", "dq")))
+
+
+def _gradient(model: GradientModel) -> Gradient:
+    tile = model.tile or TileModel()
+    return Gradient(tile.m, tile.n, model.stages, model.warps)
+
+
 def _places(spec: Spec, index: int, chosen: dict[str, _Value], declared: DeclaredVariant) -> dict[str, Location]:
     """Return where each field that the file gives stands: in the entry, or for some in the variant."""
     entry = spec.model.kernels[index]
     places = {name: item.location for name, item in chosen.items()}
+    if entry.backward is not None:
+        places["backward"] = spec.tree.locate(("kernels", index, "backward"))
     for name in ("softmax", "softmax_scale", "sinks", "dropout", "allow"):
         in_entry = name in entry.model_fields_set
         places[name] = spec.tree.locate(("kernels", index, name)) if in_entry else declared.locate(name)

@@ -216,8 +216,11 @@ def _declare(name: str, model: VariantModel, node: tree.Node, file: Location) ->
         name,
         mask=model.mask,
         score=model.score,
-        scalars=tuple(_scalar(key, scalar) for key, scalar in model.scalars.items()),
-        tensors=tuple(_tensor(key, tensor) for key, tensor in model.tensors.items()),
+        scalars=tuple(_scalar(key, scalar) for key, scalar in model.scalars.items() if not _is_learned(scalar)),
+        tensors=(
+            *(_tensor(key, tensor) for key, tensor in model.tensors.items()),
+            *(_learned(key, scalar) for key, scalar in model.scalars.items() if _is_learned(scalar)),
+        ),
         let=dict(model.let),
         locate=_places(node.value["variants"].value[name]),
     )
@@ -243,6 +246,16 @@ def _scalar(name: str, model: ScalarModel) -> Scalar:
         default=model.default if model.fixed is None else None,
         grad=model.grad,
     )
+
+
+def _is_learned(model: ScalarModel) -> bool:
+    """Whether a scalar gets a gradient, which only a tensor can have; others that ask for one are refused later."""
+    return model.grad and model.type == "fp32" and model.fixed is None and model.default is None
+
+
+def _learned(name: str, model: ScalarModel) -> Tensor:
+    """Return a scalar that gets a gradient: a call passes it as a tensor with one element."""
+    return Tensor(name=name, dtype=model.type, range=(model.min, model.max), grad=True)
 
 
 def _tensor(name: str, model: TensorModel) -> Tensor:

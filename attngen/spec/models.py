@@ -198,6 +198,22 @@ class WarpsModel(Model):
         return self
 
 
+class GradientModel(Model):
+    """Tile, stages and warps of one of the two kernels that compute gradients."""
+
+    tile: TileModel | None = None
+    stages: Annotated[int, Field(ge=1, le=16)] | None = Field(default=None, description="tiles in flight")
+    warps: Annotated[int, Field(ge=1, le=32)] | None = Field(default=None, description="warps of a block")
+
+
+class BackwardModel(Model):
+    """How the backward is computed; `tile`, `pipeline`, `warps` and `backend` beside it are the forward's."""
+
+    backend: Backend | None = Field(default=None, description="left out: triton")
+    dkdv: GradientModel | None = Field(default=None, description="the kernel of dK and dV, tile by tile of keys")
+    dq: GradientModel | None = Field(default=None, description="the kernel of dQ, tile by tile of queries")
+
+
 class KernelModel(Model):
     """One entry of ``kernels``; a list in a field expands into one kernel for each element."""
 
@@ -223,6 +239,7 @@ class KernelModel(Model):
     softmax_scale: Annotated[float, Field(gt=0)] | None = Field(default=None, description="fixed at build time")
     sinks: bool | None = None
     dropout: bool | None = None
+    backward: BackwardModel | None = Field(default=None, description="how the backward is computed")
     deterministic: OneOrMany[bool] = (False,)
     persistent: OneOrMany[bool] | None = None
     order: OneOrMany[Order] | None = Field(default=None, description="which query tiles come first")

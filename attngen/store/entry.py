@@ -30,6 +30,7 @@ def files_of(artifact: Artifact) -> dict[str, bytes]:
     }
     if artifact.classifier is not None:
         files[CLASSIFIER] = artifact.classifier
+    files |= {f"{name}.cubin": cubin for name, cubin in artifact.parts.items()}
     lines = [f"{sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items())]
     files[CHECKSUMS] = "".join(lines).encode()
     return files
@@ -63,7 +64,9 @@ def read_entry(folder: Path) -> Artifact:
     checksums = read_checksums(folder)
     manifest = json.loads(read_file(folder, MANIFEST, checksums))
     classifier = read_file(folder, CLASSIFIER, checksums) if CLASSIFIER in checksums else None
-    return Artifact(read_file(folder, CUBIN, checksums), manifest, classifier)
+    names = [row["name"] for row in manifest.get("parts", ()) if f"{row['name']}.cubin" in checksums]
+    parts = {name: read_file(folder, f"{name}.cubin", checksums) for name in names}
+    return Artifact(read_file(folder, CUBIN, checksums), manifest, classifier, parts=parts)
 
 
 def verify_entry(folder: Path) -> None:

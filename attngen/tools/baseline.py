@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,16 +32,56 @@ def plain(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     Shapes as ``reference``. Rows that see nothing give 0 and −inf.
     """
 
-    def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
-        scores = (one.q @ one.k.transpose(1, 2)) * call.scale
-        if call.variant.score is not None:
-            names = {**one.names, "s": scores.float()}
-            scores = evaluate(call.variant.score, names, call.tensors, guard=one.visible).to(q.dtype)
-        scores = torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
-        weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)  # dead rows
-        return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
+    return _over_sequences(call, q, k, v, lambda one: _attend(call, one, call.tensors))
 
-    return _over_sequences(call, q, k, v, attend)
+
+def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return out (h, rows, d) and lse (h, rows) of one sequence."""
+    scores = (one.q @ one.k.transpose(1, 2)) * call.scale
+    if call.variant.score is not None:
+        names = {**one.names, "s": scores.float()}
+        scores = evaluate(call.variant.score, names, tensors, guard=one.visible).to(one.q.dtype)
+    scores = torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)  # dead rows
+    return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
+
+
+def gradients_of(
+    results: Sequence[Tensor], leaves: Sequence[Tensor], above: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return autograd's gradients, None where nothing depends on a leaf; a result may depend on none at all."""
+    pairs = [(result, gradient) for result, gradient in zip(results, above, strict=True) if result.requires_grad]
+    if not pairs:
+        return (None,) * len(leaves)
+    kept, gradients = zip(*pairs, strict=True)
+    return torch.autograd.grad(kept, leaves, gradients, allow_unused=True)
+
+
+def plain_gradients(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return the gradients of plain PyTorch by q, k, v and the variant's tensors ``names``, in their dtypes.
+
+    Rows that see nothing pass none on.
+    """
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in zip("qkv", (q, k, v), strict=True)}
+    own = dict(call.tensors) | {name: call.tensors[name].detach().requires_grad_() for name in names}
+    leaves |= {name: own[name] for name in names}
+    total = {name: torch.zeros_like(leaf, memory_format=torch.contiguous_format) for name, leaf in leaves.items()}
+    with torch.enable_grad():
+        for b, one in _sequences(call, leaves["q"], leaves["k"], leaves["v"]):
+            out, lse = _attend(call, one, own)
+            varlen = call.layout == "varlen"
+            above = dout[one.rows] if varlen else dout[b]
+            above_lse = dlse[:, one.rows] if varlen else dlse[b]
+            alive = one.visible.any(dim=-1)
+            above = torch.where(alive[..., None], above.transpose(0, 1), 0.0)
+            results = (out, torch.where(alive, lse, 0.0))
+            found = gradients_of(results, list(leaves.values()), (above, torch.where(alive, above_lse, 0.0)))
+            for name, gradient in zip(leaves, found, strict=True):
+                if gradient is not None:
+                    total[name] += gradient.nan_to_num(nan=0.0)
+    return total
 
 
 def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:

@@ -42,13 +42,13 @@ class Expected:
 
 def expected(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Expected:
     """Compute the reference and the yardsticks. Raises IndexError for a load out of extent that nothing guards."""
-    with torch.no_grad(), _exact_float32():
+    with torch.no_grad(), exact_float32():
         out, lse = reference(call, q, k, v, compute=torch.float64)
         plain_out, plain_lse = plain(call, q, k, v)
         return Expected(out, lse, plain_out, plain_lse, sdpa(call, q, k, v), _rows(call, lse))
 
 
-class _exact_float32:  # noqa: N801 (reads as a statement)
+class exact_float32:  # noqa: N801 (reads as a statement)
     """Plain PyTorch's float32 products round to float32, not to TF32, meanwhile."""
 
     def __enter__(self) -> None:
@@ -104,13 +104,13 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
     factor = SCORED_MAX_ERROR_FACTOR if scored else MAX_ERROR_FACTOR
     rounding = torch.finfo(out.dtype).eps + 2 * _FLOAT32_UNIT
     lse_error = (lse[live].double() - wanted.lse[live]).abs()
-    lse_allowed = LSE_TOLERANCE * (1 + _largest(wanted.lse[live].abs()))
+    lse_allowed = LSE_TOLERANCE * (1 + largest(wanted.lse[live].abs()))
     if scored:  # its functions may be approximate, as those of plain PyTorch round
-        lse_allowed += factor * _largest((wanted.plain_lse[live].double() - wanted.lse[live]).abs())
+        lse_allowed += factor * largest((wanted.plain_lse[live].double() - wanted.lse[live]).abs())
     return Deviation(
-        max_error=_largest(error),
-        max_allowed=factor * _largest(plain_error) + rounding * _largest(truth.abs()),
-        lse_error=_largest(lse_error),
+        max_error=largest(error),
+        max_allowed=factor * largest(plain_error) + rounding * largest(truth.abs()),
+        lse_error=largest(lse_error),
         lse_allowed=lse_allowed,
         squares=float(error.square().sum()),
         peer_squares=float(peer_error.square().sum()),
@@ -121,7 +121,7 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
     )
 
 
-def _largest(values: Tensor) -> float:
+def largest(values: Tensor) -> float:
     """Return the largest value; infinity if one is NaN, so that it exceeds every limit."""
     return math.inf if values.isnan().any() else float(values.max()) if values.numel() else 0.0
 

@@ -19,6 +19,7 @@ from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
 from attngen.spec import load_spec
 from attngen.tools.build import prepare
+from attngen.tools.explain_backward import backward_facts, derivatives
 from attngen.tools.explain_floor import HeadFloor
 from attngen.tools.explain_hopper import HopperExplanation
 
@@ -42,20 +43,26 @@ class Band:
 
     lo: str
     hi: str
+    axis: str = "kv"
 
     @classmethod
-    def of(cls, interval: Interval) -> Band:
-        """Print an interval; its open ends are those of the keys."""
+    def of(cls, interval: Interval, axis: str = "kv") -> Band:
+        """Print an interval; its open ends are those of the axis."""
         lo = "0" if interval.lo is None else canonical(interval.lo)
-        return cls(lo, "seqlen_k" if interval.hi is None else canonical(interval.hi))
+        end = "seqlen_k" if axis == "kv" else "seqlen_q"
+        return cls(lo, end if interval.hi is None else canonical(interval.hi), axis)
 
     def __str__(self) -> str:
-        return f"{self.lo} <= kv < {self.hi}"
+        return f"{self.lo} <= {self.axis} < {self.hi}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanExplanation:
-    """A plan, its bands, and its tile efficiency. ``visits`` is empty where torch is not installed."""
+    """A plan, its bands, and its tile efficiency. ``visits`` is empty where torch is not installed.
+
+    ``queries`` are the bands of a backward's kernel for dK and dV: which queries some and all keys of a tile are seen
+    by.
+    """
 
     plan: Plan
     visible: tuple[Band, ...]
@@ -65,6 +72,7 @@ class PlanExplanation:
     scalars: Mapping[str, bool | int | float]
     visits: tuple[Visits, ...] = ()
     hopper: HopperExplanation | None = None  # of CUDA kernels
+    queries: tuple[tuple[Band, ...], tuple[Band, ...]] = ((), ())
 
     @property
     def shared_bytes(self) -> int:
@@ -105,11 +113,21 @@ class PlanExplanation:
                 for found in self.visits
             ],
             **({"hopper": self.hopper.to_dict()} if self.hopper else {}),
+            **({"derivatives": dict(derivatives(plan)), "queries": self._queries()} if plan.parts else {}),
+        }
+
+    def _queries(self) -> dict[str, Any]:
+        names = ("visible", "full")
+        return {
+            name: [{"lo": band.lo, "hi": band.hi} for band in found]
+            for name, found in zip(names, self.queries, strict=True)
         }
 
     def facts(self) -> list[tuple[str, str]]:
         """Return label and text of everything but bands, floors and efficiency, for people."""
         plan = self.plan
+        if plan.parts:
+            return backward_facts(plan)
         classifier = plan.classifier.name if plan.classifier else ""
         told = self.hopper.facts() if self.hopper else {}
         target = f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}{', CUDA' if told else ''}"
@@ -299,4 +317,9 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     )
     scalars, visits = measured.of(plan)
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
-    return PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, measured.hopper(plan))
+    explained = PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, measured.hopper(plan))
+    if not plan.parts:
+        return explained
+    turned = bands(plan.variant.mask, Facts.of(plan.variant), over="q")
+    some, every = (tuple(Band.of(one, "q") for one in part) for part in (turned.visible, turned.full))
+    return replace(explained, queries=(some, every))

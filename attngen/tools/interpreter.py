@@ -21,10 +21,12 @@ import torch
 from attngen.errors import CompileError
 from attngen.plan.model import Plan
 from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers, PartGeometry, geometries, map_owner, view_of
 from attngen.runtime.launch import Geometry
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import Parameter
 from attngen.runtime.pinned import Buffers, geometry_of
+from attngen.runtime.tensormap import windowed
 
 
 def prepare_process() -> None:
@@ -66,18 +68,26 @@ class Interpreted:
             self._run(self.kernel.classifier, geometry.classifier_blocks, geometry, buffers)
         self._run(self.kernel.entry, geometry.tiles, geometry, buffers)
 
-    def _run(self, entry: Entry, blocks: int, geometry: Geometry, buffers: Buffers) -> None:
+    def differentiate(self, call: Call, buffers: GradientBuffers) -> None:
+        """Run the kernels of a backward, one after the other."""
+        views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
+        for geometry in geometries(self.kernel, call, views, dlse=buffers.dlse is not None):
+            blocks = geometry.blocks_of_part()
+            if blocks:
+                self._run(geometry.part.entry, blocks, geometry, buffers)
+
+    def _run(self, entry: Entry, blocks: int, geometry: Geometry, buffers: Buffers | GradientBuffers) -> None:
         function: Any = getattr(self._module, entry.symbol)
         values = [_value(parameter, geometry, buffers) for parameter in entry.layout.parameters]
         function[(blocks,)](*values)
 
 
-def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers) -> Any:
+def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers | GradientBuffers) -> Any:
     """Return what stands for a parameter: a tensor where the GPU gets an address, else a number."""
     call = geometry.call
     match parameter.kind:
         case "pointer":
-            tensor = _tensors(call, buffers)[str(parameter.of)]
+            tensor = _tensors(geometry, buffers)[str(parameter.of)]
             # a kernel never follows an address of what is absent
             return torch.zeros(1, dtype=torch.int32) if tensor is None else _bytes(tensor)
         case "descriptor":
@@ -91,10 +101,14 @@ def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers) -> Any:
             return geometry.number(parameter)
 
 
-def _tensors(call: Call, buffers: Buffers) -> Mapping[str, torch.Tensor | None]:
+def _tensors(geometry: Geometry, buffers: Buffers | GradientBuffers) -> Mapping[str, torch.Tensor | None]:
+    call = geometry.call
+    own = {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
+    if isinstance(buffers, GradientBuffers):
+        assert isinstance(geometry, PartGeometry)
+        return {**buffers.named(call), **own, "tile_map": buffers.words.get(map_owner(geometry.part.name))}
     named = {name: getattr(buffers, name) for name in ("q", "k", "v", "out", "lse")}
     packed = {name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
-    own = {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
     return {**named, **packed, **own, "tile_map": buffers.words}
 
 
@@ -103,13 +117,24 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int8) if tensor.dtype == torch.bool else tensor
 
 
-def _descriptor(parameter: Parameter, geometry: Geometry, buffers: Buffers) -> Any:
+def _descriptor(parameter: Parameter, geometry: Geometry, buffers: Buffers | GradientBuffers) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tensor: torch.Tensor = getattr(buffers, str(parameter.of))
     if geometry.call.order == "bhsd":
         tensor = tensor.transpose(1, 2)
+    if parameter.window is not None:
+        tensor = _windowed(tensor, parameter.window)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(parameter.box))
+
+
+def _windowed(tensor: torch.Tensor, window: int) -> torch.Tensor:
+    """Return the tensor that a windowed descriptor shows: it begins some rows before the first, which nobody reads."""
+    rows = tensor.dim() - 3
+    before = tensor.new_full((*tensor.shape[:rows], window, *tensor.shape[rows + 1 :]), torch.nan)
+    longer = torch.cat([before, tensor, tensor.new_full(before.shape, torch.nan)], dim=rows).contiguous()
+    shape, strides = windowed((*tensor.shape,), longer.stride(), window)
+    return longer.as_strided(shape, strides)
 
 
 def _import(name: str, text: str) -> ModuleType:

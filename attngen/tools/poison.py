@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers, differentiable, gradient_shapes
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers, map_shape
 
@@ -17,12 +19,19 @@ _GUARD_BYTES = 8192
 _CANARY = 0xAA
 
 
-@dataclass(frozen=True, slots=True)
-class Poisoned:
-    """The buffers of a call, and the memory that out, lse and the tile map lie in."""
+class Guarded:
+    """Memory between guards, by name."""
 
-    buffers: Buffers
-    _memory: dict[str, Tensor]
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor whose bytes are all 0xAA."""
+        size = math.prod(shape) * dtype.itemsize
+        memory = torch.full((size + 2 * _GUARD_BYTES,), _CANARY, dtype=torch.uint8, device=self._device)
+        self._memory[name] = memory
+        return memory[_GUARD_BYTES : _GUARD_BYTES + size].view(dtype).view(shape)
 
     def overrun(self) -> tuple[str, ...]:
         """Say around which of the results something was written; empty if nothing was."""
@@ -35,17 +44,44 @@ class Poisoned:
         return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class Poisoned:
+    """The buffers of a call, and the memory that out, lse and the tile map lie in."""
+
+    buffers: Buffers
+    _memory: Guarded
+
+    def overrun(self) -> tuple[str, ...]:
+        """Say around which of the results something was written; empty if nothing was."""
+        return self._memory.overrun()
+
+
 def poisoned(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Poisoned:
     """Return buffers whose out and lse are NaN, and whose tile map is 0xAA in every byte."""
-    memory: dict[str, Tensor] = {}
-
-    def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = math.prod(shape) * dtype.itemsize
-        memory[name] = torch.full((size + 2 * _GUARD_BYTES,), _CANARY, dtype=torch.uint8, device=call.device)
-        return memory[name][_GUARD_BYTES : _GUARD_BYTES + size].view(dtype).view(shape)
-
-    out = allocate("out", call.out_shape(), q.dtype).fill_(torch.nan)
-    lse = allocate("the log-sum-exp", call.lse_shape(), torch.float32).fill_(torch.nan)
+    memory = Guarded(call.device)
+    out = memory.allocate("out", call.out_shape(), q.dtype).fill_(torch.nan)
+    lse = memory.allocate("the log-sum-exp", call.lse_shape(), torch.float32).fill_(torch.nan)
     shape = map_shape(kernel, call)
-    words = None if shape is None else allocate("the tile map", shape, torch.int32)
+    words = None if shape is None else memory.allocate("the tile map", shape, torch.int32)
     return Poisoned(Buffers(q, k, v, out, lse, words), memory)
+
+
+def poisoned_gradients(
+    call: Call, inputs: Mapping[str, Tensor], map_shapes: Mapping[str, tuple[int, ...]], dlse: Tensor | None
+) -> tuple[GradientBuffers, Guarded]:
+    """Return buffers of a backward whose results and row sums are NaN, and whose tile maps are 0xAA in every byte.
+
+    The gradients of the variant's own tensors are added to, and start at 0. ``inputs`` are q, k, v, out, lse, dout.
+    """
+    memory = Guarded(call.device)
+    dtype = inputs["q"].dtype
+    results = {
+        name: memory.allocate(name, shape, dtype).fill_(torch.nan) for name, shape in gradient_shapes(call).items()
+    }
+    rows = memory.allocate("the sums of rows", (2, *call.lse_shape()), torch.float32).fill_(torch.nan)
+    gradients = {
+        name: memory.allocate(f"the gradient of {name}", tuple(call.tensors[name].shape), torch.float32).zero_()
+        for name in differentiable(call)
+    }
+    words = {name: memory.allocate(f"the tile map of {name}", shape, torch.int32) for name, shape in map_shapes.items()}
+    return GradientBuffers(**inputs, **results, dlse=dlse, rows=rows, gradients=gradients, words=words), memory

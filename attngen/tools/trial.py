@@ -11,15 +11,18 @@ from attngen.errors import AttngenError
 from attngen.lang.variant import Bound, Variant
 from attngen.runtime import debug
 from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers
+from attngen.runtime.pinned import Buffers, gradient_map_shapes
 from attngen.tools.cases import Case, cases_of
 from attngen.tools.contract import Deviation, Expected, Tally, deviation, expected
+from attngen.tools.gradient_contract import expected_gradients, gradient_deviation
 from attngen.tools.inputs import Element, Inputs, make_inputs
-from attngen.tools.poison import poisoned
+from attngen.tools.poison import poisoned, poisoned_gradients
 
-#: Runs one kernel on one call; returns when the results are there or on their way.
+#: Runs one kernel, of the forward or of the backward, on one call; returns when the results are there or on their way.
 Launch = Callable[[Call, Buffers], None]
+GradientLaunch = Callable[[Call, GradientBuffers], None]
 
 #: How far integer tensors without a declared range are narrowed, one after the other, until no index leaves its extent.
 _CALM = (1.0, 0.5, 0.0)
@@ -82,6 +85,41 @@ def try_kernel(kernel: Kernel, launch: Launch, device: torch.device | str, seed:
     cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
     results = [_try_case(kernel, launch, case, device, seed + index) for index, case in enumerate(cases)]
     return Trial(tuple(results))
+
+
+def try_backward(
+    kernel: Kernel, launch: GradientLaunch, device: torch.device | str, seed: int, *, small: bool
+) -> Trial:
+    """Run a backward on every case of its layout, as ``try_kernel`` does a forward."""
+    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
+    results = [_try_gradients(kernel, launch, case, device, seed + index) for index, case in enumerate(cases)]
+    return Trial(tuple(results))
+
+
+def _try_gradients(
+    kernel: Kernel, launch: GradientLaunch, case: Case, device: torch.device | str, seed: int
+) -> CaseResult:
+    try:
+        inputs, call = _inputs_in_extent(kernel, case, device, seed)
+    except IndexError as error:
+        return CaseResult(case.name, seed, skipped=str(error))
+    wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(seed))
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
+    buffers, memory = poisoned_gradients(call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous())
+    try:
+        launch(call, buffers)
+        found = gradient_deviation(call, buffers, wanted)
+        return CaseResult(case.name, seed, replace(found, wrong=found.wrong + memory.overrun()))
+    except AttngenError as error:
+        return CaseResult(case.name, seed, error=str(error))
+    except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
+        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}")
+
+
+def _inputs_in_extent(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call]:
+    """Return inputs of which nothing is read out of its extent, and the call; IndexError if there are none."""
+    inputs, call, _ = prepare_case(kernel, case, device, seed)
+    return inputs, call
 
 
 def _try_case(kernel: Kernel, launch: Launch, case: Case, device: torch.device | str, seed: int) -> CaseResult:

@@ -11,12 +11,13 @@ from attngen.errors import AttngenError
 from attngen.plan.model import Plan
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.pinned import Buffers, Pinned
+from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.store.store import Store
 from attngen.tools.build import Prepared, compile_kernels
 from attngen.tools.retarget import arch_of, retarget
-from attngen.tools.trial import Trial, try_kernel
+from attngen.tools.trial import Trial, try_backward, try_kernel
 from attngen.tools.verdict import Verdict
 
 #: Called with the name of each kernel when it is done, and with how many there are.
@@ -95,4 +96,9 @@ def _try(kernel: Kernel, gpu: Gpu, seed: int) -> Trial:
     def launch(call: Call, buffers: Buffers) -> None:
         Pinned(kernel, call, buffers)()
 
+    def differentiate(call: Call, buffers: GradientBuffers) -> None:
+        PinnedGradients(kernel, call, buffers)()
+
+    if kernel.direction == "backward":
+        return try_backward(kernel, differentiate, gpu.device, seed, small=False)
     return try_kernel(kernel, launch, gpu.device, seed, small=False)

@@ -12,7 +12,7 @@ from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import job_limit
 from attngen.tools import interpreter
 from attngen.tools.build import Prepared
-from attngen.tools.trial import Trial, try_kernel
+from attngen.tools.trial import Trial, try_backward, try_kernel
 from attngen.tools.verdict import Verdict
 from attngen.tools.verify_gpu import Observer
 
@@ -54,4 +54,6 @@ def interpret_one(plan: Plan, text: str, seed: int, last: bool) -> Trial:
         run = interpreter.Interpreted(plan, text)
     except Exception as error:
         raise LoadError(f"the source is no valid module: {error}") from error
+    if plan.direction == "backward":
+        return try_backward(run.kernel, run.differentiate, "cpu", seed, small=True)
     return try_kernel(run.kernel, run, "cpu", seed, small=True)

@@ -34,6 +34,7 @@ class Plan:
     stages: int = 2
     allow: tuple[str, ...] = ()
     classifier: Classifier | None = None
+    parts: tuple[()] = ()
 
     @property
     def arch(self) -> Arch:

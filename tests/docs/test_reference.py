@@ -21,7 +21,7 @@ from tests.docs.blocks import LANGUAGE, SPEC, code, tables
 MODELS = [
     models.SpecModel, models.VariantModel, models.ScalarModel, models.TensorModel, models.MonotoneModel,
     models.RangeModel, models.KernelModel, models.HeadDimModel, models.TileModel, models.PipelineModel,
-    models.WarpsModel, models.RegistersModel,
+    models.WarpsModel, models.RegistersModel, models.BackwardModel, models.GradientModel,
 ]  # fmt: skip
 TABLES = list(tables(SPEC, "field", "type", "default", "meaning", "example"))
 ROWS = [(model, row) for model, rows in zip(MODELS, TABLES, strict=True) for row in rows]
@@ -97,12 +97,17 @@ def spec_with(model: type[models.Model], given: dict[str, Any]) -> dict[str, Any
     }  # fmt: skip
     if model is models.RegistersModel:
         kernel["warps"] = {"registers": given}
+    elif model in (models.BackwardModel, models.GradientModel):
+        kernel["passes"] = ["forward", "backward"]
+        kernel["backward"] = given if model is models.BackwardModel else {"dq": given}
     elif model.__name__ in inner:
         parent, key, base = inner[model.__name__]
         parent[key] = base | given
     else:
         if model is models.TensorModel and given.get("grad"):
             tensor["dtype"] = "float32"
+        if model is models.KernelModel and "backward" in given:
+            kernel["passes"] = "backward"
         places[model.__name__].update(given)
     return spec
 
@@ -121,7 +126,8 @@ REFUSED = [row[0] for rows in tables(SPEC, "entry", "reason") for row in rows]
 
 @pytest.mark.parametrize("entry", REFUSED)
 def test_what_the_plan_refuses(entry: str) -> None:
-    spec = spec_with(models.KernelModel, yaml.safe_load(code(entry)))
+    given = yaml.safe_load(code(entry))
+    spec = spec_with(models.KernelModel, given | ({"passes": "backward"} if "backward" in given else {}))
     kernels = expand(load_spec_text(yaml.safe_dump(spec)))
     with pytest.raises(PlanError):
         for kernel in kernels:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from attngen.errors import PlanError
+from attngen.plan import plan
+from attngen.render import render
 from attngen.spec import load_spec, load_spec_text
+from attngen.spec.expand import Backward, Gradient
 from attngen.tools.build import Prepared, prepare
 from tests.fuzz.variants import banded, typed
 
@@ -56,6 +60,17 @@ def interpretable(seed: int) -> Prepared:
     small = {"m": 16, "n": 16}
     kernel = prepared(seed, tile=small)
     return prepared(seed, tile=small, dtype="fp16") if kernel.plan.dtype_name == "bf16" else kernel
+
+
+def backward_of(kernel: Prepared) -> Prepared:
+    """Return the backward of a kernel, in small tiles and with exact functions, as the interpreter can run it."""
+    small = Gradient(16, 16)
+    changes = dict.fromkeys(("tile_m", "tile_n", "stages", "num_warps", "roles", "softmax", "persistent"))
+    spec = replace(
+        kernel.spec, direction="backward", backend="triton", fast_math=False, backward=Backward(small, small), **changes
+    )
+    planned = plan(spec)
+    return Prepared(spec, planned, render(planned))
 
 
 def _kernel(chance: random.Random, variant: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from attngen.store.store import Store
 from attngen.tools.build import Prepared, compile_kernels
 from attngen.tools.verify_interpreted import try_interpreted
-from tests.fuzz.specs import found, interpretable, prepared
+from tests.fuzz.specs import backward_of, found, interpretable, prepared
 
 INTERPRETED, COMPILED = (10, 17, 27, 40, 59, 94), (15, 24, 70, 85)
+BACKWARDS = (3, 13, 20, 38)
 
 
 def problems(kernels: Sequence[Prepared]) -> dict[str, tuple[str, ...]]:
@@ -30,6 +31,10 @@ def test_the_same_seed_gives_the_same_kernel() -> None:
 
 def test_a_few_keep_their_contract() -> None:
     assert problems([*map(interpretable, INTERPRETED), *found()]) == {}
+
+
+def test_a_few_backwards_keep_their_contract() -> None:
+    assert problems([backward_of(interpretable(seed)) for seed in BACKWARDS]) == {}
 
 
 def test_a_few_compile(tmp_path: Path) -> None:

@@ -15,14 +15,15 @@ from attngen.lang.variant import Variant
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.runtime.arguments import Call, Packing, bind
-from attngen.runtime.pinned import Buffers, map_shape
+from attngen.runtime.pinned import Buffers, gradient_map_shapes, map_shape
 from attngen.runtime.tile_map import eager_tile_map
 from attngen.spec import expand, load_spec_text
 from attngen.tools.cases import Case
+from attngen.tools.gradient_contract import expected_gradients
 from attngen.tools.inputs import Element, Inputs, make_inputs
 from attngen.tools.interpreter import Interpreted, prepare_process
-from attngen.tools.poison import poisoned
-from attngen.tools.trial import try_kernel
+from attngen.tools.poison import poisoned, poisoned_gradients
+from attngen.tools.trial import try_backward, try_kernel
 
 prepare_process()
 
@@ -49,6 +50,32 @@ def problems(text: str, seed: int) -> tuple[str, ...]:
     """Return what is wrong with a kernel on all of its cases."""
     run = kernel(text)
     return try_kernel(run.kernel, run, "cpu", seed, small=True).problems
+
+
+def gradient_problems(text: str, seed: int) -> tuple[str, ...]:
+    """Return what is wrong with a backward on all of its cases."""
+    run = kernel(text)
+    return try_backward(run.kernel, run.differentiate, "cpu", seed, small=True).problems
+
+
+def gradients_with(
+    text: str, case: Case, changes: list[tuple[str, int, int, float]], arguments: Mapping[str, Any]
+) -> Any:
+    """Return (dq, dk, dv) as numpy, after keys ``lo`` to ``hi`` of k or v of every sequence were set to a value.
+
+    The forward's results are those of the unchanged inputs.
+    """
+    one = ready(text, case, **arguments)
+    q, k, v = one.inputs.q, one.inputs.k, one.inputs.v
+    wanted = expected_gradients(one.call, q, k, v, torch.Generator().manual_seed(0))
+    for name, lo, hi, value in changes:
+        getattr(one.inputs, name)[:, lo:hi] = value
+    given = {"q": q, "k": k, "v": v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
+    shapes = gradient_map_shapes(one.run.kernel, one.call)
+    buffers, memory = poisoned_gradients(one.call, given, shapes, wanted.dlse.contiguous())
+    one.run.differentiate(one.call, buffers)
+    assert memory.overrun() == ()
+    return tuple(gradient.float().numpy() for gradient in (buffers.dq, buffers.dk, buffers.dv))
 
 
 @dataclass

@@ -80,6 +80,15 @@ def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str) ->
     assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 16) == ()
 
 
+def test_a_bound_may_be_the_largest_integer(interpreter: Interpreter) -> None:
+    """Rounding it up to a tile must not wrap around, which would make every tile a full one."""
+    declared = 'variants:\n  odd: {mask: "kv < 5 or kv >= window", scalars: {window: {type: int32, min: 1}}}\n'
+    text = spec("odd", declared=declared)
+    assert interpreter.call("problems", text, 16) == ()
+    backward = text.replace("tile: {m: 16, n: 16}", "passes: backward")
+    assert interpreter.call("gradient_problems", backward, 16) == ()
+
+
 SCORES = {
     "everything": (
         'mask: "kv <= q_pos or loud"\n'

@@ -55,8 +55,15 @@ def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bo
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"backend": "cuda", "passes": "backward"}, r"passes: backward kernels do not exist yet; allowed: forward"),
-        ({"passes": "backward"}, r"test\.yaml:7: passes: backward kernels do not exist yet; allowed: forward"),
+        (
+            {"passes": "backward", "backward": "{backend: cuda}"},
+            r"test\.yaml:8: backward: cuda has no backward yet; allowed: triton",
+        ),
+        ({"passes": "backward", "backward": "{dq: {warps: 3}}"}, r"backward\.dq\.warps: 3 is not one of .* nearest: 2"),
+        (
+            {"passes": "backward", "backward": "{dkdv: {tile: {m: 256, n: 256}, stages: 4}}"},
+            r"backward\.dkdv: Shared memory \d+ B exceeds \d+ B on sm90a: K \d+ \+ V \d+ \+ 4 stages x \(Q",
+        ),
         ({"softmax": "lazy"}, r"test\.yaml:7: softmax: 'lazy' does not exist .* allowed: exact_max"),
         ({"dropout": "true"}, r"dropout"),
         ({"sinks": "true"}, r"sinks"),
@@ -85,4 +92,4 @@ def test_every_schedule_has_its_template() -> None:
     for schedule in SCHEDULES:
         assert (templates_dir() / schedule.template).is_file()
     assert len({schedule.name for schedule in SCHEDULES}) == len(SCHEDULES)
-    assert len({schedule.label for schedule in SCHEDULES}) == len(SCHEDULES)
+    assert len({(schedule.direction, schedule.label) for schedule in SCHEDULES}) == len(SCHEDULES)

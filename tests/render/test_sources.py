@@ -28,6 +28,10 @@ def test_sources_parse_and_take_the_planned_arguments(spec: str) -> None:
         by_name = {function.name: function for function in functions(source.text)}
         assert source.name == found.name
         assert source.file_name == f"{found.name}.py"
+        for part in found.parts:
+            assert parameters(by_name[part.symbol]) == [argument.name for argument in part.arguments]
+        if found.parts:
+            continue
         assert parameters(by_name[found.name]) == [argument.name for argument in found.arguments]
         if found.classifier:
             classifier = by_name[found.classifier.name]
@@ -43,7 +47,8 @@ def test_no_kernel_binds_what_the_user_named(spec: str) -> None:
 
 
 def test_the_template_binds_only_names_that_it_reserves() -> None:
-    for fields in ("", "layout: varlen", "loads: pointer", "head_dim: {qk: 192, v: 96}", "tile_map: always"):
+    differences = ("", "layout: varlen", "loads: pointer", "head_dim: {qk: 192, v: 96}", "tile_map: always")
+    for fields in (*differences, *(f"passes: backward\n    {fields}" for fields in differences)):
         head_dim = "" if "head_dim" in fields else "    head_dim: 64\n"
         text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: full\n{head_dim}    {fields}\n"
         (spec,) = expand(load_spec_text(text))

@@ -161,7 +161,7 @@ def test_a_gradient_is_refused_when_it_is_asked_for(gpu: FakeDriver) -> None:
     q, k, v = (t.requires_grad_() for t in tensors())
     out = attngen.attention(q, k, v, variant="causal")
     assert out.requires_grad
-    with pytest.raises(NoKernelError, match=r"no backward kernel is built; backend='reference' differentiates"):
+    with pytest.raises(NoKernelError, match=r"(?s)no backward kernel .*passes: .*backend='reference'"):
         out.sum().backward()
     with torch.no_grad():
         assert not attngen.attention(q, k, v, variant="causal").requires_grad

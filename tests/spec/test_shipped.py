@@ -36,6 +36,7 @@ def test_loads_and_expands(path):
         ("blackwell", 8, 24),
         ("portable", 8, 24),
         ("ladder", 8, 8),
+        ("training", 40, 60),
     ],
 )
 def test_sizes(name, least, most):

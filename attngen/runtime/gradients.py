@@ -1,0 +1,174 @@
+"""The kernels of a backward, prepared for one set of shapes, and the memory that they work in.
+
+Beside the gradients a backward takes two float32 numbers for each query row: its log-sum-exp in units of log2, and
+D = rowsum(dO ∘ O) − dLSE. A tensor of the variant that gets a gradient takes a float32 copy; so do maps of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attngen.runtime.arguments import Call, Number, View, view
+from attngen.runtime.driver import Driver
+from attngen.runtime.launch import Geometry, PreparedLaunch
+from attngen.runtime.module import Kernel, Part
+
+#: Order of the addresses that the kernels of a backward take; gradients and the variant's tensors follow.
+ADDRESSES = (
+    "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "dout", "dlse", "dq", "dk",
+    "dv", "lse_log2", "delta",
+)  # fmt: skip
+_MAP = ADDRESSES.index("tile_map")
+
+
+@dataclass(frozen=True)
+class GradientBuffers:
+    """The memory of one backward: what the forward took and gave, the gradients of its results, and results.
+
+    ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; the sums of the
+    rows, (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``gradients`` holds a
+    contiguous float32 tensor of zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of
+    each part that reads one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    rows: Tensor
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    words: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def named(self, call: Call) -> dict[str, Tensor | None]:
+        """Return what each address of ``ADDRESSES`` is of, but for the tile map, and the gradients by their names."""
+        own = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
+        return {
+            **{name: getattr(self, name) for name in own},
+            **{name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")},
+            "lse_log2": self.rows[0],
+            "delta": self.rows[1],
+            **{f"gradient:{name}": tensor for name, tensor in self.gradients.items()},
+        }
+
+
+def differentiable(call: Call) -> tuple[str, ...]:
+    """Return the tensors of a call's variant that get a gradient."""
+    return tuple(tensor.name for tensor in call.variant.tensors if tensor.grad)
+
+
+def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of dq, dk and dv, in the order of axes of the call."""
+    shapes = {"dq": (call.q, call.head_dim_qk), "dk": (call.k, call.head_dim_qk), "dv": (call.v, call.head_dim_v)}
+    found = {}
+    for name, (seen, width) in shapes.items():
+        shape = (*seen.shape[:-1], width)
+        found[name] = (shape[0], shape[2], shape[1], shape[3]) if call.order == "bhsd" else shape
+    return found
+
+
+class PartGeometry(Geometry):
+    """The numbers of a call for one kernel of a backward."""
+
+    def __init__(self, part: Part, call: Call, views: Mapping[str, View], *, dlse: bool) -> None:
+        """``views`` has out, dout, dq, dk and dv; ``dlse``: whether the log-sum-exp has a gradient."""
+        super().__init__(part, call, by_keys=part.by_keys)
+        self.part = part
+        self.views |= views
+        packed = call.layout == "varlen"
+        rows = call.total_q if packed else call.seqlen_q
+        row_tiles = -(-rows // part.tile_m)
+        self.sizes |= {"rows": rows, "row_tiles": row_tiles}
+        self.absent["dlse"] = not dlse
+        kv_tiles = self.sizes["kv_tiles"]
+        self._blocks = {
+            "rows": row_tiles * call.heads * (1 if packed else call.batch),
+            "queries": self.tiles,
+            "keys": kv_tiles * call.kv_heads * call.batch,
+        }
+
+    def blocks_of_part(self) -> int:
+        """Blocks of the kernel."""
+        return self.classifier_blocks if self.part.grid.endswith("_words") else self._blocks[self.part.grid]
+
+
+def geometries(kernel: Kernel, call: Call, views: Mapping[str, View], *, dlse: bool) -> list[PartGeometry]:
+    """Return the numbers of a call for each kernel of a backward, in the order of their launches."""
+    return [PartGeometry(part, call, views, dlse=dlse) for part in kernel.parts]
+
+
+def map_owner(part: str) -> str:
+    """Return the kernel that reads the map of a part: the one itself, or the one that it classifies for."""
+    return part.removeprefix("classify_")
+
+
+def map_shapes(found: Sequence[PartGeometry]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the tile map of each kernel that reads one."""
+    return {map_owner(one.part.name): one.map.tensor_shape() for one in found if one.map is not None}
+
+
+def view_of(tensor: Tensor, call: Call) -> View:
+    """Return the view of a tensor in the order of axes of a call."""
+    return view(tensor.shape, tensor.stride(), call.order)
+
+
+class PreparedGradients:
+    """The kernels of one backward with one geometry on one device."""
+
+    def __init__(
+        self, kernel: Kernel, call: Call, views: Mapping[str, View], driver: Driver, device: int, *, dlse: bool
+    ) -> None:
+        """Pack what does not change between calls. Raises LoadError if a cubin does not load."""
+        found = geometries(kernel, call, views, dlse=dlse)
+        self.map_shapes = map_shapes(found)
+        self._names = (*ADDRESSES, *(f"gradient:{name}" for name in differentiable(call)))
+        self._tensors = list(call.tensors)
+        self._launches = [
+            (
+                map_owner(one.part.name),
+                PreparedLaunch(
+                    one.part.entry, one.blocks_of_part(), one, self._tensors, driver, device, addresses=self._names
+                ),
+            )
+            for one in found
+            if one.blocks_of_part()
+        ]
+
+    def __call__(self, call: Call, buffers: GradientBuffers, scale: float, scalars: Sequence[Number]) -> None:
+        """Enqueue all kernels on the current stream."""
+        named = buffers.named(call)
+        given = [named.get(name) for name in self._names] + [call.tensors[name] for name in self._tensors]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        for owner, launch in self._launches:
+            words = buffers.words.get(owner)
+            addresses[_MAP] = 0 if words is None else words.data_ptr()
+            launch(addresses, scale, scalars)
+
+
+def allocate(
+    call: Call, inputs: Mapping[str, Tensor], map_shapes: Mapping[str, tuple[int, ...]], dlse: Tensor | None
+) -> GradientBuffers:
+    """Return the memory of a backward: ``inputs`` are q, k, v, out, lse and dout. Results are not initialized."""
+    q = inputs["q"]
+    shapes = gradient_shapes(call)
+    results = {name: torch.empty(shape, dtype=q.dtype, device=q.device) for name, shape in shapes.items()}
+    return GradientBuffers(
+        **inputs,
+        **results,
+        dlse=dlse,
+        rows=torch.empty((2, *call.lse_shape()), dtype=torch.float32, device=q.device),
+        gradients={
+            name: torch.zeros(call.tensors[name].shape, dtype=torch.float32, device=q.device)
+            for name in differentiable(call)
+        },
+        words={name: torch.empty(shape, dtype=torch.int32, device=q.device) for name, shape in map_shapes.items()},
+    )

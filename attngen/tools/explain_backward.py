@@ -1,0 +1,71 @@
+"""The plan of a backward in words: its kernels, and the derivatives that its gradients are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.lang.derivative import differentiate, differentiate_loads
+from attngen.lang.printing import canonical
+from attngen.plan.backward_arguments import differentiable
+from attngen.plan.budget import GradientMemory, gradient_memory
+from attngen.plan.model import Part, Plan
+from attngen.plan.tiles import padded_width
+
+
+def derivatives(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what the score is differentiated by, ``s`` first, and the derivative."""
+    score = plan.variant.score
+    yield "s", "1.0" if score is None else canonical(differentiate(score, "s"))
+    if score is None:
+        return
+    for tensor in differentiable(plan):
+        for load, derivative in differentiate_loads(score, tensor):
+            yield canonical(load), canonical(derivative)
+
+
+def memory_of(plan: Plan, part: Part) -> GradientMemory:
+    """Return the shared memory that the operands of one kernel take."""
+    by_keys = part.name == "dkdv"
+    kept, moved = (part.tile_n, part.tile_m) if by_keys else (part.tile_m, part.tile_n)
+    return gradient_memory(
+        kept_rows=kept,
+        moved_rows=moved,
+        stages=part.stages,
+        width_qk=padded_width(plan.columns_qk),
+        width_v=padded_width(plan.columns_v),
+        element_bytes=plan.dtype.bytes,
+        names=("K", "V", "Q", "dO") if by_keys else ("Q", "dO", "K", "V"),
+    )
+
+
+_DOES = {
+    "preprocess": "the log-sum-exp in units of log2, and D = rowsum(dO * O) - dLSE, of each query row",
+    "classify_dkdv": "the map of the tiles of queries that each tile of keys is seen by",
+    "dkdv": "dK and dV of {tile_n} keys, {tile_m} queries of each head of the group a step",
+    "classify_dq": "the map of the tiles of keys that each tile of queries sees",
+    "dq": "dQ of {tile_m} queries, {tile_n} keys a step",
+}
+
+
+def backward_facts(plan: Plan) -> list[tuple[str, str]]:
+    """Return label and text of everything but bands and efficiency, for people."""
+    variant = plan.variant
+    lines = [
+        ("variant", variant.name),
+        ("mask", canonical(variant.mask)),
+        ("score", canonical(variant.score) if variant.score is not None else "s"),
+        *((f"by {name}", text) for name, text in derivatives(plan)),
+        ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, backward"),
+        ("gradients", ", ".join(["q", "k", "v", *differentiable(plan)])),
+    ]
+    for part in plan.parts:
+        lines.append((part.name, _DOES[part.name].format(tile_m=part.tile_m, tile_n=part.tile_n)))
+        if part.name in ("dkdv", "dq"):
+            memory = memory_of(plan, part)
+            lines += [
+                ("", f"{part.stages} stages, {part.num_warps} warps, loop: {part.driver}"),
+                ("", f"shared memory {memory.total} B of {plan.arch.shared_memory} B: {memory}"),
+            ]
+    atomic = differentiable(plan)
+    lines.append(("same bits", f"on every run, but for {', '.join(atomic)}" if atomic else "on every run"))
+    return lines

@@ -1,0 +1,150 @@
+"""The numerical contract of a backward kernel: its gradients against autograd of the float64 reference.
+
+Checks 1 and 2 with the factor of gradients: the largest error is at most three times that of plain PyTorch's autograd
+in the same dtype, plus the rounding of the result; for a variant's own tensors, twenty times. The root mean square
+error is at most 1.2 times its. Check 5: a row that sees no key has a dQ of exactly 0. Rows of no sequence, and keys
+behind the used ones, have gradients of exactly 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers, differentiable
+from attngen.runtime.reference import lengths, reference
+from attngen.tools.baseline import gradients_of, plain_gradients
+from attngen.tools.contract import SCORED_MAX_ERROR_FACTOR, Deviation, exact_float32, largest
+
+#: An element of a variant's own tensor sums over all pairs that read it, and so over the roundings of O and of the
+#: log-sum-exp, which plain PyTorch does not take from memory.
+OWN_MAX_ERROR_FACTOR = 20.0
+
+_FLOAT32_UNIT = 2.0**-23
+#: Of these, how many a gradient may be off in float32: P, dP, D and the product are rounded.
+_UNITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedGradients:
+    """What a backward takes and should give, and what plain PyTorch gave: gradients by name, in float64."""
+
+    out: Tensor  # of q's dtype, as the forward stores it
+    lse: Tensor  # float32
+    dout: Tensor
+    dlse: Tensor
+    truth: Mapping[str, Tensor]
+    plain: Mapping[str, Tensor]
+    dead: Tensor  # as lse: rows that see no key
+    row_error: float  # what float32 loses of D = rowsum(dO * O), times the largest query or key and the scale
+
+
+def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> ExpectedGradients:
+    """Compute the gradients of random gradients of the results. Raises IndexError as the reference does.
+
+    The gradients of dead rows' outputs are large: they must not matter.
+    """
+    names = differentiable(call)
+    with torch.enable_grad(), exact_float32():
+        given = zip("qkv", (q, k, v), strict=True)
+        leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in given}
+        own = {n: t.detach().double() if t.is_floating_point() else t for n, t in call.tensors.items()}
+        leaves |= {name: own[name].requires_grad_() for name in names}
+        precise = replace(call, tensors=own)
+        out, lse = reference(precise, leaves["q"], leaves["k"], leaves["v"], compute=torch.float64)
+        dead = lse == -math.inf
+        dout = torch.randn(out.shape, generator=generator).to(q.device, q.dtype)
+        dlse = torch.randn(lse.shape, generator=generator).to(q.device)
+        loud = dead.transpose(0, 1) if call.layout == "varlen" else dead.transpose(1, 2)
+        dout = torch.where(loud[..., None], 1e4, dout.float()).to(q.dtype)
+        finite = torch.where(dead, 0.0, lse)
+        above = (dout.double(), torch.where(dead, 0.0, dlse).double())
+        found = gradients_of((out, finite), list(leaves.values()), above)
+        truth = {
+            name: torch.zeros_like(leaf) if gradient is None else gradient
+            for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+        }
+        plain = plain_gradients(call, q, k, v, dout, dlse, names)
+    stored = out.detach().to(q.dtype).contiguous()
+    return ExpectedGradients(
+        stored, lse.detach().float().contiguous(), dout, dlse, truth, plain, dead,
+        _row_error(call, (q, k), dout, out.detach(), loud),
+    )  # fmt: skip
+
+
+def _row_error(call: Call, operands: tuple[Tensor, Tensor], dout: Tensor, out: Tensor, dead: Tensor) -> float:
+    """Return by how much dQ and dK of float32 may be off since D is a sum of products with a rounded O.
+
+    Plain PyTorch sums P dP instead, whose errors cancel those of dP. In 16 bits its own roundings are larger.
+    """
+    if dout.dtype != torch.float32:
+        return 0.0
+    terms = (dout.double() * out).abs().sum(-1)[~dead]
+    size = max(largest(t[torch.isfinite(t)].abs()) for t in operands)
+    return 4 * _FLOAT32_UNIT * largest(terms) * size * call.scale
+
+
+def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGradients) -> Deviation:
+    """Compare the gradients of one backward with what is expected; the one nearest to its limit counts."""
+    results = {"q": buffers.dq, "k": buffers.dk, "v": buffers.dv, **buffers.gradients}
+    worst = (0.0, 1.0)
+    squares = peer_squares = truth_squares = 0.0
+    elements = 0
+    # Probabilities are taken from a log-sum-exp of float32, whose rounding is an error of the exponent.
+    exponent = 2 * _FLOAT32_UNIT * largest(wanted.lse[~wanted.dead].abs())
+    for name, found in results.items():
+        truth = wanted.truth[name]
+        error, plain_error = (found.double() - truth).abs(), (wanted.plain[name].double() - truth).abs()
+        factor, units = (SCORED_MAX_ERROR_FACTOR, _UNITS) if name in "qkv" else (OWN_MAX_ERROR_FACTOR, 64)
+        rounding = torch.finfo(found.dtype).eps + units * _FLOAT32_UNIT + exponent
+        allowed = factor * largest(plain_error) + rounding * largest(truth.abs()) + wanted.row_error * (name != "v")
+        pair = (largest(error), allowed)
+        if pair[0] * worst[1] >= worst[0] * pair[1]:
+            worst = pair
+        if name in "qkv":
+            squares += float(error.square().sum())
+            peer_squares += float(plain_error.square().sum())
+            truth_squares += _UNITS**2 * float(truth.square().sum())
+            elements += error.numel()
+    return Deviation(
+        max_error=worst[0],
+        max_allowed=worst[1],
+        lse_error=0.0,
+        lse_allowed=0.0,
+        squares=squares,
+        peer_squares=peer_squares,
+        truth_squares=truth_squares,
+        elements=elements,
+        dead_rows=int(wanted.dead.sum()),
+        wrong=_inexact(call, results, wanted.dead),
+    )
+
+
+def _inexact(call: Call, results: Mapping[str, Tensor], dead: Tensor) -> tuple[str, ...]:
+    """Return what is wrong where gradients must be exact."""
+    by_row = results["q"].transpose(1, 2) if call.order == "bhsd" else results["q"]
+    rows = dead.transpose(0, 1) if call.layout == "varlen" else dead.transpose(1, 2)
+    counts = {f"gradients of {name} that are not finite": ~torch.isfinite(found) for name, found in results.items()}
+    counts["elements of dQ of dead rows that are not 0"] = by_row[rows] != 0
+    unused = _unused_keys(call, results["k"].device)
+    for name in ("k", "v"):
+        by_key = results[name].transpose(1, 2) if call.order == "bhsd" else results[name]
+        counts[f"gradients of unused keys in d{name.upper()} that are not 0"] = by_key[unused] != 0
+    return tuple(f"{int(wrong.sum())} {what}" for what, wrong in counts.items() if wrong.any())
+
+
+def _unused_keys(call: Call, device: torch.device) -> Tensor:
+    """Return which rows of k are no key of any sequence, or lie behind its used ones."""
+    shape = (call.total_k,) if call.layout == "varlen" else (call.batch, call.seqlen_k)
+    unused = torch.ones(shape, dtype=torch.bool, device=device)
+    for b, (_, keys, _, k_offset) in enumerate(lengths(call)):
+        if call.layout == "varlen":
+            unused[k_offset : k_offset + keys] = False
+        else:
+            unused[b, :keys] = False
+    return unused

@@ -1,0 +1,247 @@
+"""The backward: checks 1, 2, 4, 5, 6, 8, 13, 15, 20, 21, 23 and 24, and autograd, torch.compile and checkpointing."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import attngen
+from attngen.errors import CallError
+from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.pinned import PinnedGradients, gradient_map_shapes
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.spec import load_spec
+from attngen.store.store import Store
+from attngen.tools.build import compile_kernels, prepare
+from attngen.tools.cases import Case
+from attngen.tools.gradient_contract import expected_gradients
+from attngen.tools.inputs import Element, make_inputs
+from attngen.tools.poison import poisoned_gradients
+from attngen.tools.trial import Trial, try_backward
+from tests.gpu.family import for_this_gpu, label, same
+
+SPEC = Path(__file__).with_name("backward.yaml")
+PACKAGE = "attngen_gpu_backward"
+_PREPARED = {label(one.plan): one for one in prepare(load_spec(SPEC)) if one.plan.direction == "backward"}
+ALL = list(_PREPARED)
+
+
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Compile what the cache lacks, forwards too, make the package known, and return the backwards by label."""
+    here = [for_this_gpu(one) for one in prepare(load_spec(SPEC))]
+    store = Store()
+    built, failures = compile_kernels(here, store=store)
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    found = [(one.plan, read_kernel(store.path(built[one.plan.name].key))) for one in here]
+    registry.add(package_of_kernels([kernel for _, kernel in found], "tests/gpu"))
+    return {label(plan): kernel for plan, kernel in found if plan.direction == "backward"}
+
+
+@cache
+def trial(name: str) -> Trial:
+    kernel = kernels()[name]
+
+    def launch(call: Call, buffers: GradientBuffers) -> None:
+        PinnedGradients(kernel, call, buffers)()
+
+    return try_backward(kernel, launch, "cuda", 30_000, small=False)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_checks_01_02_04_and_05(name: str) -> None:
+    """Errors within those of plain PyTorch; rows that see nothing give 0 and take nothing, though their dO is 1e4."""
+    found = trial(name)
+    assert found.problems == ()
+    assert not [result.skipped for result in found.results if result.skipped]
+    assert found.tally.dead_rows > 0
+
+
+def gradients(name: str, case: Case, *, fill: int = 0xFF, seed: int = 0) -> tuple[Tensor, ...]:
+    """Return the gradients of one backward into memory whose bytes were ``fill``."""
+    kernel = kernels()[name]
+    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
+    inputs = make_inputs(kernel.variant, case, kernel.layout, element, "cuda", seed)
+    call = inputs.bind(kernel.variant)
+    wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(seed))
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
+    buffers, memory = poisoned_gradients(call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous())
+    for tensor in (buffers.dq, buffers.dk, buffers.dv, buffers.rows, *buffers.words.values()):
+        tensor.view(torch.uint8).fill_(fill)
+    PinnedGradients(kernel, call, buffers)()
+    assert memory.overrun() == ()
+    return buffers.dq, buffers.dk, buffers.dv
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_checks_08_and_15_the_same_bits_whatever_memory_held(name: str) -> None:
+    case = Case("ragged", (270,) * 2, (333,) * 2, heads=4, kv_heads=2, used=(333, 201))
+    first, *others = (gradients(name, case, fill=fill) for fill in (0xFF, 0xAA, 0x00, 0xFF))
+    assert all(same(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["causal-bf16-d64-dense-descriptor", "allowed-bf16-d128-dense-descriptor"])
+def test_check_13_the_same_bits_under_load(name: str) -> None:
+    case = Case("load", (239,) * 3, (239,) * 3, heads=4, kv_heads=2)
+    first = gradients(name, case)
+    for _ in range(20):
+        assert same(first, gradients(name, case))
+
+
+# --- through the library ------------------------------------------------------------------------------------
+
+
+def leaves(dtype: torch.dtype = torch.bfloat16, *, s: int = 150, heads: int = 4, kv_heads: int = 2, d: int = 64) -> Any:
+    kernels()
+    torch.manual_seed(1)
+    shapes = ((2, s, heads, d), (2, s + 30, kv_heads, d), (2, s + 30, kv_heads, d))
+    return [torch.randn(shape, device="cuda").to(dtype).requires_grad_() for shape in shapes]
+
+
+def attention(*tensors: Tensor, variant: str = "causal", **options: Any) -> Any:
+    return attngen.attention(*tensors, variant=variant, package=PACKAGE, **options)
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 2e-2) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert float((a.double() - b.double()).abs().max()) <= tolerance * float(b.double().abs().max() + 1e-6)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_autograd_with_a_gradient_of_the_log_sum_exp(layout: str) -> None:
+    inputs = leaves()
+    if layout == "bhsd":
+        inputs = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in inputs]
+
+    def loss(**options: Any) -> Tensor:
+        out, lse = attention(*inputs, return_lse=True, layout=layout, **options)
+        return out.float().square().sum() + torch.where(lse.isinf(), 0.0, lse).sin().sum()
+
+    close(torch.autograd.grad(loss(), inputs), torch.autograd.grad(loss(backend="reference"), inputs))
+
+
+def test_a_varlen_call() -> None:
+    kernels()
+    q, k, v = (
+        torch.randn(n, h, 64, device="cuda").bfloat16().requires_grad_() for n, h in ((300, 4), (400, 2), (400, 2))
+    )
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 100, 100, 290], [0, 50, 70, 380]))
+
+    def loss(**options: Any) -> Tensor:
+        out = attngen.attention_varlen(q, k, v, cu_q, cu_k, 190, 310, variant="causal", package=PACKAGE, **options)
+        return (out[:290].float() ** 2).sum()
+
+    ours, theirs = (torch.autograd.grad(loss(**o), (q, k, v)) for o in ({}, {"backend": "reference"}))
+    close(ours, theirs)
+    assert not ours[0][290:].any()
+    assert not ours[1][380:].any()
+    assert not ours[2][380:].any()
+
+
+def test_gradients_of_the_variants_own_tensors() -> None:
+    q, k, v = leaves()
+    own = {
+        "gain": torch.tensor(1.2, device="cuda"), "slope": torch.rand(4, device="cuda") / 50,
+        "table": torch.randn(16, device="cuda"), "bias": torch.randn(2, 180, device="cuda").bfloat16(),
+    }  # fmt: skip
+    inputs = [q, k, v, *(t.requires_grad_() for t in own.values())]
+
+    def loss(**options: Any) -> Tensor:
+        return attention(q, k, v, variant="learned", **own, **options).float().square().sum()
+
+    ours, theirs = (torch.autograd.grad(loss(**o), inputs) for o in ({}, {"backend": "reference"}))
+    close(ours, theirs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(CallError, match="no fixed order"):
+            torch.autograd.grad(loss(), inputs)
+        again = [torch.autograd.grad(attention(q, k, v).float().square().sum(), inputs[:3]) for _ in "ab"]
+        assert same(*again)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "odd"])
+def test_check_20_gradients_of_any_strides(kind: str) -> None:
+    inputs = leaves()
+    out = attention(*inputs)
+    above = {
+        "expanded": lambda: torch.ones((), device="cuda", dtype=out.dtype).expand(out.shape),
+        "transposed": lambda: torch.randn_like(out.transpose(1, 2).contiguous()).transpose(1, 2),
+        "odd": lambda: torch.randn(out.numel() + 1, device="cuda").to(out.dtype)[1:].view(out.shape),
+    }[kind]()
+    theirs = torch.autograd.grad(attention(*inputs, backend="reference"), inputs, above)
+    close(torch.autograd.grad(out, inputs, above), theirs)
+
+
+def test_check_21_empty_work() -> None:
+    kernels()
+    for s, keys in ((0, 5), (5, 0)):
+        inputs = [torch.randn(2, n, 2, 64, device="cuda").bfloat16().requires_grad_() for n in (s, keys, keys)]
+        for tensor, found in zip(inputs, torch.autograd.grad(attention(*inputs).sum(), inputs), strict=True):
+            assert found.shape == tensor.shape
+            assert not found.any()
+
+
+def test_a_program_is_compiled_whole() -> None:
+    inputs = leaves()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q * 2, k, v).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True)
+    close(torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(loss(*inputs), inputs), 1e-2)
+
+
+def test_activation_checkpointing() -> None:
+    inputs = leaves()
+    plain = torch.autograd.grad(attention(*inputs).float().square().sum(), inputs)
+    kept = checkpoint(lambda q, k, v: attention(q, k, v), *inputs, use_reentrant=False)
+    assert same(plain, torch.autograd.grad(kept.float().square().sum(), inputs))
+
+
+def test_check_23_a_step_is_captured() -> None:
+    inputs = leaves()
+    above = torch.randn(2, 150, 4, 64, device="cuda").bfloat16()
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attention(*inputs), inputs, above)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for tensor in inputs:
+            tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(captured, step())
+
+
+def test_memory_beyond_inputs_and_gradients_is_two_numbers_a_row() -> None:
+    inputs = leaves(s=4066, heads=8, kv_heads=8)
+    out = attention(*inputs)
+    above = torch.randn_like(out)
+    step = lambda: torch.autograd.grad(out, inputs, above, retain_graph=True)  # noqa: E731
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = step()
+    torch.cuda.synchronize()
+    gradients_bytes = sum(t.numel() * t.element_size() for t in found)
+    rows = 2 * 4 * 2 * 8 * 4066
+    assert torch.cuda.max_memory_allocated() - before <= gradients_bytes + rows + 2**21

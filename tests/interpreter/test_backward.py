@@ -1,0 +1,126 @@
+"""Rendered backward kernels in Triton's interpreter against float64 autograd of the reference.
+
+Cases and poison are those of the forward; the gradients of the outputs of rows that see nothing are 1e4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attngen.spec import preset_names
+from attngen.tools.cases import Case
+from tests.interpreter.process import Interpreter
+from tests.interpreter.test_numerics import MASKS, SCORES
+
+
+def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str = "", **fields: object) -> str:
+    """Return the text of a spec with one backward kernel."""
+    given = {"head_dim": 16, "dtype": "fp16", "fast_math": "false", "passes": "backward", **fields}
+    given["backward"] = f"{{dkdv: {{tile: {tile}}}, dq: {{tile: {tile}}}}}"
+    lines = "".join(f"    {name}: {value}\n" for name, value in given.items())
+    return f"{declared}kernels:\n  - variant: {variant}\n{lines}"
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset(interpreter: Interpreter, name: str, layout: str) -> None:
+    assert interpreter.call("gradient_problems", spec(name, layout=layout), 21) == ()
+
+
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@pytest.mark.parametrize("head_dim", ["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}"])
+def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str) -> None:
+    assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22) == ()
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@pytest.mark.parametrize("variant", ["full", "alibi"])
+def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str) -> None:
+    text = spec(variant, dtype="fp32", loads=loads, layout=layout, head_dim=48)
+    assert interpreter.call("gradient_problems", text, 23) == ()
+
+
+@pytest.mark.parametrize("tile", ["{m: 16, n: 64}", "{m: 64, n: 16}"])
+@pytest.mark.parametrize("variant", ["sliding_window", "sink_window", "neighbourhood_2d"])
+def test_tiles(interpreter: Interpreter, variant: str, tile: str) -> None:
+    assert interpreter.call("gradient_problems", spec(variant, tile=tile), 24) == ()
+
+
+@pytest.mark.parametrize("tile_map", ["always", "never"])
+@pytest.mark.parametrize("variant", ["full", "prefix_lm", "packed_documents", "dilated", "allowed"])
+def test_drivers(interpreter: Interpreter, variant: str, tile_map: str) -> None:
+    for layout in ("dense", "varlen"):
+        assert interpreter.call("gradient_problems", spec(variant, tile_map=tile_map, layout=layout), 25) == ()
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_masks_of_all_kinds(interpreter: Interpreter, mask: str) -> None:
+    declared = f'variants:\n  odd: {{mask: "{mask}"}}\n'
+    for layout in ("dense", "varlen"):
+        assert interpreter.call("gradient_problems", spec("odd", declared=declared, layout=layout), 26) == ()
+
+
+@pytest.mark.parametrize("fields", SCORES.values(), ids=SCORES.keys())
+def test_scores_of_all_kinds(interpreter: Interpreter, fields: str) -> None:
+    declared = f"variants:\n  odd:\n    {fields}"
+    assert interpreter.call("gradient_problems", spec("odd", declared=declared), 27) == ()
+
+
+LEARNED = {
+    "of all axes": (
+        'mask: "q_pos >= kv"\n'
+        '    score: "s * gain + slope[h] * (kv - q) + table[clamp(q - kv, 0, 15)] + bias[b, kv] + rows[q] ** 2"\n'
+        "    tensors:\n"
+        "      gain: {dtype: float32, shape: [], grad: true}\n"
+        "      slope: {dtype: float32, shape: [h], grad: true}\n"
+        "      table: {dtype: float32, shape: [16], grad: true}\n"
+        "      bias: {dtype: bf16, shape: [b, seqlen_k], grad: true}\n"
+        "      rows: {dtype: fp16, shape: [seqlen_q], grad: true}\n"
+    ),
+    "behind a condition": (
+        'score: "tanh(s * heat[h]) * 3 if keep[kv] else log(abs(s))"\n'
+        "    tensors:\n"
+        "      heat: {dtype: float32, shape: [h], grad: true}\n"
+        "      keep: {dtype: bool, shape: [seqlen_k]}\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("fields", LEARNED.values(), ids=LEARNED.keys())
+def test_gradients_of_the_variants_own_tensors(interpreter: Interpreter, fields: str, layout: str) -> None:
+    declared = f"variants:\n  odd:\n    {fields}"
+    for dtype in ("fp16", "fp32"):
+        text = spec("odd", declared=declared, layout=layout, dtype=dtype)
+        assert interpreter.call("gradient_problems", text, 28) == ()
+
+
+RAGGED = Case("ragged", (21, 21), (37, 37), heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 6e4])
+@pytest.mark.parametrize(
+    ("variant", "arguments", "empty"),
+    [("sliding_window", {"window": 5}, (0, 16)), ("chunked", {"chunk": 48}, (0, 48))],
+)
+def test_tiles_that_the_mask_proves_empty_are_never_loaded(
+    interpreter: Interpreter, variant: str, arguments: dict[str, int], empty: tuple[int, int], value: float
+) -> None:
+    """Keys that no query sees: their K and V reach no gradient, and they get none."""
+    case = Case("few queries", (12,), (64,), heads=2)
+    runs = [
+        interpreter.call("gradients_with", spec(variant), case, [("k", *empty, x), ("v", *empty, x)], arguments)
+        for x in (0.0, value)
+    ]
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for gradient in runs[1][1:]:
+        assert not gradient[:, slice(*empty)].any()
+
+
+def test_the_same_bits_on_every_run(interpreter: Interpreter) -> None:
+    runs = [interpreter.call("gradients_with", spec("softcap"), RAGGED, [], {}) for _ in range(2)]
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,103 @@
+"""The plan of a backward: its kernels, names, tiles and drivers, and what the entry's other fields mean for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.errors import PlanError, SpecError
+from attngen.plan import plan
+from attngen.render import render
+from attngen.spec import expand, load_spec_text
+from attngen.spec.expand import Backward, Gradient, KernelSpec
+from tests.plan.specs import planned
+
+LEARNED = (
+    "variants:\n  own:\n    score: s * gain + slope[h]\n    scalars: {gain: {type: float32, grad: true, min: 0}}\n"
+    "    tensors: {slope: {dtype: float32, shape: [h], grad: true}}\n"
+)
+
+
+def kernels(entry: str) -> tuple[KernelSpec, ...]:
+    return expand(load_spec_text(f"schema: 1\narch: sm90a\nkernels:\n  - {{variant: causal, head_dim: 64, {entry}}}\n"))
+
+
+def test_a_forward_in_cuda_gets_a_backward_in_triton() -> None:
+    entry = "backend: [cuda, triton], passes: [forward, backward], tile: {m: 128}, softmax: exact_max"
+    found = [plan(kernel) for kernel in kernels(entry)]
+    assert [(one.direction, one.backend) for one in found] == [
+        ("forward", "cuda"), ("forward", "triton"), ("backward", "triton"),
+    ]  # fmt: skip
+    assert found[2].name == "bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8"
+
+
+def test_a_backward_has_tiles_of_its_own() -> None:
+    entry = "passes: [forward, backward], backward: {dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {warps: 4}}"
+    _, found = kernels(entry)
+    assert found.backward == Backward(Gradient(32, 64, 2, 4), Gradient(num_warps=4))
+    assert (found.tile_m, found.num_warps, found.locate("backward").line) == (None, None, 4)
+    parts = {part.name: part for part in plan(found).parts}
+    assert list(parts) == ["preprocess", "dkdv", "dq"]
+    assert (parts["dkdv"].tile_m, parts["dkdv"].tile_n, parts["dkdv"].num_warps) == (32, 64, 4)
+    assert (parts["dq"].tile_m, parts["dq"].num_warps) == (128, 4)
+
+
+@pytest.mark.parametrize("field", ["tile: {m: 64}", "pipeline: {stages: 2}", "warps: 4", "backend: cuda"])
+def test_what_is_the_forwards_is_refused_without_one(field: str) -> None:
+    with pytest.raises(SpecError, match=rf"kernels\[0\]\.{field.split(':')[0]}: is the forward's"):
+        kernels(f"passes: backward, {field}")
+
+
+def test_how_the_backward_is_computed_is_refused_without_one() -> None:
+    with pytest.raises(SpecError, match=r"kernels\[0\]\.backward: .*allowed: passes: \[forward, backward\]"):
+        kernels("backward: {dq: {warps: 4}}")
+
+
+@pytest.mark.parametrize(
+    ("variant", "drivers"),
+    [
+        ("causal", ("ranges", "ranges")),
+        ("allowed", ("tile_map", "tile_map")),
+        ("dilated", ("classified", "classified")),
+    ],
+)
+def test_drivers_of_both_kernels(variant: str, drivers: tuple[str, str]) -> None:
+    found = planned(variant, passes="backward")
+    assert (found.part("dkdv").driver, found.part("dq").driver) == drivers
+    classifiers = [part.name for part in found.parts if part.name.startswith("classify_")]
+    assert classifiers == ["classify_dkdv", "classify_dq"] * (drivers[0] == "tile_map")
+
+
+def test_the_manifest_lists_every_kernel() -> None:
+    found = planned("allowed", passes="backward")
+    manifest = found.to_dict()
+    assert [row["name"] for row in manifest["parts"]] == [part.name for part in found.parts]
+    assert manifest["symbol"] == found.part("dkdv").symbol
+    assert manifest["parameters"] == manifest["parts"][2]["parameters"]
+    assert all(f"def {row['symbol']}(" in render(found).text for row in manifest["parts"])
+
+
+def test_a_tile_that_does_not_fit_is_made_smaller() -> None:
+    found = planned(
+        passes="backward", head_dim=256, arch="sm86", backward="{dkdv: {tile: {n: 64}}, dq: {tile: {m: 64}}}"
+    )
+    for part in found.parts:
+        if part.name in ("dkdv", "dq"):
+            kept, moved = (part.tile_n, part.tile_m) if part.name == "dkdv" else (part.tile_m, part.tile_n)
+            assert 2 * 2 * 256 * (kept + part.stages * moved) <= found.arch.shared_memory
+
+
+def test_full_tiles_have_no_mask_code_and_the_scale_is_applied_once() -> None:
+    text = render(planned(passes="backward")).text
+    assert text.count("visible = ") == 2  # one in each kernel, behind a branch
+    assert text.count("* softmax_scale,") + text.count("* softmax_scale)") == 2
+
+
+def test_gradients_of_own_tensors_are_added_atomically_and_so_not_deterministic() -> None:
+    found = planned("own", passes="backward", declared=LEARNED)
+    names = [argument.name for argument in found.part("dq").arguments]
+    assert {"gradient_slope_ptr", "gradient_gain_ptr", "gain_ptr"} <= set(names)
+    assert render(found).text.count("tl.atomic_add(") == 2
+    assert "tl.atomic_add(" not in render(planned("alibi", passes="backward")).text
+    with pytest.raises(PlanError, match=r"deterministic: gradients .* allowed: false"):
+        planned("own", passes="backward", declared=LEARNED, deterministic="true")
+    planned(passes="backward", deterministic="true")
