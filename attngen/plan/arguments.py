@@ -36,7 +36,7 @@ named_arrive named_sync prefetch_map load_box store_box store_blocks pack rescal
 raise_reference log_sum_exp grow_registers shrink_registers take_tile advance_v hold_v skip_v release_k release_v
 first_is_blind free_out give_up_turn write_out key visible_from visible_to Place Row
 from_lane k_to k_to_phase k_unloaded v_to v_to_phase v_unloaded load_q load_k tile_at ahead to store_rows kv_head
-group_bits tile_queries consumer_queries h_lo h_hi
+group_bits h_lo h_hi
 dout dout_0 dout_1 dk dk_0 dk_1 dv dv_0 dv_1 dq dq_0 dq_1 dp ds dlogit lse_log2 delta lse_rows delta_rows dlse kv_row
 k_rows v_rows dk_rows dv_rows dq_rows q_rows q_head dout_head dout_rows keys k_end q_end inner_heads head start
 full_count partial_count full_word factor row_tile row row_tiles dot contribution gradient

@@ -24,7 +24,8 @@ WORK_BYTES = 320
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-#: The same where the scheduler searches for bounds, for which 32 registers are few, if the consumers can spare them.
+#: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
+#: the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
 #: Of a thread without roles, which an instruction can name.
 _MOST_REGISTERS = 255
@@ -208,7 +209,8 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
         _check_registers(spec, even, tile_n, width_v)
         return 0, even
     default = _REGISTERS[consumers]
-    if _searches(spec) and _needed_registers(tile_n, width_v) <= _SEARCHING_REGISTERS[consumers][1]:
+    busy = _searches(spec) or spec.pack_gqa is True
+    if busy and _needed_registers(tile_n, width_v) <= _SEARCHING_REGISTERS[consumers][1]:
         default = _SEARCHING_REGISTERS[consumers]
     producer = roles.producer_registers or default[0]
     consumer = roles.consumer_registers or default[1]

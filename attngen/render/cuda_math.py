@@ -229,6 +229,11 @@ def _used(lines: Sequence[str], users: Iterable[str]) -> list[str]:
     return kept
 
 
+def queries(plan: Plan, rows: str) -> str:
+    """Return the text of how many queries so many rows hold: each has one, or all heads of a group have one."""
+    return f"({rows} >> group_bits)" if plan.pack_gqa else rows
+
+
 def _row_lines(plan: Plan, texts: str) -> list[str]:
     """Return the lines that name the query of a row and, where rows are of several heads, its head."""
     used = [name for name in (*_QUERY_NAMES, "h") if re.search(rf"\b{name}\b", texts)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from attngen.dtypes import dtype
 from attngen.plan.hopper import WORK_BYTES
 from attngen.plan.model import Argument, Columns, Plan
-from attngen.render.cuda_math import Steps, Tiles, elements, logits, tiles, word
+from attngen.render.cuda_math import Steps, Tiles, elements, logits, queries, tiles, word
 from attngen.render.header import argument_groups, command, summary
 
 _REGION_TEXTS = {
@@ -75,8 +76,7 @@ class CudaView:
     rows_text: str
     head: str
     heads: str
-    tile_queries: str
-    consumer_queries: str
+    queries: Callable[[str], str]
     rows_left: str
     row_lines: Callable[[str], tuple[str, ...]]
     first_head: str
@@ -148,10 +148,9 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         else "query rows of a tile of work",
         head="hk" if plan.pack_gqa else "h",
         heads="kv_heads" if plan.pack_gqa else "heads",
-        tile_queries="tile_queries" if plan.pack_gqa else "kBlockM",
-        consumer_queries="consumer_queries" if plan.pack_gqa else "64",
+        queries=partial(queries, plan),
         rows_left=f"({left}) * group" if plan.pack_gqa else left,
-        row_lines=_packed_row_lines if plan.pack_gqa else _row_lines,
+        row_lines=partial(_row_lines, plan),
         first_head="0" if plan.pack_gqa else "work.h",
         query_box=_query_box(plan),
         seqlen_q="work.seqlen_q" if plan.varlen else "seqlen_q",
@@ -238,8 +237,8 @@ def _work_lines(plan: Plan, used_in: Sequence[str], own: Sequence[str]) -> tuple
     if _uses("hk", texts) and not plan.pack_gqa:
         lines.append("const int hk = h / group;")
     if _uses("q_first", texts):
-        first = "(64 * warpgroup >> group_bits)" if plan.pack_gqa else "64 * warpgroup + row_in_group"
-        lines.append(f"const int q_first = work.q_start + {first};")
+        own_row = "" if plan.pack_gqa else " + row_in_group"
+        lines.append(f"const int q_first = work.q_start + {queries(plan, '64 * warpgroup')}{own_row};")
     return (*lines, *own)
 
 
@@ -260,17 +259,10 @@ def _loader_lines(plan: Plan, listed: Sequence[str]) -> tuple[str, ...]:
     return (line,) if plan.pack_gqa else (line, f"const int hk = {'h' if 'h' in used else 'work.h'} / group;")
 
 
-def _row_lines(row: str) -> tuple[str, ...]:
-    """Return the lines that name the query of a row of a tile of work."""
-    return (f"const int q = work.q_start + {row};",)
-
-
-def _packed_row_lines(row: str) -> tuple[str, ...]:
-    """Return the lines that name the query and the head of a row of a packed tile of work."""
-    return (
-        f"const int q = work.q_start + ({row} >> group_bits);",
-        f"const int h = (work.hk << group_bits) + ({row} & group - 1);",
-    )
+def _row_lines(plan: Plan, row: str) -> tuple[str, ...]:
+    """Return the lines that name the query of a row of a tile of work and, if heads share the rows, its head."""
+    line = f"const int q = work.q_start + {queries(plan, row)};"
+    return (line, f"const int h = (work.hk << group_bits) + ({row} & group - 1);") if plan.pack_gqa else (line,)
 
 
 def _query_box(plan: Plan) -> str:

@@ -123,8 +123,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       // The scheduler: takes tiles of work, and finds out what their rows see.
       const int units = batch * kv_heads;
       const int q_tiles_of_all = q_tiles * units;
-      const int tile_queries = kBlockM >> group_bits;  // each with all heads of the group
-      const int consumer_queries = 64 >> group_bits;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x, slot = 0;
       uint32_t phase = 0;
@@ -142,17 +140,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
           int seqlen_k = cu_seqlens_k_ptr[b + 1] - k_begin;
           if (has_seqused_k) seqlen_k = seqused_k_ptr[b];
-          if (q_tile * tile_queries >= seqlen_q) {  // a shorter sequence than the longest
+          if ((q_tile * kBlockM >> group_bits) >= seqlen_q) {  // a shorter sequence than the longest
             index = next_tile();
             continue;
           }
           const int whole_tiles = seqlen_k / kBlockN;
-          const int q_start = q_tile * tile_queries + (part < kConsumers ? consumer_queries * part : 0);
+          const int q_start = (q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits);
           const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
           spans = {0, visible_hi, 0, whole_tiles};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
-          work = {b, hk, q_tile * tile_queries, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
+          work = {b, hk, (q_tile * kBlockM >> group_bits), __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: what an empty sum gives
           const int rows = min(kBlockM, (work.seqlen_q - work.q_start) * group);

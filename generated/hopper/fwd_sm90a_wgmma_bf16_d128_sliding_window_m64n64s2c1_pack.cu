@@ -124,8 +124,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       // The scheduler: takes tiles of work, and finds out what their rows see.
       const int units = batch * kv_heads;
       const int q_tiles_of_all = q_tiles * units;
-      const int tile_queries = kBlockM >> group_bits;  // each with all heads of the group
-      const int consumer_queries = 64 >> group_bits;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x, slot = 0;
       uint32_t phase = 0;
@@ -142,8 +140,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
           const int whole_tiles = seqlen_k / kBlockN;
-          const int q_start = q_tile * tile_queries + (part < kConsumers ? consumer_queries * part : 0);
-          const int q_hi = min(q_start + (part < kConsumers ? consumer_queries : tile_queries), seqlen_q) - 1;
+          const int q_start = (q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits);
+          const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
           const int window_min_1073741823 = min(window, 1073741823);
@@ -154,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           spans = {visible_lo, visible_hi, full_lo, full_hi};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
-          work = {b, hk, q_tile * tile_queries, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
+          work = {b, hk, (q_tile * kBlockM >> group_bits), __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: what an empty sum gives
           const int rows = min(kBlockM, (work.seqlen_q - work.q_start) * group);
