@@ -26,11 +26,14 @@ from attngen.plan.choices import (
 )
 from attngen.plan.model import Part, Plan
 from attngen.plan.tiles import Tile, columns, default_gradient_tile, family, padded_width
-from attngen.plan.traits import gathers
+from attngen.plan.traits import gathers, is_light
 from attngen.spec.expand import Backward, Gradient, KernelSpec
 
 #: Query rows of a block that computes the rows' sums; a warp takes whole rows.
 _ROWS, _ROWS_WARPS = 64, 4
+
+#: Head dims of the tiles that were raced.
+_RACED = (64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
             rows = "listed"
         elif spec.variant.score is not None or spec.layout == "varlen":
             rows = "scored"
+        elif is_light(spec.variant) and spec.head_dim_qk == spec.head_dim_v and spec.head_dim_v in _RACED:
+            rows = "plain"
     widths = padded_width(columns_qk), padded_width(columns_v)
     given = spec.backward or Backward()
     tiles = {

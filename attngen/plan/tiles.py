@@ -49,6 +49,9 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
 
 #: The same for the two kernels of a backward: (family, largest head_dim) → tile of "dkdv", tile of "dq".
 _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
+    # plain masks of dense sequences at the head dims themselves: raced (docs/performance.md); the others avoid spills
+    ("plain", 64, Tile(128, 64, 2, 4), Tile(64, 64, 2, 4)),
+    ("plain", 128, Tile(64, 64, 2, 4), Tile(128, 64, 3, 8)),
     ("wgmma", 64, Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)),
     ("wgmma", 128, Tile(64, 128, 2, 8), Tile(128, 64, 2, 8)),
     ("wgmma", 256, Tile(32, 32, 2, 4), Tile(64, 32, 2, 4)),

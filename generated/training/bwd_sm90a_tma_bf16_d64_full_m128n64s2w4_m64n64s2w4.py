@@ -1,6 +1,6 @@
-"""bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8
+"""bwd_sm90a_tma_bf16_d64_full_m128n64s2w4_m64n64s2w4
 
-Attention backward, variant causal: mask `q_pos >= kv`.
+Attention backward, variant full: mask `True`.
 Rendered from templates/triton/backward.py.j2 by `attngen build specs/training.yaml`.
 
 P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D) score', dV = P^T dO, dQ = dS K and
@@ -23,7 +23,7 @@ def schedule_tile(block, q_tiles, units, section):
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_preprocess(
+def bwd_sm90a_tma_bf16_d64_full_m128n64s2w4_m64n64s2w4_preprocess(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr,
     stride_out_b, stride_out_s, stride_out_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
@@ -57,7 +57,7 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_preprocess(
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dkdv(
+def bwd_sm90a_tma_bf16_d64_full_m128n64s2w4_m64n64s2w4_dkdv(
     q_desc, dout_desc,
     k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr,
     stride_k_b, stride_k_s, stride_k_h,
@@ -69,9 +69,9 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dkdv(
     has_seqused_k,
 ):
     """Compute dK and dV of a tile of keys, from the queries of all heads that share it."""
-    BLOCK_M: tl.constexpr = 64  # query rows of one step
-    BLOCK_N: tl.constexpr = 128  # keys of a block
-    STAGES: tl.constexpr = 3  # Q and dO tiles in flight
+    BLOCK_M: tl.constexpr = 128  # query rows of one step
+    BLOCK_N: tl.constexpr = 64  # keys of a block
+    STAGES: tl.constexpr = 2  # Q and dO tiles in flight
 
     # Which keys of which KV head. Heads of one section run side by side, the first keys first: most queries see them.
     unit, kv_tile = schedule_tile(tl.program_id(0), kv_tiles, batch * kv_heads, section)
@@ -83,7 +83,6 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dkdv(
         seqlen_k = tl.load(seqused_k_ptr + b)
     kv_start = kv_tile * BLOCK_N
     kv_index = kv_start + tl.arange(0, BLOCK_N)
-    kv_row = tl.minimum(kv_index, seqlen_k - 1)  # keys beyond the end repeat the last one; they are not stored
     scale_log2e = softmax_scale * LOG2E
 
     # What a block keeps: its keys and values, and their gradients.
@@ -97,19 +96,15 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dkdv(
     # Which queries: tiles of which some row sees some key, and among them those that see all of them.
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
-    kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-    visible_lo = tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
     visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
 
     inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
     # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
-    visits = tl.maximum(visible_hi - visible_lo, 0)
+    visits = tl.maximum(visible_hi, 0)
     for visit in tl.range(0, inner_heads * visits, num_stages=STAGES):
         h = hk * group + visit // tl.maximum(visits, 1)
-        tile = visible_lo + visit % tl.maximum(visits, 1)
+        tile = visit % tl.maximum(visits, 1)
         lse_rows = lse_log2_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         delta_rows = delta_ptr + (b * heads + h).to(tl.int64) * seqlen_q
 
@@ -117,9 +112,8 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dkdv(
         q_index = q_start + tl.arange(0, BLOCK_M)
         q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
         s = tl.dot(k, tl.trans(q))
-        if (tile < full_lo) | (tile >= whole_tiles):
-            q_pos = q_index + (seqlen_k - seqlen_q)
-            visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
+        if tile >= whole_tiles:
+            visible = q_index[None, :] < seqlen_q
             s = tl.where(visible, s, float("-inf"))
         dout = tl.reshape(dout_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
         dp = tl.dot(v, tl.trans(dout))
@@ -143,7 +137,7 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dkdv(
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dq(
+def bwd_sm90a_tma_bf16_d64_full_m128n64s2w4_m64n64s2w4_dq(
     k_desc, v_desc,
     q_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
@@ -154,9 +148,9 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dq(
     has_seqused_k,
 ):
     """Compute dQ of a tile of queries."""
-    BLOCK_M: tl.constexpr = 128  # query rows of a block
+    BLOCK_M: tl.constexpr = 64  # query rows of a block
     BLOCK_N: tl.constexpr = 64  # keys of one step
-    STAGES: tl.constexpr = 3  # K and V tiles in flight
+    STAGES: tl.constexpr = 2  # K and V tiles in flight
 
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
@@ -167,18 +161,12 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dq(
         seqlen_k = tl.load(seqused_k_ptr + b)
     q_start = q_tile * BLOCK_M
     q_index = q_start + tl.arange(0, BLOCK_M)
-    q_row = tl.minimum(q_index, seqlen_q - 1)  # rows beyond the end repeat the last one; they are not stored
-    q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
-    q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
-    q_pos_lo = q_start + (seqlen_k - seqlen_q)
-    q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
+    visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
 
     # What a block keeps: its queries and the gradients of their outputs, the sums of their rows, and dQ.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
@@ -195,8 +183,8 @@ def bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8_dq(
         inside = tl.minimum(seqlen_k - kv_start, BLOCK_N)  # rows before the end of the sequence
         k = tl.reshape(k_desc.load([b, kv_start + inside, BLOCK_N - inside, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        if tile >= full_hi:
-            visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
+        if tile >= whole_tiles:
+            visible = kv_index[None, :] < seqlen_k
             s = tl.where(visible, s, float("-inf"))
         v = tl.reshape(v_desc.load([b, kv_start + inside, BLOCK_N - inside, hk, 0]), [BLOCK_N, 64])
         dp = tl.dot(dout, tl.trans(v))

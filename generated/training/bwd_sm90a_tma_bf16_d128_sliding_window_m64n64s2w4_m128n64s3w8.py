@@ -1,4 +1,4 @@
-"""bwd_sm90a_tma_bf16_d128_sliding_window_m64n128s2w8_m128n64s2w8
+"""bwd_sm90a_tma_bf16_d128_sliding_window_m64n64s2w4_m128n64s3w8
 
 Attention backward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
 Rendered from templates/triton/backward.py.j2 by `attngen build specs/training.yaml`.
@@ -23,7 +23,7 @@ def schedule_tile(block, q_tiles, units, section):
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d128_sliding_window_m64n128s2w8_m128n64s2w8_preprocess(
+def bwd_sm90a_tma_bf16_d128_sliding_window_m64n64s2w4_m128n64s3w8_preprocess(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr,
     stride_out_b, stride_out_s, stride_out_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
@@ -57,7 +57,7 @@ def bwd_sm90a_tma_bf16_d128_sliding_window_m64n128s2w8_m128n64s2w8_preprocess(
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d128_sliding_window_m64n128s2w8_m128n64s2w8_dkdv(
+def bwd_sm90a_tma_bf16_d128_sliding_window_m64n64s2w4_m128n64s3w8_dkdv(
     q_desc, dout_desc,
     k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr,
     stride_k_b, stride_k_s, stride_k_h,
@@ -71,7 +71,7 @@ def bwd_sm90a_tma_bf16_d128_sliding_window_m64n128s2w8_m128n64s2w8_dkdv(
 ):
     """Compute dK and dV of a tile of keys, from the queries of all heads that share it."""
     BLOCK_M: tl.constexpr = 64  # query rows of one step
-    BLOCK_N: tl.constexpr = 128  # keys of a block
+    BLOCK_N: tl.constexpr = 64  # keys of a block
     STAGES: tl.constexpr = 2  # Q and dO tiles in flight
 
     # Which keys of which KV head. Heads of one section run side by side, the first keys first: most queries see them.
@@ -149,7 +149,7 @@ def bwd_sm90a_tma_bf16_d128_sliding_window_m64n128s2w8_m128n64s2w8_dkdv(
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d128_sliding_window_m64n128s2w8_m128n64s2w8_dq(
+def bwd_sm90a_tma_bf16_d128_sliding_window_m64n64s2w4_m128n64s3w8_dq(
     k_desc, v_desc,
     q_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
@@ -163,7 +163,7 @@ def bwd_sm90a_tma_bf16_d128_sliding_window_m64n128s2w8_m128n64s2w8_dq(
     """Compute dQ of a tile of queries."""
     BLOCK_M: tl.constexpr = 128  # query rows of a block
     BLOCK_N: tl.constexpr = 64  # keys of one step
-    STAGES: tl.constexpr = 2  # K and V tiles in flight
+    STAGES: tl.constexpr = 3  # K and V tiles in flight
 
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)

@@ -1,4 +1,4 @@
-"""bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8
+"""bwd_sm90a_tma_bf16_d128_full_m64n64s2w4_m128n64s3w8
 
 Attention backward, variant full: mask `True`.
 Rendered from templates/triton/backward.py.j2 by `attngen build specs/training.yaml`.
@@ -23,7 +23,7 @@ def schedule_tile(block, q_tiles, units, section):
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_preprocess(
+def bwd_sm90a_tma_bf16_d128_full_m64n64s2w4_m128n64s3w8_preprocess(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr,
     stride_out_b, stride_out_s, stride_out_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
@@ -41,7 +41,7 @@ def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_preprocess(
     out_rows = out_ptr + b * stride_out_b + h * stride_out_h + row[:, None] * stride_out_s
     dout_rows = dout_ptr + b * stride_dout_b + h * stride_dout_h + row[:, None] * stride_dout_s
     delta = tl.zeros([BLOCK_M], tl.float32)
-    column = tl.arange(0, 64)
+    column = tl.arange(0, 128)
     out = tl.load(out_rows + column[None, :], mask=stored[:, None], other=0.0)
     dout = tl.load(dout_rows + column[None, :], mask=stored[:, None], other=0.0)
     delta += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -57,7 +57,7 @@ def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_preprocess(
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_dkdv(
+def bwd_sm90a_tma_bf16_d128_full_m64n64s2w4_m128n64s3w8_dkdv(
     q_desc, dout_desc,
     k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr,
     stride_k_b, stride_k_s, stride_k_h,
@@ -70,8 +70,8 @@ def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_dkdv(
 ):
     """Compute dK and dV of a tile of keys, from the queries of all heads that share it."""
     BLOCK_M: tl.constexpr = 64  # query rows of one step
-    BLOCK_N: tl.constexpr = 128  # keys of a block
-    STAGES: tl.constexpr = 3  # Q and dO tiles in flight
+    BLOCK_N: tl.constexpr = 64  # keys of a block
+    STAGES: tl.constexpr = 2  # Q and dO tiles in flight
 
     # Which keys of which KV head. Heads of one section run side by side, the first keys first: most queries see them.
     unit, kv_tile = schedule_tile(tl.program_id(0), kv_tiles, batch * kv_heads, section)
@@ -87,11 +87,11 @@ def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_dkdv(
 
     # What a block keeps: its keys and values, and their gradients.
     k_rows = k_ptr + b * stride_k_b + hk * stride_k_h + kv_index[:, None] * stride_k_s
-    k = tl.load(k_rows + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+    k = tl.load(k_rows + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
     v_rows = v_ptr + b * stride_v_b + hk * stride_v_h + kv_index[:, None] * stride_v_s
-    v = tl.load(v_rows + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
-    dk = tl.zeros([BLOCK_N, 64], tl.float32)
-    dv = tl.zeros([BLOCK_N, 64], tl.float32)
+    v = tl.load(v_rows + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+    dk = tl.zeros([BLOCK_N, 128], tl.float32)
+    dv = tl.zeros([BLOCK_N, 128], tl.float32)
 
     # Which queries: tiles of which some row sees some key, and among them those that see all of them.
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -110,12 +110,12 @@ def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_dkdv(
 
         q_start = tile * BLOCK_M
         q_index = q_start + tl.arange(0, BLOCK_M)
-        q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
+        q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
         s = tl.dot(k, tl.trans(q))
         if tile >= whole_tiles:
             visible = q_index[None, :] < seqlen_q
             s = tl.where(visible, s, float("-inf"))
-        dout = tl.reshape(dout_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
+        dout = tl.reshape(dout_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
         dp = tl.dot(v, tl.trans(dout))
         lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
@@ -128,16 +128,16 @@ def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_dkdv(
     dv_rows = dv_ptr + b * stride_dv_b + hk * stride_dv_h + kv_index[:, None] * stride_dv_s
     stored = kv_index[:, None] < keys
     used = kv_index[:, None] < seqlen_k
-    column = tl.arange(0, 64)
+    column = tl.arange(0, 128)
     dk = tl.where(used, dk * softmax_scale, 0.0).to(tl.bfloat16)
     tl.store(dk_rows + column[None, :], dk, mask=stored)
-    column = tl.arange(0, 64)
+    column = tl.arange(0, 128)
     dv = tl.where(used, dv, 0.0).to(tl.bfloat16)
     tl.store(dv_rows + column[None, :], dv, mask=stored)
 
 
 @triton.jit
-def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_dq(
+def bwd_sm90a_tma_bf16_d128_full_m64n64s2w4_m128n64s3w8_dq(
     k_desc, v_desc,
     q_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
@@ -170,23 +170,23 @@ def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_dq(
 
     # What a block keeps: its queries and the gradients of their outputs, the sums of their rows, and dQ.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
-    q = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     dout_rows = dout_ptr + b * stride_dout_b + h * stride_dout_h + q_index[:, None] * stride_dout_s
-    dout = tl.load(dout_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    dout = tl.load(dout_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     entry = unit.to(tl.int64) * seqlen_q + q_index
     lse_log2 = tl.load(lse_log2_ptr + entry, mask=q_index < seqlen_q, other=float("inf"))
     delta = tl.load(delta_ptr + entry, mask=q_index < seqlen_q, other=0.0)
-    dq = tl.zeros([BLOCK_M, 64], tl.float32)
+    dq = tl.zeros([BLOCK_M, 128], tl.float32)
     for tile in tl.range(0, visible_hi, num_stages=STAGES):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         inside = tl.minimum(seqlen_k - kv_start, BLOCK_N)  # rows before the end of the sequence
-        k = tl.reshape(k_desc.load([b, kv_start + inside, BLOCK_N - inside, hk, 0]), [BLOCK_N, 64])
+        k = tl.reshape(k_desc.load([b, kv_start + inside, BLOCK_N - inside, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
         if tile >= whole_tiles:
             visible = kv_index[None, :] < seqlen_k
             s = tl.where(visible, s, float("-inf"))
-        v = tl.reshape(v_desc.load([b, kv_start + inside, BLOCK_N - inside, hk, 0]), [BLOCK_N, 64])
+        v = tl.reshape(v_desc.load([b, kv_start + inside, BLOCK_N - inside, hk, 0]), [BLOCK_N, 128])
         dp = tl.dot(dout, tl.trans(v))
         p = tl.exp2(s * scale_log2e - lse_log2[:, None])
         ds = p * (dp - delta[:, None])
@@ -194,6 +194,6 @@ def bwd_sm90a_tma_bf16_d64_full_m64n128s3w8_m128n64s3w8_dq(
 
     dq_rows = dq_ptr + b * stride_dq_b + h * stride_dq_h + q_index[:, None] * stride_dq_s
     stored = q_index[:, None] < seqlen_q
-    column = tl.arange(0, 64)
+    column = tl.arange(0, 128)
     dq = (dq * softmax_scale).to(tl.bfloat16)
     tl.store(dq_rows + column[None, :], dq, mask=stored)
