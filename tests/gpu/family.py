@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -69,17 +70,28 @@ def for_this_gpu(kernel: Prepared) -> Prepared:
     return kernel if kernel.plan.arch.runs_on(10 * major + minor) else retarget(kernel, arch)
 
 
-@cache
-def kernels() -> dict[str, Kernel]:
-    """Compile what the cache lacks, and return every kernel by its label.
+class Kernels(dict[str, Kernel]):
+    """Kernels by label; whoever asks for one that could not be compiled fails with the reason."""
 
-    The cache is that of ``ATTNGEN_CACHE``. No index is written: only this process sees the package.
-    """
-    here = {name: for_this_gpu(kernel) for name, kernel in _prepared().items()}
-    store = Store()
-    built, failures = compile_kernels(list(here.values()), store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    found = {name: read_kernel(store.path(built[kernel.plan.name].key)) for name, kernel in here.items()}
+    def __init__(self, prepared: Mapping[str, Prepared]) -> None:
+        """Compile what the cache of ``ATTNGEN_CACHE`` lacks. No index is written: only this process sees them."""
+        here = {name: for_this_gpu(kernel) for name, kernel in prepared.items()}
+        store = Store()
+        built, failures = compile_kernels(list(here.values()), store=store)
+        errors = {failure.name: failure.error for failure in failures}
+        self._errors = {name: errors[kernel.plan.name] for name, kernel in here.items() if kernel.plan.name in errors}
+        for name, kernel in here.items():
+            if name not in self._errors:
+                self[name] = read_kernel(store.path(built[kernel.plan.name].key))
+
+    def __missing__(self, name: str) -> Kernel:
+        pytest.fail(f"{name} was not compiled: {self._errors[name]}")
+
+
+@cache
+def kernels() -> Kernels:
+    """Return every kernel by its label, and make the package known."""
+    found = Kernels(_prepared())
     registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
     return found
 

@@ -15,35 +15,29 @@ import attngen
 from attngen.errors import CallError
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
-from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import PinnedGradients, gradient_map_shapes
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import load_spec
-from attngen.store.store import Store
-from attngen.tools.build import compile_kernels, prepare
+from attngen.tools.build import prepare
 from attngen.tools.cases import Case
 from attngen.tools.gradient_contract import expected_gradients
 from attngen.tools.inputs import Element, make_inputs
 from attngen.tools.poison import poisoned_gradients
 from attngen.tools.trial import Trial, try_backward
-from tests.gpu.family import for_this_gpu, label, same
+from tests.gpu.family import Kernels, label, same
 
 SPEC = Path(__file__).with_name("backward.yaml")
 PACKAGE = "attngen_gpu_backward"
-_PREPARED = {label(one.plan): one for one in prepare(load_spec(SPEC)) if one.plan.direction == "backward"}
-ALL = list(_PREPARED)
+_PREPARED = {f"{one.plan.direction} {label(one.plan)}": one for one in prepare(load_spec(SPEC))}
+ALL = [name for name in _PREPARED if name.startswith("backward")]
 
 
 @cache
-def kernels() -> dict[str, Kernel]:
-    """Compile what the cache lacks, forwards too, make the package known, and return the backwards by label."""
-    here = [for_this_gpu(one) for one in prepare(load_spec(SPEC))]
-    store = Store()
-    built, failures = compile_kernels(here, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    found = [(one.plan, read_kernel(store.path(built[one.plan.name].key))) for one in here]
-    registry.add(package_of_kernels([kernel for _, kernel in found], "tests/gpu"))
-    return {label(plan): kernel for plan, kernel in found if plan.direction == "backward"}
+def kernels() -> Kernels:
+    """Return forwards and backwards by their labels, and make the package known."""
+    found = Kernels(_PREPARED)
+    registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
+    return found
 
 
 @cache
@@ -88,7 +82,9 @@ def test_checks_08_and_15_the_same_bits_whatever_memory_held(name: str) -> None:
     assert all(same(first, other) for other in others)
 
 
-@pytest.mark.parametrize("name", ["causal-bf16-d64-dense-descriptor", "allowed-bf16-d128-dense-descriptor"])
+@pytest.mark.parametrize(
+    "name", ["backward causal-bf16-d64-dense-descriptor", "backward allowed-bf16-d128-dense-descriptor"]
+)
 def test_check_13_the_same_bits_under_load(name: str) -> None:
     case = Case("load", (239,) * 3, (239,) * 3, heads=4, kv_heads=2)
     first = gradients(name, case)
