@@ -55,59 +55,42 @@ class Request:
     direction: str = "forward"
 
 
-#: Share of a tile's rows that may lie behind the last query before a kernel with smaller tiles is better.
-_MOST_WASTE = 0.05
-
-
-#: Share of the tiles that packing the heads of a group must save: less does not pay for what each row then computes.
-_LEAST_SAVED = 0.1
+#: Time of a tile of work by its rows, as far as it decides between tiles: docs/performance.md, "Packed heads".
+_TILE_TIMES = {64: 1.0, 128: 1.25, 192: 1.75}
 
 
 def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kernel]:
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
-    Of kernels that differ in their tile only, the one with more rows is the faster one, unless too many of its rows
-    would lie behind the queries of the call. Before such a one come those that pack the heads of a group, if that saves
-    tiles: first what needs the fewest, since each tile loads all of K and V, and of those the smallest.
+    CUDA kernels that differ in their tile, or in whether they pack the heads of a group, are ordered by the time that
+    their tiles of work should take together: large tiles take less for each row, and waste more behind the last one.
     """
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, bool, bool, tuple[int, int]]:
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, float, bool]:
         # The closest architecture first, then TMA, then the hand-written schedules, then how rows fill tiles.
         by_hand = kernel.backend == "cuda"
-        saves = kernel.pack_gqa and call is not None and _saved(kernel, call) >= _LEAST_SAVED
-        wasteful = by_hand and not kernel.pack_gqa and call is not None and _waste(kernel, call) > _MOST_WASTE
-        fit = (0, (kernel.tile_m if wasteful else -kernel.tile_m) if by_hand else 0)
-        if saves and call is not None:
-            fit = (_tiles(kernel, call), kernel.tile_m)
         return (
             not kernel.arch.specific,
             kernel.loads != "descriptor",
             not by_hand,
             -kernel.arch.capability,
             by_hand and not kernel.persistent,
-            kernel.pack_gqa and not saves,
-            wasteful,
-            fit,
+            _time(kernel, call) if by_hand else 0.0,
+            kernel.pack_gqa,
         )
 
     return sorted(kernels, key=rank)
 
 
+def _time(kernel: Kernel, call: Call | None) -> float:
+    """Return how long the tiles of a call take beside those of other kernels; without a call, a row of them."""
+    tile = _TILE_TIMES[kernel.tile_m]
+    return tile / kernel.tile_m if call is None else tile * _tiles(kernel, call)
+
+
 def _tiles(kernel: Kernel, call: Call) -> int:
     """Return the tiles of work of a call."""
     return prod(tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
-
-
-def _waste(kernel: Kernel, call: Call) -> float:
-    """Return which share of the rows of all tiles lies behind the last query, if heads are apart."""
-    rows = -(-call.seqlen_q // kernel.tile_m) * kernel.tile_m
-    return 1 - call.seqlen_q / rows if rows else 0.0
-
-
-def _saved(kernel: Kernel, call: Call) -> float:
-    """Return which share of its tiles a kernel saves because it packs the heads of a group."""
-    apart = prod(tiles_of(call, kernel.tile_m, pack_gqa=False))
-    return 1 - _tiles(kernel, call) / apart if apart else 0.0
 
 
 def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selection:
