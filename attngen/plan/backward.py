@@ -29,8 +29,8 @@ from attngen.plan.tiles import Tile, columns, default_gradient_tile, family, pad
 from attngen.plan.traits import gathers, is_light
 from attngen.spec.expand import Backward, Gradient, KernelSpec
 
-#: Query rows of a block that computes the rows' sums; a warp takes whole rows.
-_ROWS, _ROWS_WARPS = 64, 4
+#: Query rows of a block that computes the rows' sums, and its warps by the bytes of an element; a warp takes whole rows.
+_ROWS, _ROWS_WARPS = 64, {2: 4, 4: 8}
 
 #: Head dims of the tiles that were raced.
 _RACED = (64, 128)
@@ -210,7 +210,7 @@ def _preprocess(draft: Plan) -> Part:
         tile_m=_ROWS,
         tile_n=draft.tile_n,
         stages=1,
-        num_warps=_ROWS_WARPS,
+        num_warps=_ROWS_WARPS[draft.dtype.bytes],
         driver="ranges",
         arguments=backward_arguments.preprocess_arguments(draft),
     )
