@@ -29,7 +29,7 @@ from attngen.plan.tiles import Tile, columns, default_gradient_tile, family, pad
 from attngen.plan.traits import gathers, is_light
 from attngen.spec.expand import Backward, Gradient, KernelSpec
 
-#: Query rows of a block that computes the rows' sums, and its warps by the bytes of an element; a warp takes whole rows.
+#: Query rows of a block that computes the sums of rows, and its warps by the bytes of an element.
 _ROWS, _ROWS_WARPS = 64, {2: 4, 4: 8}
 
 #: Head dims of the tiles that were raced.

@@ -27,18 +27,18 @@ def test_a_forward_in_cuda_gets_a_backward_in_triton() -> None:
     assert [(one.direction, one.backend) for one in found] == [
         ("forward", "cuda"), ("forward", "triton"), ("backward", "triton"),
     ]  # fmt: skip
-    assert found[2].name == "bwd_sm90a_tma_bf16_d64_causal_m64n128s3w8_m128n64s3w8"
+    assert found[2].name == "bwd_sm90a_tma_bf16_d64_causal_m128n64s2w4_m64n64s2w4"
 
 
 def test_a_backward_has_tiles_of_its_own() -> None:
-    entry = "passes: [forward, backward], backward: {dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {warps: 4}}"
+    entry = "passes: [forward, backward], backward: {dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {warps: 8}}"
     _, found = kernels(entry)
-    assert found.backward == Backward(Gradient(32, 64, 2, 4), Gradient(num_warps=4))
+    assert found.backward == Backward(Gradient(32, 64, 2, 4), Gradient(num_warps=8))
     assert (found.tile_m, found.num_warps, found.locate("backward").line) == (None, None, 4)
     parts = {part.name: part for part in plan(found).parts}
     assert list(parts) == ["preprocess", "dkdv", "dq"]
     assert (parts["dkdv"].tile_m, parts["dkdv"].tile_n, parts["dkdv"].num_warps) == (32, 64, 4)
-    assert (parts["dq"].tile_m, parts["dq"].num_warps) == (128, 4)
+    assert (parts["dq"].tile_m, parts["dq"].num_warps) == (64, 8)
 
 
 @pytest.mark.parametrize("field", ["tile: {m: 64}", "pipeline: {stages: 2}", "warps: 4", "backend: cuda"])
