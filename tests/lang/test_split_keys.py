@@ -22,8 +22,8 @@ FIRST, KEY = index("kv_first"), index("key")
         "s + slope * (kv - q_pos)",
         "s + slope * (q_pos - kv)",
         "s - kv * slope",
-        "s * slope + 2 * kv",
-        "cos(kv * slope) + s",
+        "s * slope + 2.0 * kv",
+        "abs(kv * slope - 3.0) + s",
     ],
 )
 def test_the_values_stay(score: str) -> None:
