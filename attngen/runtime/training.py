@@ -214,7 +214,7 @@ def _aligned(dout: Tensor) -> Tensor:
     size = dout.element_size()
     stepped = [stride for extent, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True) if extent > 1]
     usable = all(stride and stride * size % 16 == 0 for stride in stepped) and dout.data_ptr() % 16 == 0
-    return dout if usable and dout.stride(-1) == 1 else dout.contiguous()
+    return dout if usable and dout.stride(-1) == 1 else dout.clone(memory_format=torch.contiguous_format)
 
 
 def _addresses(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
