@@ -151,7 +151,10 @@ def differentiate(
     prepared = _PREPARED.get(key)
     views = {name: view_of(given[name], call) for name in ("out", "dout")}
     if prepared is None:
-        request = Request(call, _index(q), _addresses(given, tensors), dict(call.scalars), direction="backward")
+        request = Request(
+            call, _index(q), _addresses(given, tensors), dict(call.scalars), direction="backward",
+            deterministic=_deterministic(),
+        )  # fmt: skip
         driver = drivers.current()
         selection = select(found.kernels, request, driver)
         if selection.kernel is None and registry.refresh_if_built():
@@ -163,9 +166,14 @@ def differentiate(
         views |= {name: view_of(torch.empty(shape, device="meta"), call) for name, shape in shapes.items()}
         prepared = PreparedGradients(selection.kernel, call, views, driver, _index(q), dlse=dlse is not None)
         _PREPARED.put(key, prepared)
-    buffers = allocate(call, given, prepared.map_shapes, dlse)
+    buffers = allocate(call, given, prepared.map_shapes, dlse, prepared.sums)
     prepared(call, buffers, call.scale, [call.scalars[rule.name] for rule in call.rules])
     return buffers.dq, buffers.dk, buffers.dv, _cast(call, buffers)
+
+
+def _deterministic() -> bool:
+    """Whether each result must have the same bits on every run."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _index(tensor: Tensor) -> int:
@@ -234,7 +242,7 @@ def _key(
     parts: list[Any] = [
         settings.variant if isinstance(settings.variant, str) else id(settings.variant), settings.package,
         settings.layout, settings.lengths, registry.generation, dlse is None, packing is None, seqused_k is None,
-        tuple(settings.scalars),
+        tuple(settings.scalars), _deterministic(),
     ]  # fmt: skip
     if packing is not None:
         parts.append(packing[0].shape)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import attngen
 from attngen.errors import CallError
 from attngen.runtime.arguments import Call
-from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.gradients import GradientBuffers, sums_of
 from attngen.runtime.pinned import PinnedGradients, gradient_map_shapes
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import load_spec
@@ -67,7 +67,9 @@ def gradients(name: str, case: Case, *, fill: int = 0xFF, seed: int = 0) -> tupl
     call = inputs.bind(kernel.variant)
     wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(seed))
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
-    buffers, memory = poisoned_gradients(call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous())
+    buffers, memory = poisoned_gradients(
+        call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous(), sums_of(kernel, call)
+    )
     for tensor in (buffers.dq, buffers.dk, buffers.dv, buffers.rows, *buffers.words.values()):
         tensor.view(torch.uint8).fill_(fill)
     PinnedGradients(kernel, call, buffers)()
