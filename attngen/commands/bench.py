@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
               help="What is raced; default: both, as far as the spec builds them.")  # fmt: skip
+@click.option("--suite", type=click.Choice(("grid", "variants")),
+              help="Only the grid of full and causal masks, or only what stands beside the variants.")  # fmt: skip
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
@@ -49,6 +51,7 @@ def command(
     part: str | None,
     variants: tuple[str, ...],
     passes: str | None,
+    suite: str | None,
     seqlens: tuple[int, ...],
     tokens: int,
     rounds: int,
@@ -77,7 +80,8 @@ def command(
     from attngen.tools import bench
 
     directions = ("forward",) if ladder else bench.DIRECTIONS if passes in (None, "both") else (passes,)
-    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs, ladder, directions)
+    suites = bench.SUITES if suite is None else (suite,)
+    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs, ladder, directions, suites)
     if dry_run:
         report = bench.dry_run(spec, options)
         _write(report, json_path)

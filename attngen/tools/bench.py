@@ -14,7 +14,7 @@ from attngen.errors import LoadError
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.spec import load_spec
 from attngen.store.store import Store
-from attngen.tools.bench_cases import DIRECTIONS, TOKENS, BenchCase, bench_cases
+from attngen.tools.bench_cases import DIRECTIONS, SUITES, TOKENS, BenchCase, bench_cases
 from attngen.tools.bench_kernels import Team, chosen, forwards_of, reason_against, teams
 from attngen.tools.bench_machine import Monitor, ceilings, gpu_facts, versions
 from attngen.tools.bench_memory import workspace
@@ -37,7 +37,7 @@ Observer = Callable[[BenchReport, int], None]
 class Options:
     """What is raced, and how. ``part`` is part of a kernel's name; without ``seqlens`` the cases have their own.
 
-    ``directions`` are some of ``DIRECTIONS``. ``ladder``: instead of kernels and peers, the rungs that lead to each
+    ``directions`` are some of ``DIRECTIONS``, ``suites`` of ``SUITES``. ``ladder``: instead of kernels and peers, the rungs that lead to each
     CUDA kernel.
     """
 
@@ -50,6 +50,7 @@ class Options:
     jobs: int | None = None
     ladder: bool = False
     directions: Sequence[str] = DIRECTIONS
+    suites: Sequence[str] = SUITES
 
 
 def dry_run(spec: str | Path, options: Options) -> BenchReport:
@@ -136,10 +137,11 @@ def _team_of(ladder: Ladder) -> Team:
 
 def _cases(team: Team, options: Options) -> Sequence[BenchCase]:
     """Return the cases of a team; a ladder has those of one suite."""
-    found = bench_cases(
+    every = bench_cases(
         team.variant.name, team.dtype, team.head_dim_qk, team.head_dim_v,
         tokens=options.tokens, seqlens=options.seqlens, direction=team.direction,
     )  # fmt: skip
+    found = [case for case in every if case.suite in options.suites]
     return [case for case in found if case.suite == found[0].suite] if options.ladder else found
 
 

@@ -16,6 +16,9 @@ GRID_WIDTH, VARIANT_WIDTH, GROUP = 2048, 4096, 4
 #: Variants that are raced over the grid: all that every peer knows.
 ON_GRID = ("full", "causal")
 
+#: Where cases stand: on the grid, or beside the variants, as sequences that are longer and share KV heads.
+SUITES = ("grid", "variants")
+
 #: What is raced, as plans name it: outputs of q, k and v, or the gradients of q, k and v from that of the output.
 DIRECTIONS = ("forward", "backward")
 

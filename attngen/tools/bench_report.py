@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attngen.tools.bench_cases import DIRECTIONS, BenchCase
+from attngen.tools.bench_cases import DIRECTIONS, SUITES, BenchCase
 from attngen.tools.bench_machine import Ceilings, Reading
 from attngen.tools.bench_timing import Timing
 from attngen.tools.ladder import Ladder, Rung
@@ -234,7 +234,7 @@ class BenchReport:
                 row for row in self.rows if (row.case.suite, row.case.direction) == (suite, direction)
             ]
             for direction in DIRECTIONS
-            for suite in ("grid", "variants")
+            for suite in SUITES
         }
 
     def to_causal(self, row: Row) -> dict[str, float]:

@@ -71,6 +71,8 @@ def test_options_choose_cases(spec: Path) -> None:
     assert "mine: 4 cases" in output
     assert "b8 s512 h32/32" in output
     assert "mine: 1 case;" in run(spec, "--dry-run", "--kernel", "alibi").stdout
+    assert "mine: 3 cases;" in run(spec, "--dry-run", "--suite", "grid").stdout
+    assert "mine: 2 cases;" in run(spec, "--dry-run", "--suite", "variants").stdout
 
 
 @pytest.mark.parametrize(
