@@ -37,8 +37,8 @@ Observer = Callable[[BenchReport, int], None]
 class Options:
     """What is raced, and how. ``part`` is part of a kernel's name; without ``seqlens`` the cases have their own.
 
-    ``directions`` are some of ``DIRECTIONS``, ``suites`` of ``SUITES``. ``ladder``: instead of kernels and peers, the rungs that lead to each
-    CUDA kernel.
+    ``directions`` are some of ``DIRECTIONS``, ``suites`` of ``SUITES``. ``ladder``: instead of kernels and peers, the
+    rungs that lead to each CUDA kernel.
     """
 
     part: str | None = None
