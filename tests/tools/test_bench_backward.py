@@ -21,7 +21,7 @@ from attngen.tools.bench_cases import bench_cases
 from attngen.tools.bench_check import GradientOracle
 from attngen.tools.bench_gradients import differentiated
 from attngen.tools.bench_kernels import Team, forwards_of, teams
-from attngen.tools.bench_memory import workspace_bound
+from attngen.tools.bench_memory import workspace, workspace_bound
 from attngen.tools.bench_peers import Tensors
 from attngen.tools.bench_race import Track
 from attngen.tools.bench_report import Result, Row
@@ -251,6 +251,36 @@ def test_memory_is_counted_of_whoever_is_in_the_race(team: Team) -> None:
     bound = results["attngen triton"].workspace_bound
     (plan,) = [member.plan for member in team.members.values()]
     assert bound == workspace_bound(plan, batch=2, seqlen_q=24, seqlen_k=24, heads=64, kv_heads=64)
+
+
+def test_what_a_call_holds_beside_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak, held = 0, 5000
+
+    def allocate(size: int) -> None:
+        nonlocal peak, held
+        held += size
+        peak = max(peak, held)
+
+    def reset(device: torch.device) -> None:
+        nonlocal peak
+        peak = held
+
+    def call() -> tuple[Tensor, ...]:
+        found = torch.zeros(6, 10), torch.zeros(30)
+        allocate(240 + 120)
+        allocate(700)
+        allocate(-700)
+        return found[0].T, found[1], found[0][2:]  # a gradient may be a view, of one more than once
+
+    def statistics(device: torch.device) -> dict[str, int]:
+        return {"requested_bytes.all.current": held, "requested_bytes.all.peak": peak}
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
+    allocate(10**6)
+    allocate(-(10**6))
+    assert workspace(torch.device("cuda"), call) == 700
 
 
 def tiles(plan: Plan, m: int, n: int) -> Plan:
