@@ -23,8 +23,8 @@ _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS
 _BARRIER_BYTES = 8
 _REGISTERS = (24, 240)
-_STEPS = 8  # remembered for the warp that adds dQ
-_STEP_BYTES = 8
+_STEP_BYTES, _WORK_BYTES = 8, 32
+_SUMS = 8  # places of dQ that are remembered
 _ELEMENT_BYTES = 2
 
 #: Query rows of a block that computes the sums of rows, and of warps of a block.
@@ -183,7 +183,7 @@ def _parts(plan: Plan) -> Iterator[Part]:
         own = arguments.classifier_arguments(plan)
         yield part("classify_dkdv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
     yield part(
-        "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes,
+        "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, persistent=True,
         arguments=arguments.dkdv_arguments(plan),
     )  # fmt: skip
     yield part("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
@@ -225,14 +225,18 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
         "dq": roles.consumers * 64 * roles.dq_columns * 4,
         "lse": roles.q_stages * tile_m * 4,
         "delta": roles.q_stages * tile_m * 4,
-        "step": _STEPS * _STEP_BYTES,
+        "work": 2 * _WORK_BYTES,
+        "step": roles.q_stages * _STEP_BYTES,
         "kv_full": _BARRIER_BYTES,
+        "kv_empty": _BARRIER_BYTES,
         "q_full": roles.q_stages * _BARRIER_BYTES,
         "q_empty": roles.q_stages * _BARRIER_BYTES,
         "dout_full": stages * _BARRIER_BYTES,
         "dout_empty": stages * _BARRIER_BYTES,
         "dq_full": roles.consumers * _BARRIER_BYTES,
         "dq_empty": roles.consumers * _BARRIER_BYTES,
+        "work_empty": 2 * _BARRIER_BYTES,
+        "sum_tile": 4 * _SUMS,
     }
     offset = 0
     for name, size in sizes.items():

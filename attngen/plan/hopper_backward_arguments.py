@@ -56,6 +56,7 @@ def _dkdv(plan: Plan) -> Iterator[Argument]:
     yield from _lengths(plan)
     if plan.driver == "tile_map":
         yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
+    yield Argument("tile_counter", "pointer", "*u32", of="tile_counter", divisibility=4)
     yield from tensor_pointers(plan.variant)
     yield from _strides(plan, ("dk", "dv"))
     if plan.driver == "tile_map":

@@ -75,6 +75,7 @@ class Part:
     driver: str  # ranges | classified | tile_map
     tile_map: tuple[bool, bool] | None = None  # read or written by it: an entry for each batch, for each head
     arguments: tuple[Argument, ...] = ()
+    persistent: bool = False  # a block works until no tile is left
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest."""
@@ -82,6 +83,7 @@ class Part:
             "name": self.name,
             "symbol": self.symbol,
             "grid": self.grid,
+            "persistent": self.persistent,
             "tile_m": self.tile_m,
             "tile_n": self.tile_n,
             "stages": self.stages,

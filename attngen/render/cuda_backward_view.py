@@ -16,11 +16,12 @@ _REGION_TEXTS = {
     "k": "K, then dK on its way out", "v": "V, then dV on its way out", "q": "Q, a tile per stage",
     "dout": "dO, a tile per stage", "ds": "dS of two steps", "dq": "dQ on its way out",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
-    "step": "which queries each step is about",
+    "step": "which queries each stage of Q holds", "sum_tile": "where dQ of the last steps belongs",
+    "work": "two tiles of work: the one that is computed and the next",
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
-    "dkdv": frozenset({"dk", "dv", "dq_sum"}),
+    "dkdv": frozenset({"dk", "dv", "dq_sum", "tile_counter"}),
     "dq": frozenset({"dq"}),
     "classify_dkdv": frozenset({"tile_map"}),
 }
@@ -63,7 +64,6 @@ class CudaBackwardView:
     row_of_dout: str
     dkdv: Part
     dkdv_lines: tuple[str, ...]
-    uses_begins: bool
     key_box: str
     query_box: str
     row_entry: str
@@ -76,8 +76,7 @@ class CudaBackwardView:
     whole: str
     word_lines: tuple[str, ...]
     sum_tile: Callable[[str, str], str]
-    uses_kv: bool
-    uses_h: bool
+    work_lines: tuple[str, ...]
     uses_q_first: bool
     block_lines: tuple[str, ...]
     weight_text: str
@@ -115,7 +114,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     dq_factor_lines, dq_factor = factor(dq, code.factor)
     steps = "\n".join([code.partial.text, code.full.text, code.exponent])
     spans = "\n".join([*found.lines, *found.values.values(), *listed])
-    everywhere = "\n".join([steps, spans, *factor_lines])
     chunks = plan.head_dim_v // 8
     slope = " times the derivative of the score" if code.slope else ""
     return CudaBackwardView(
@@ -141,7 +139,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         row_of_dout=_row(plan, "dout", "row"),
         dkdv=parts["dkdv"],
         dkdv_lines=_lines(plan, parts["dkdv"]),
-        uses_begins=uses("q_begin", everywhere) or uses("k_begin", everywhere),
         key_box="kBlockN - rows, k_begin + kv_start + rows" if plan.varlen else "kBlockN - rows, kv_start + rows, b",
         query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
         row_entry="h * static_cast<long long>(total_q) + q_begin + q"
@@ -156,8 +153,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
-        uses_kv=uses("kv_first", steps),
-        uses_h=uses("h", steps),
+        work_lines=_work_lines(plan, steps),
         uses_q_first=uses("q_first", steps),
         block_lines=code.block,
         weight_text=f"probabilities{slope}" if slope else "probabilities",
@@ -171,8 +167,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         packed_weights=roles.packed and code.slope,
         factor_lines=factor_lines,
         factor=factor_text,
-        dk_rows=_row(plan, "dk", "" if not plan.varlen else "k_begin", head="hk"),
-        dv_rows=_row(plan, "dv", "" if not plan.varlen else "k_begin", head="hk"),
+        dk_rows=_row(plan, "dk", "key", head="hk"),
+        dv_rows=_row(plan, "dv", "key", head="hk"),
         dq=parts["dq"],
         dq_lines=_lines(plan, parts["dq"]),
         dq_uses_hk=uses("hk", "\n".join([*dq_factor_lines, dq_factor])),
@@ -188,6 +184,18 @@ def _lines(plan: Plan, part: Part) -> tuple[str, ...]:
     return argument_lines(plan, part.arguments, written=_WRITTEN[part.name])
 
 
+def _work_lines(plan: Plan, steps: str) -> tuple[str, ...]:
+    """Return the lines that name what expressions use of a tile of work and of a step."""
+    named = [name for name in ("b", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k") if uses(name, steps)]
+    given = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
+    lines = [f"const int {name} = work.{name};" for name in named if name not in given]
+    if uses("kv_first", steps):
+        lines.append("const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;")
+    if lines:
+        lines.insert(0, "const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));")
+    return (*lines, "const int h = step.h;") if uses("h", steps) else tuple(lines)
+
+
 def _row(plan: Plan, name: str, row: str, head: str = "h") -> str:
     """Return where a row of a head begins, after the name of its pointer; without a row, where the head does."""
     batch = "" if plan.varlen else f"b * stride_{name}_b + "
@@ -200,8 +208,8 @@ def _sum_tile(plan: Plan, h: str, tile: str) -> str:
     """Return which of all tiles of sums is that of a head and a tile of queries."""
     tile = f"({tile})" if " " in tile else tile
     if plan.varlen:  # a sequence has a tile more than its rows fill, so that all begin with a tile of their own
-        return f"({h} * static_cast<long long>(total_q / kBlockM + batch) + q_begin / kBlockM + b + {tile})"
-    return f"((b * static_cast<long long>(heads) + {h}) * q_tiles + {tile})"
+        return f"{h} * (total_q / kBlockM + batch) + q_begin / kBlockM + b + {tile}"
+    return f"(b * heads + {h}) * q_tiles + {tile}"
 
 
 def _classifier(plan: Plan, part: Part) -> KeyClassifier:

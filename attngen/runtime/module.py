@@ -66,7 +66,8 @@ class Part:
         self.tile_n: int = row["tile_n"]
         self.full_name = f"{kernel.full_name} ({self.name})"
         self.dtype, self.element_bytes = kernel.dtype, kernel.element_bytes
-        self.section_keys, self.persistent, self.pack_gqa = kernel.section_keys, False, False
+        self.section_keys, self.pack_gqa = kernel.section_keys, False
+        self.persistent = bool(row.get("persistent"))
         shared = (row.get("resources") or {}).get("shared_memory", 0)
         self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
         self._map: Mapping[str, bool] = row.get("tile_map") or {}

@@ -42,14 +42,12 @@ __device__ __forceinline__ void transpose(uint32_t (&x)[4], int lane) {
   }
 }
 
-// Writes zeros to `columns` of the rows that begin at `first` and, again, every `step` rows later; 16 bytes at a time.
+// Writes zeros to `columns` of each row from `first` to `end`, 16 bytes at a time; `thread` of `threads` that share this.
 template <typename Element>
 __device__ __forceinline__ void clear_rows(
-    Element* rows, long long stride, int columns, int first, int end, int step, int height) {
-  for (int start = first; start < end; start += step) {
-    const int chunks = columns / 8;
-    for (int i = threadIdx.x; i < min(height, end - start) * chunks; i += blockDim.x) {
-      *reinterpret_cast<int4*>(rows + (start + i / chunks) * stride + i % chunks * 8) = {};
-    }
+    Element* rows, long long stride, int columns, int first, int end, int thread, int threads) {
+  const int chunks = columns / 8;
+  for (int i = thread; i < (end - first) * chunks; i += threads) {
+    *reinterpret_cast<int4*>(rows + (first + i / chunks) * stride + i % chunks * 8) = {};
   }
 }
