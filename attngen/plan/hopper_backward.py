@@ -13,7 +13,7 @@ from attngen.plan import hopper_backward_arguments as arguments
 from attngen.plan import naming
 from attngen.plan.backward_arguments import differentiable_of
 from attngen.plan.catalogue import SCHEDULES
-from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, map_axes, refuse
+from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
 from attngen.plan.hopper import widths
 from attngen.plan.model import HopperGradients, Part, Plan, Region
 from attngen.plan.traits import gathers, is_light
@@ -22,10 +22,16 @@ from attngen.spec.expand import Backward, KernelSpec
 _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS
 _BARRIER_BYTES = 8
-_REGISTERS = (24, 240)
+_REGISTERS = (24, 240)  # of a thread of the producer, and of a consumer
 _STEP_BYTES, _WORK_BYTES = 8, 32
 _SUMS = 8  # places of dQ that are remembered
 _ELEMENT_BYTES = 2
+
+#: Q, dO and the sums of dQ of the heads that run side by side: about half of the H200's L2, measured best on it.
+_SECTION_BYTES = 24 * 2**20
+
+#: How names of kernels say what the softmax runs over.
+_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",)}
 
 #: Query rows of a block that computes the sums of rows, and of warps of a block.
 _ROWS, _ROWS_WARPS = 64, 4
@@ -38,17 +44,19 @@ class _Choice:
     family: str
     head_dim: int
     tile_m: int
-    overlap: bool
+    overlap: str
     packed: bool
     q_stages: int
 
 
-#: First match wins. "plain": no score, and a mask made of comparisons.
+#: First match wins. "plain": no score, and a mask made of comparisons of positions and scalars. Others evaluate more for
+#: each pair, which takes registers that dP cannot have at the same time.
 #: Measured on an H200 where docs/performance.md says so; the rest follows from registers.
 _TABLE = (
-    _Choice("any", 64, 128, overlap=False, packed=True, q_stages=2),
-    _Choice("plain", 128, 64, overlap=True, packed=False, q_stages=3),
-    _Choice("any", 128, 64, overlap=False, packed=True, q_stages=2),
+    _Choice("plain", 64, 128, overlap="dp", packed=True, q_stages=2),
+    _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3),
+    _Choice("any", 64, 128, overlap="nothing", packed=True, q_stages=2),
+    _Choice("any", 128, 64, overlap="nothing", packed=True, q_stages=2),
 )
 
 
@@ -68,6 +76,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     if given.tile_n not in (None, _KEYS):
         raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
     stages = given.stages or 2
+    driver = driver_of(spec, "q")
     by_rows = choice.tile_m == _KEYS
     draft = HopperGradients(
         consumers=_CONSUMERS,
@@ -82,7 +91,6 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         shared=(),
     )
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
-    driver = driver_of(spec, "q")
     name = naming.kernel_name(
         direction=spec.direction,
         arch=spec.arch,
@@ -99,7 +107,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         fast_math=spec.fast_math,
         aligned=True,
         tile_map=driver == "tile_map",
-        choices=() if roles.overlap else ("nooverlap",),
+        choices=_LABELS[roles.overlap],
     )
     plan = Plan(
         name=name,
@@ -128,7 +136,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         mask_code="branch",
         softmax="exact_max",
         fast_math=spec.fast_math,
-        section_bytes=SECTION_BYTES,
+        section_bytes=_SECTION_BYTES,
         allow=spec.allow,
         gradients=roles,
     )

@@ -145,7 +145,7 @@ class HopperGradients:
     consumers: int  # warpgroups of 64 keys; one more produces
     producer_registers: int  # per thread, as is the next
     consumer_registers: int
-    overlap: bool  # the softmax of a step runs under dQ and dK of the one before
+    overlap: str  # what the softmax of a step runs over: gradients (dQ and dK of the step before) | dp | nothing
     packed: bool  # dS is computed from probabilities in 16 bits, not in float32
     q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
     box_columns: int  # columns of one copy
@@ -230,9 +230,13 @@ class Plan:
 
     @property
     def section_keys(self) -> int:
-        """Keys, of all heads that run side by side, whose K and V take ``section_bytes``."""
+        """Keys, of all heads that run side by side, whose K and V take ``section_bytes``.
+
+        In a backward by tiles of keys these are queries, with Q, dO and the sums of dQ.
+        """
         width = sum(block.width for block in (*self.columns_qk, *self.columns_v))
-        return self.section_bytes // (width * self.dtype.bytes)
+        sums = 4 * self.gradients.sum_columns if self.gradients else 0
+        return self.section_bytes // (width * self.dtype.bytes + sums)
 
     @property
     def signature(self) -> dict[str, str]:

@@ -64,6 +64,7 @@ def probabilities(plan: Plan) -> Probabilities:
     slope = fold_slope(logit, (), fast_math=plan.fast_math)
     if "h" in names(slope.factor):  # dK sums over the heads of a group
         slope = Slope(ONE, mul(slope.varying or ONE, slope.factor))
+    block: dict[str, None] = {}  # lines that are the same for all steps
     found, multiplier = [], ""
     for partial in (True, False):
         bound = _elements(plan)
@@ -79,11 +80,12 @@ def probabilities(plan: Plan) -> Probabilities:
             columns, element, more = _masking(plan, bound, taken)
             hoisted += [line for line in more if line not in hoisted]
             body = [*columns, *body, *element]
+        once, hoisted = _once(hoisted)
+        block |= dict.fromkeys(once)
         found.append(_steps(hoisted, body))
         multiplier = scored.results[1]
-    block = []
     if variant.score is None:
-        block, multiplier = ["const float scale_log2e = softmax_scale * kLog2e;"], "scale_log2e"
+        block, multiplier = {"const float scale_log2e = softmax_scale * kLog2e;": None}, "scale_log2e"
     return Probabilities(
         block=tuple(block),
         partial=found[0],
@@ -93,6 +95,18 @@ def probabilities(plan: Plan) -> Probabilities:
         slope_is_finite=slope.varying is None or is_finite(slope.varying),
         factor=slope.factor,
     )
+
+
+def _once(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part lines into those that depend on arguments of the kernel only, and the others."""
+    varying = {*_ROW_NAMES, "kv_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k"}
+    parts: tuple[list[str], list[str]] = ([], [])
+    for line in lines:
+        depends = not varying.isdisjoint(re.findall(r"\w+", line))
+        if depends:
+            varying.update(declared([line]))
+        parts[depends].append(line)
+    return parts
 
 
 def _exponent(plan: Plan, multiplier: str) -> str:
