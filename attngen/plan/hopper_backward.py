@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
 from attngen.errors import PlanError
+from attngen.lang.folding import fold_logit, fold_slope
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
@@ -16,7 +17,7 @@ from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
 from attngen.plan.hopper import widths
 from attngen.plan.model import HopperGradients, Part, Plan, Region
-from attngen.plan.traits import gathers, is_light
+from attngen.plan.traits import gathers, is_light, reads_data_per_key
 from attngen.spec.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
@@ -26,6 +27,7 @@ _REGISTERS = (24, 240)  # of a thread of the producer, and of a consumer
 _STEP_BYTES, _WORK_BYTES = 8, 32
 _SUMS = 8  # places of dQ that are remembered
 _ELEMENT_BYTES = 2
+_NARROW = 64  # head dims up to which a step has twice as many queries
 
 #: Q, dO and the sums of dQ of the heads that run side by side: about half of the H200's L2, measured best on it.
 _SECTION_BYTES = 24 * 2**20
@@ -160,6 +162,20 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "backward",
             "a backward in cuda gives no gradients of a variant's own tensors (grad: true); allowed: triton",
         )
+    if _has_slope(spec):
+        return refuse(
+            spec,
+            "backward",
+            "the derivative of this score differs from pair to pair, which takes more registers than a consumer of cuda "
+            "kernels has; allowed: triton",
+        )
+    if max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW and _is_listed(spec.variant):
+        return refuse(
+            spec,
+            "backward",
+            f"up to head_dim {_NARROW}, a mask that reads a tensor for each key takes more registers than a consumer of "
+            "cuda kernels has; allowed: triton",
+        )
     if spec.deterministic:
         return refuse(
             spec,
@@ -175,6 +191,17 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         if value:
             return refuse(spec, field, f"a backward in cuda has no {field}; leave it out")
     return None
+
+
+def _is_listed(variant: Variant) -> bool:
+    return reads_data_per_key(variant) and not gathers(variant)
+
+
+def _has_slope(spec: KernelSpec) -> bool:
+    """Whether the derivative of the score differs from pair to pair."""
+    variant = spec.variant
+    slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=spec.fast_math), fast_math=spec.fast_math)
+    return slope.varying is not None
 
 
 def _parts(plan: Plan) -> Iterator[Part]:

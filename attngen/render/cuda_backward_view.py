@@ -90,6 +90,7 @@ class CudaBackwardView:
     packed_weights: bool
     factor_lines: tuple[str, ...]
     factor: str
+    uses_b: bool
     dk_rows: str
     dv_rows: str
     dq: Part
@@ -167,6 +168,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         packed_weights=roles.packed and code.slope,
         factor_lines=factor_lines,
         factor=factor_text,
+        uses_b=not plan.varlen or uses("b", "\n".join([*factor_lines, factor_text])),
         dk_rows=_row(plan, "dk", "key", head="hk"),
         dv_rows=_row(plan, "dv", "key", head="hk"),
         dq=parts["dq"],

@@ -85,7 +85,8 @@ def probabilities(plan: Plan) -> Probabilities:
         found.append(_steps(hoisted, body))
         multiplier = scored.results[1]
     if variant.score is None:
-        block, multiplier = {"const float scale_log2e = softmax_scale * kLog2e;": None}, "scale_log2e"
+        block = {"const float scale_log2e = softmax_scale * kLog2e;": None, **block}
+        multiplier = "scale_log2e"
     return Probabilities(
         block=tuple(block),
         partial=found[0],
