@@ -14,7 +14,6 @@ from attngen.lang.facts import Facts
 from attngen.lang.printing import canonical
 from attngen.lang.spans import Interval
 from attngen.plan.budget import SharedMemory, shared_memory
-from attngen.plan.floors import ROWS
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
 from attngen.spec import load_spec
@@ -108,6 +107,8 @@ class PlanExplanation:
                     "visible_pairs": found.visible_pairs,
                     "full_tiles": found.full,
                     "partial_tiles": found.partial,
+                    "steps": found.steps,
+                    "skipped_steps": found.skipped,
                     "efficiency": found.efficiency,
                 }
                 for found in self.visits
@@ -286,22 +287,18 @@ class _Measured:
         from attngen.tools.efficiency import efficiency, scalars_of
 
         scalars = scalars_of(plan.variant, self._given)
-        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa)
+        consumers = (plan.hopper.consumers, plan.hopper.skips, plan.stages) if plan.hopper else None
+        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa, consumers)
         if key not in self._known:
             self._known[key] = efficiency(plan, self._seqlens, scalars)
         return scalars, self._known[key]
 
     def hopper(self, plan: Plan) -> HopperExplanation | None:
-        """Explain the roles of a CUDA kernel. A consumer takes the steps of its block or, if it skips, of its rows."""
+        """Explain the roles of a CUDA kernel, and the floors of a head by the steps of its consumers."""
         found = HopperExplanation.of(plan)
         if found is None:
             return None
-        skips = found.hopper.skips
-        consumers = 1 if skips else found.hopper.consumers
-        heads = (
-            HeadFloor.of(plan, found.floor, v.seqlen, consumers * (v.full + v.partial), v.visible_pairs)
-            for v in self.of(replace(plan, tile_m=ROWS) if skips else plan)[1]
-        )
+        heads = (HeadFloor.of(plan, found.floor, v.seqlen, v.steps, v.visible_pairs) for v in self.of(plan)[1])
         return replace(found, heads=tuple(heads))
 
 
