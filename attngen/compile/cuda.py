@@ -20,6 +20,7 @@ from attngen.compile.parameters import place_parameters
 from attngen.compile.toolchain import toolchain
 from attngen.compile.triton import MAX_SPILLS
 from attngen.errors import CompileError
+from attngen.lang.settle import reads_products
 
 if TYPE_CHECKING:
     from attngen.plan.model import Argument, Plan
@@ -120,7 +121,8 @@ def _check(plan: Plan, cubin: bytes, resources: Resources) -> None:
             "the spec may say 'allow: [serialized_wgmma]'"
         )
     planned, found = planned_wgmma(plan), count_instructions(cubin, "HGMMA")
-    if planned != found:
+    # where no logit depends on them, ptxas drops products of Q and K as it likes
+    if planned != found and reads_products(plan.variant):
         raise CompileError(f"{plan.name}: {found} wgmma instructions in the cubin, but {planned} were planned")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import dtype
+from attngen.lang.settle import settle
 from attngen.plan import arguments, budget, naming
 from attngen.plan.backward import backward_plan
 from attngen.plan.catalogue import SCHEDULES
@@ -31,6 +34,7 @@ from attngen.spec.expand import KernelSpec
 def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
+    spec = replace(spec, variant=settle(spec.variant))
     if spec.direction == "backward":
         return backward_plan(spec, arch)
     if spec.backend == "cuda":
