@@ -156,7 +156,7 @@ class _Grid:
         return int((visited & full).sum()), int((visited & ~full).sum()) + self.ragged()
 
     def loaded(self) -> Tensor:
-        """Return which tiles of keys, a ragged last one too, the ranges of each query tile hold: (q_tiles, kv_tiles)."""
+        """Return which tiles of keys, a ragged last one too, the ranges of a query tile hold: (q_tiles, kv_tiles)."""
         return self._in_ranges(-(-self._seqlen // self._plan.tile_n), self._seqlen)
 
     def _in_ranges(self, count: int, extent: int) -> Tensor:

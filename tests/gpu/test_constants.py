@@ -1,0 +1,44 @@
+"""Masks and scores that are the same everywhere, forward in both languages and backward, on every case."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
+from attngen.spec import load_spec
+from attngen.tools.build import prepare
+from attngen.tools.trial import try_backward, try_kernel
+from tests.gpu.family import Kernels, label
+
+SPEC = Path(__file__).with_name("constants.yaml")
+_PREPARED = {f"{one.plan.direction} {label(one.plan)}": one for one in prepare(load_spec(SPEC))}
+
+
+@cache
+def kernels() -> Kernels:
+    return Kernels(_PREPARED)
+
+
+@pytest.mark.parametrize("name", [name for name in _PREPARED if name.startswith("forward")])
+def test_forwards_of_constants(name: str) -> None:
+    kernel = kernels()[name]
+
+    def launch(call: Call, buffers: Buffers) -> None:
+        Pinned(kernel, call, buffers)()
+
+    assert try_kernel(kernel, launch, "cuda", 40_000, small=False).problems == ()
+
+
+@pytest.mark.parametrize("name", [name for name in _PREPARED if name.startswith("backward")])
+def test_backwards_of_constants(name: str) -> None:
+    kernel = kernels()[name]
+
+    def launch(call: Call, buffers: GradientBuffers) -> None:
+        PinnedGradients(kernel, call, buffers)()
+
+    assert try_backward(kernel, launch, "cuda", 40_000, small=False).problems == ()
