@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attngen.plan.model import Argument, Plan
     from attngen.render import Source
 
-_NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]'"
+_NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]', or say 'backend: triton' in the spec"
 
 
 def compile_cuda(plan: Plan, source: Source) -> Artifact:

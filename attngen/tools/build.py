@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from attngen.compile import toolchain
 from attngen.compile.artifact import Artifact
-from attngen.compile.toolchain import toolchain
 from attngen.errors import AttngenError, CompileError, Location, PlanError, SpecError, StoreError, suggest
 from attngen.store.index import Index, IndexEntry, read_index, write_index
 from attngen.store.receipt import Receipt, generator_digest, read_receipt, write_receipt
@@ -279,8 +279,9 @@ class _Compiles:
                 self.kernels[task.key] = BuiltKernel(task.prepared.plan.name, task.key, "cached", artifact.manifest)
         self.observer.planned(len(tasks), len(missing))
         if missing:
-            if toolchain("triton")["triton"] is None:
-                raise CompileError("Triton is not installed; pip install 'attngen[build]'")
+            for backend in dict.fromkeys(task.prepared.plan.backend for task in missing):
+                if lacking := toolchain.missing(backend):
+                    raise CompileError(lacking)
             self.store.require_writable()
             self.compile(missing, jobs)
 

@@ -84,6 +84,7 @@ class PlanExplanation:
         regions = {"regions": self.hopper.regions()} if self.hopper else {}
         return {
             "plan": plan.to_dict(),
+            "backend_reason": plan.backend_reason,
             "mask": canonical(plan.variant.mask),
             "score": canonical(plan.variant.score) if plan.variant.score is not None else "s",
             "bands": {
@@ -139,6 +140,7 @@ class PlanExplanation:
             ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
             ("takes", _takes(plan)),
             ("target", target),
+            ("backend", f"{plan.backend}, {plan.backend_reason}"),
             ("head_dim", _head_dims(plan)),
             ("tile", f"{_tile_rows(plan)} x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
             ("stages", f"{plan.stages} pairs of K and V tiles in flight"),

@@ -36,6 +36,7 @@ variants:
 kernels:
   - variant: [causal, near]
     head_dim: 64
+    backend: triton
 """
 
 

@@ -26,7 +26,7 @@ HOPPER = "specs/hopper_triton.yaml"
 def planned(variant: str, more: str = "") -> Plan:
     text = (
         f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: {variant}\n    head_dim: 64\n"
-        f"    tile: {{m: 32, n: 16}}\n{more}"
+        f"    tile: {{m: 32, n: 16}}\n    backend: triton\n{more}"
     )
     (kernel,) = expand(load_spec_text(text))
     return plan(kernel)

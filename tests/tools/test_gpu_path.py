@@ -38,6 +38,7 @@ kernels:
     dtype: fp16
     tile: {m: 16, n: 16}
     layout: [dense, varlen]
+    backend: triton
   - variant: full
     arch: [sm80, sm120a]
     head_dim: 48

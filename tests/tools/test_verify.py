@@ -37,6 +37,7 @@ kernels:
     head_dim: 32
     dtype: [fp16, bf16]
     tile: {m: 16, n: 16}
+    backend: triton
 """
 
 
