@@ -17,7 +17,7 @@ from attngen.plan.budget import SharedMemory, shared_memory
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
 from attngen.spec import load_spec
-from attngen.tools.build import prepare
+from attngen.tools.build import plans as plans_of
 from attngen.tools.explain_backward import backward_facts, derivatives
 from attngen.tools.explain_floor import HeadFloor
 from attngen.tools.explain_hopper import HopperExplanation
@@ -234,13 +234,12 @@ def explain_spec(
     ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``. Raises SpecError if the
     spec is wrong, CallError if there is no such kernel or scalar, or if a value is not within its declared range.
     """
-    prepared = prepare(load_spec(spec))
-    plans = [found.plan for found in prepared if kernel is None or kernel in found.plan.name]
+    known = [plan for _, plan in plans_of(load_spec(spec))]
+    plans = [plan for plan in known if kernel is None or kernel in plan.name]
     exact = [plan for plan in plans if plan.name == kernel]
     plans = exact or plans
     if not plans:
-        names = [found.plan.name for found in prepared]
-        raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), names)}")
+        raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
     if seqlens is None:
         seqlens = SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY
     values = _values(plans, given or {})

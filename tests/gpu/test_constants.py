@@ -11,20 +11,20 @@ from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.spec import load_spec
-from attngen.tools.build import prepare
+from attngen.tools.build import plans
 from attngen.tools.trial import try_backward, try_kernel
-from tests.gpu.family import Kernels, label
+from tests.gpu.family import Kernels, label, rendered
 
 SPEC = Path(__file__).with_name("constants.yaml")
-_PREPARED = {f"{one.plan.direction} {label(one.plan)}": one for one in prepare(load_spec(SPEC))}
+_PLANNED = {f"{plan.direction} {label(plan)}": (spec, plan) for spec, plan in plans(load_spec(SPEC))}
 
 
 @cache
 def kernels() -> Kernels:
-    return Kernels(_PREPARED)
+    return Kernels(rendered(_PLANNED))
 
 
-@pytest.mark.parametrize("name", [name for name in _PREPARED if name.startswith("forward")])
+@pytest.mark.parametrize("name", [name for name in _PLANNED if name.startswith("forward")])
 def test_forwards_of_constants(name: str) -> None:
     kernel = kernels()[name]
 
@@ -34,7 +34,7 @@ def test_forwards_of_constants(name: str) -> None:
     assert try_kernel(kernel, launch, "cuda", 40_000, small=False).problems == ()
 
 
-@pytest.mark.parametrize("name", [name for name in _PREPARED if name.startswith("backward")])
+@pytest.mark.parametrize("name", [name for name in _PLANNED if name.startswith("backward")])
 def test_backwards_of_constants(name: str) -> None:
     kernel = kernels()[name]
 
