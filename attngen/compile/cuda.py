@@ -113,12 +113,12 @@ def _check(plan: Plan, cubin: bytes, resources: Resources) -> None:
     if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
         raise CompileError(
             f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile.n needs "
-            "less, or the spec says 'allow: [spill]'"
+            "less, or the spec says 'allow: [spill]' or 'backend: triton'"
         )
     if resources.serialized_wgmma and "serialized_wgmma" not in plan.allow:
         raise CompileError(
             f"{plan.name}: ptxas serialized wgmma, so that tensor cores wait for each other; "
-            "the spec may say 'allow: [serialized_wgmma]'"
+            "the spec may say 'allow: [serialized_wgmma]' or 'backend: triton'"
         )
     planned, found = planned_wgmma(plan), count_instructions(cubin, "HGMMA")
     # where no logit depends on them, ptxas drops products of Q and K as it likes

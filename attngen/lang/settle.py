@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
@@ -15,6 +16,7 @@ from attngen.lang.variant import Variant
 _CONNECTIVES = frozenset({"and", "or", "xor", "not", "select"})
 
 
+@lru_cache(maxsize=256)  # the kernels of a spec share a few variants
 def settle(variant: Variant) -> Variant:
     """Return the variant with what its ranges decide put in place; it means the same at every call.
 
