@@ -97,6 +97,10 @@ def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_jso
 def _print(report: Report) -> None:
     if report.plans:
         print_table(_SHOWN, [[row[name] for name in _SHOWN] for row in map(_row, report.plans)])
+    for backend, reason in dict.fromkeys((plan.backend, plan.backend_reason) for plan in report.plans):
+        if reason.startswith("not "):
+            of_it = [plan.name for plan in report.plans if (plan.backend, plan.backend_reason) == (backend, reason)]
+            click.echo(f"{backend} for {of_it[0]}{f' and {len(of_it) - 1} more' if of_it[1:] else ''}: {reason}")
     for warning in report.warnings:
         warn(str(warning))
     for error in report.errors:
@@ -107,7 +111,7 @@ def _print(report: Report) -> None:
 
 
 #: What the table shows; a kernel's name says the rest.
-_SHOWN = ("name", "variant", "head_dim", "tile", "stages", "warps", "driver")
+_SHOWN = ("name", "variant", "head_dim", "backend", "tile", "stages", "warps", "driver")
 
 
 def _row(plan: Plan) -> dict[str, Any]:
@@ -121,6 +125,7 @@ def _row(plan: Plan) -> dict[str, Any]:
         "layout": plan.layout,
         "direction": plan.direction,
         "backend": plan.backend,
+        "backend_reason": plan.backend_reason,
         "tile": f"{plan.tile_m}x{plan.tile_n}",
         "stages": plan.stages,
         "warps": plan.num_warps,

@@ -12,6 +12,7 @@ from attngen.commands.output import print_json, print_table
 
 if TYPE_CHECKING:
     from attngen.tools.explain import Band, PlanExplanation
+    from attngen.tools.visits import Visits
 
 
 @click.command()
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 def command(spec: Path, kernel: str | None, seqlens: tuple[int, ...], given: tuple[str, ...], as_json: bool) -> None:
     """Explain the plan of the kernels of SPEC, or of those whose name contains KERNEL.
 
-    Tile efficiency is the share of visible pairs of a query and a key among all pairs of the tiles that the kernel
-    visits, with as many queries as keys.
+    Tile efficiency is the share of visible pairs of a query and a key among all pairs that the kernel multiplies, with
+    as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
     """
     from attngen.tools.explain import explain_spec
 
@@ -90,8 +91,13 @@ def _print(explanation: PlanExplanation) -> None:
         return
     values = ", ".join(f"{name}={value}" for name, value in explanation.scalars.items())
     click.echo(f"  tile efficiency{f' with {values}' if values else ''}, one head of one sequence")
-    for seqlen, full, partial, share in _efficiency(explanation):
-        click.echo(f"    seqlen {seqlen:6d}: {full} full and {partial} partial tiles, {share} of their pairs visible")
+    for found in explanation.visits:
+        tiles, share = f"{found.full} full and {found.partial} partial tiles", _percent(found)
+        if found.skipped:
+            steps = f"{found.steps + found.skipped} steps of consumers, of which they skip {found.skipped}"
+            click.echo(f"    seqlen {found.seqlen:6d}: {tiles}; {steps}; {share} of the pairs of the others visible")
+        else:
+            click.echo(f"    seqlen {found.seqlen:6d}: {tiles}, {share} of their pairs visible")
 
 
 def _print_bands(label: str, found: Sequence[Band]) -> None:
@@ -102,7 +108,11 @@ def _print_bands(label: str, found: Sequence[Band]) -> None:
 
 
 def _efficiency(explanation: PlanExplanation) -> list[list[object]]:
-    return [[v.seqlen, v.full, v.partial, f"{100 * v.efficiency:.1f} %"] for v in explanation.visits]
+    return [[found.seqlen, found.full, found.partial, _percent(found)] for found in explanation.visits]
+
+
+def _percent(found: Visits) -> str:
+    return f"{100 * found.efficiency:.1f} %"
 
 
 def _floor(explanation: PlanExplanation) -> list[object]:

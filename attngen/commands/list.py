@@ -30,7 +30,7 @@ def command(packages: tuple[str, ...], coverage: bool, as_json: bool) -> None:
     columns = list(covered[0])
     print_table(columns, [[row[column] for column in columns] for row in covered])
     counts = Counter(row["package"] for row in rows)
-    click.echo(", ".join(f"{name}: {count} kernels" for name, count in counts.items()))
+    click.echo(", ".join(f"{name}: {count} kernel{'' if count == 1 else 's'}" for name, count in counts.items()))
 
 
 _COLUMNS = ("package", "kernel", "from", "registers", "spills", "shared_memory", "cubin_bytes")

@@ -17,14 +17,20 @@ if TYPE_CHECKING:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
-    """Print rows under columns: fitted to a terminal, at full width into a pipe. Numbers stand at the right."""
+    """Print rows under columns, if these have names: fitted to a terminal, at full width into a pipe.
+
+    Numbers stand at the right.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     cells = [list(row) for row in rows]
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, show_edge=False)
+    headed = any(columns)
+    table = Table(
+        box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, show_edge=False, show_header=headed
+    )
     for index, column in enumerate(columns):
         numeric = bool(cells) and all(isinstance(row[index], int | float) for row in cells)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")

@@ -8,9 +8,22 @@ from __future__ import annotations
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
+from importlib.util import find_spec
 
 #: What compiles the sources of a backend. Triton's wheel also holds the tools that read a cubin.
 _PACKAGES = {"triton": ("triton",), "cuda": ("nvidia-cuda-nvrtc",)}
+
+
+def missing(backend: str) -> str | None:
+    """Return what is lacking to compile the sources of a backend, and what to do about it; None if all is there."""
+    if backend == "triton" and toolchain("triton")["triton"] is None:
+        return "Triton is not installed; pip install 'attngen[build]'"
+    if backend == "cuda" and find_spec("cupy_backends") is None:
+        return (
+            "CuPy, which CUDA kernels are compiled with, is not installed; pip install 'attngen[build]', or say "
+            "'backend: triton' in the spec"
+        )
+    return None
 
 
 @cache

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from attngen.arch import Arch
 from attngen.dtypes import dtype
 from attngen.lang.ir import names
+from attngen.lang.settle import reads_products
+from attngen.lang.variant import Variant
 from attngen.plan import backward_arguments, budget, naming
 from attngen.plan.choices import (
     SECTION_BYTES,
@@ -134,14 +136,18 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         softmax="exact_max",
         fast_math=spec.fast_math,
         section_bytes=SECTION_BYTES,
-        # Atomic additions in a loop make ptxas wait for the products before them.
-        allow=(*spec.allow, "serialized_wgmma") if backward_arguments.differentiable_of(spec.variant) else spec.allow,
+        allow=(*spec.allow, "serialized_wgmma") if _serializes(spec.variant) else spec.allow,
     )
     parts = [_preprocess(draft)]
     for kind, tile in tiles.items():
         parts += _gradient(draft, kind, tile, drivers[kind])
     dkdv = next(part for part in parts if part.name == "dkdv")
     return replace(draft, parts=tuple(parts), arguments=dkdv.arguments)
+
+
+def _serializes(variant: Variant) -> bool:
+    """Whether ptxas is known to wait for products: before atomic additions in a loop, and where nothing reads S."""
+    return bool(backward_arguments.differentiable_of(variant)) or not reads_products(variant)
 
 
 def _numbers(tile: Tile) -> tuple[int, int, int, int]:

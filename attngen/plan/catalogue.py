@@ -19,15 +19,39 @@ class Schedule:
     template: str
     head_dims: tuple[int, ...]
     needs_descriptors: bool
+    needs_wgmma: bool = False
 
     def supports(self, arch: Arch) -> bool:
         """Whether the arch has what the schedule is made of."""
-        return arch.descriptors or not self.needs_descriptors
+        return (arch.descriptors or not self.needs_descriptors) and (arch.wgmma or not self.needs_wgmma)
 
 
 _MULTIPLES_OF_16 = tuple(range(16, 257, 16))
 
+#: The fastest first: docs/performance.md has the figures.
 SCHEDULES: tuple[Schedule, ...] = (
+    Schedule(
+        name="cuda_forward_wgmma",
+        label="wgmma",
+        backend="cuda",
+        direction="forward",
+        loads="descriptor",
+        template="cuda/forward.cu.j2",
+        head_dims=_MULTIPLES_OF_16,
+        needs_descriptors=True,
+        needs_wgmma=True,
+    ),
+    Schedule(
+        name="cuda_forward_unified",
+        label="unified",
+        backend="cuda",
+        direction="forward",
+        loads="descriptor",
+        template="cuda/forward_unified.cu.j2",
+        head_dims=_MULTIPLES_OF_16,
+        needs_descriptors=True,
+        needs_wgmma=True,
+    ),
     Schedule(
         name="triton_forward_descriptor",
         label="tma",
@@ -47,26 +71,6 @@ SCHEDULES: tuple[Schedule, ...] = (
         template="triton/forward.py.j2",
         head_dims=_MULTIPLES_OF_16,
         needs_descriptors=False,
-    ),
-    Schedule(
-        name="cuda_forward_wgmma",
-        label="wgmma",
-        backend="cuda",
-        direction="forward",
-        loads="descriptor",
-        template="cuda/forward.cu.j2",
-        head_dims=_MULTIPLES_OF_16,
-        needs_descriptors=True,
-    ),
-    Schedule(
-        name="cuda_forward_unified",
-        label="unified",
-        backend="cuda",
-        direction="forward",
-        loads="descriptor",
-        template="cuda/forward_unified.cu.j2",
-        head_dims=_MULTIPLES_OF_16,
-        needs_descriptors=True,
     ),
     Schedule(
         name="triton_backward_descriptor",
@@ -99,3 +103,9 @@ SCHEDULES: tuple[Schedule, ...] = (
         needs_descriptors=True,
     ),
 )
+
+
+def backends(arch: Arch) -> tuple[str, ...]:
+    """Return the backends of the forwards that an arch can run, the fastest first: a spec that names none gets the
+    first of them that can do all that it asks for."""
+    return tuple(dict.fromkeys(row.backend for row in SCHEDULES if row.direction == "forward" and row.supports(arch)))

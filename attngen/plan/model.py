@@ -202,6 +202,7 @@ class Plan:
     gradients: HopperGradients | None = None  # of CUDA backwards
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
     parts: tuple[Part, ...] = ()  # of a backward, in the order of their launches; the plan itself describes "dkdv"
+    backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
 
     @property
     def arch(self) -> Arch:

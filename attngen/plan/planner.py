@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import dtype
+from attngen.errors import PlanError
+from attngen.lang.settle import settle
 from attngen.plan import arguments, budget, naming
 from attngen.plan.backward import backward_plan
-from attngen.plan.catalogue import SCHEDULES
+from attngen.plan.catalogue import SCHEDULES, backends
 from attngen.plan.choices import (
     SECTION_BYTES,
     STAGES,
@@ -31,10 +35,43 @@ from attngen.spec.expand import KernelSpec
 def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
+    spec = replace(spec, variant=settle(spec.variant))
     if spec.direction == "backward":
         return backward_plan(spec, arch)
-    if spec.backend == "cuda":
-        return _cuda_plan(spec, arch)
+    if spec.backend is None:
+        return _fastest(spec, arch)
+    return replace(_PLANNERS[spec.backend](spec, arch), backend_reason="the spec names it")
+
+
+def _fastest(spec: KernelSpec, arch: Arch) -> Plan:
+    """Return the plan of the fastest backend that can do all that a spec asks for, and why it is that one."""
+    candidates = backends(arch)
+    refusals: list[PlanError] = []
+    for backend in candidates:
+        try:
+            _keep_promises(spec, backend)
+            planned = _PLANNERS[backend](replace(spec, backend=backend), arch)
+        except PlanError as error:
+            refusals.append(error)
+            continue
+        others = [f"not {other}: {error.message}" for other, error in zip(candidates, refusals, strict=False)]
+        return replace(planned, backend_reason="; ".join(others) or f"the fastest on {arch.name}")
+    if len(refusals) == 1:
+        raise refusals[0]
+    reasons = (f"{backend}: {error.message}" for backend, error in zip(candidates, refusals, strict=True))
+    raise PlanError("; ".join(reasons), location=refusals[0].location, field=refusals[0].field)
+
+
+def _keep_promises(spec: KernelSpec, backend: str) -> None:
+    """Refuse what a backend would accept, and do less exactly than another: a spec has to name it for that."""
+    if backend == "cuda" and not spec.fast_math:
+        raise refuse(
+            spec, "fast_math", "the argument of exp2 is fused all the same; say 'backend: cuda' to accept that"
+        )
+
+
+def _triton_plan(spec: KernelSpec, arch: Arch) -> Plan:
+    """Return the plan of a Triton forward."""
     schedule = triton_schedule(spec, arch)
     element = dtype(spec.dtype)
     columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)
@@ -183,6 +220,9 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     classifier = _classifier(draft, cuda_classifier_arguments(draft)) if driver == "tile_map" else None
     return draft.with_arguments(cuda_arguments(draft), classifier)
+
+
+_PLANNERS = {"cuda": _cuda_plan, "triton": _triton_plan}
 
 
 def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], element_bytes: int) -> Tile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from attngen.lang.bands import Axis, Bands, Heads, bands
 from attngen.lang.facts import Facts
@@ -15,8 +16,12 @@ _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_globa
 
 def bands_of(spec: KernelSpec, over: Axis = "kv") -> Bands:
     """Return which keys a tile of queries sees, or which queries a tile of keys."""
-    heads: Heads = "packed" if spec.pack_gqa else "single"
-    return bands(spec.variant.mask, Facts.of(spec.variant), over=over, heads=heads)
+    return _bands(spec.variant, over, "packed" if spec.pack_gqa else "single")
+
+
+@lru_cache(maxsize=256)  # the kernels of a spec share a few variants
+def _bands(variant: Variant, over: Axis, heads: Heads) -> Bands:
+    return bands(variant.mask, Facts.of(variant), over=over, heads=heads)
 
 
 def reads_data_per_key(variant: Variant) -> bool:

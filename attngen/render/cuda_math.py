@@ -331,7 +331,8 @@ def tiles(plan: Plan) -> Tiles:
         lines += [f"const int {name} = {text};" for name, text in texts.items() if text != name]
         return Tiles(_with_corners(lines), (("visible_lo", "visible_hi"),), (), texts)
     bounded = Bands(found.visible, (), exact=True)
-    visible = list(segments(bounded, TILE_N, SEQLEN_K, facts_of(plan)).partial)
+    nothing = (integer(0), integer(0))  # where the mask is false whatever is called: one range, without a tile
+    visible = list(segments(bounded, TILE_N, SEQLEN_K, facts_of(plan)).partial) or [nothing]
     full = [inward(plan, interval) for interval in found.full]
     ends = numbered("visible", visible) | numbered("full", full)
     texts, lines = emit_named(plan, CUDA, {name: settled(plan, end) for name, end in ends.items()})

@@ -262,12 +262,15 @@ def _at_most_whole(end: str, along: Along) -> str:
 
 
 def _ragged(ranges: Sequence[tuple[str, str]]) -> str:
-    """Return the test whether a range holds the tile behind the whole ones; no range reaches beyond the last key."""
+    """Return the test whether a range holds the tile behind the whole ones; no range reaches beyond the last key.
+
+    The text is empty where there is no range at all.
+    """
     tests = []
     for lo, hi in ranges:
         reached = f"{hi} > {WHOLE_TILES.name}"
         tests.append(reached if lo == "0" else f"({lo} <= {WHOLE_TILES.name}) & ({reached})")
-    return tests[0] if len(tests) == 1 else " | ".join(f"({test})" for test in tests) or "whole_tiles < 0"
+    return tests[0] if len(tests) == 1 else " | ".join(f"({test})" for test in tests) or ""
 
 
 def _outside(lo: str, hi: str) -> str:

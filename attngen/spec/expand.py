@@ -82,7 +82,7 @@ class KernelSpec:
     dtype: str
     layout: str = "dense"
     direction: str = "forward"
-    backend: str = "triton"
+    backend: str | None = None
     tile_m: int | None = None
     tile_n: int | None = None
     stages: int | None = None
@@ -301,9 +301,8 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     """Raise SpecError for a field that is the forward's in an entry that asks for none."""
     if "forward" in entry.passes:
         return
-    fields = ("tile", "pipeline", "warps", "softmax", "persistent")
+    fields = ("backend", "tile", "pipeline", "warps", "softmax", "persistent")
     given = [name for name in fields if getattr(entry, name) is not None]
-    given += ["backend"] * (entry.backend != ("triton",))
     for name in given:
         raise SpecError(
             "is the forward's, which 'passes' does not ask for; that of the backward stands in 'backward', as in "

@@ -223,7 +223,9 @@ class KernelModel(Model):
     dtype: OneOrMany[AttentionDType] = ("bf16",)
     layout: OneOrMany[Layout] = ("dense",)
     passes: OneOrMany[Pass] = ("forward",)
-    backend: OneOrMany[Backend] = ("triton",)
+    backend: OneOrMany[Backend] | None = Field(
+        default=None, description="left out: the fastest that can do all that the entry asks for"
+    )
     tile: OneOrMany[TileModel] | None = None
     pipeline: PipelineModel | None = None
     warps: OneOrMany[Annotated[WarpsModel, Shorthand("count")]] | None = None

@@ -67,8 +67,16 @@ def check_symbol(name: object) -> str:
         name, SYMBOL_PATTERN, f"allowed: at most {MAX_NAME} ASCII letters, digits and _, the first one a letter"
     )
     if name in RESERVED or "__" in name:
-        raise ValueError(f"'{name}' is reserved: a call, the expression language or a target already uses it")
+        user = "a call, the expression language or generated code"
+        raise ValueError(
+            f"'{name}' is reserved: {user} already uses it; allowed: another name, such as '{_near(name)}'"
+        )
     return name
+
+
+def _near(name: str) -> str:
+    """Return a legal name that is close to a reserved one."""
+    return f"my_{re.sub('_+', '_', name).strip('_').lower()}"[:MAX_NAME]
 
 
 def check_let_name(text: object) -> str:

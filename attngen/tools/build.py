@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from attngen.compile import toolchain
 from attngen.compile.artifact import Artifact
-from attngen.compile.toolchain import toolchain
 from attngen.errors import AttngenError, CompileError, Location, PlanError, SpecError, StoreError, suggest
 from attngen.store.index import Index, IndexEntry, read_index, write_index
 from attngen.store.receipt import Receipt, generator_digest, read_receipt, write_receipt
@@ -211,13 +211,19 @@ def _build(
 
 
 def prepare(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
-    """Return the kernels of a spec, planned and rendered, each once, in its order.
+    """Return the kernels of a spec, planned and rendered, each once, in its order; raises what ``plans`` does."""
+    from attngen.render import render
+
+    return [Prepared(kernel, planned, render(planned)) for kernel, planned in plans(spec, arches)]
+
+
+def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan]]:
+    """Return the kernels of a spec with their plans, each once, in its order.
 
     Raises SpecError for an arch that the spec does not build for, and one that names every kernel which cannot
     be planned.
     """
     from attngen.plan import plan
-    from attngen.render import render
     from attngen.spec import expand
 
     kernel_specs = expand(spec)
@@ -230,14 +236,14 @@ def prepare(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
                 location=Location(spec.file),
                 field="arch",
             )
-    plans: dict[str, tuple[KernelSpec, Plan]] = {}
+    found: dict[str, tuple[KernelSpec, Plan]] = {}
     errors: list[SpecError] = []
     for kernel in kernel_specs:
         if arches and kernel.arch not in arches:
             continue
         try:
             planned = plan(kernel)
-            first = plans.setdefault(planned.name, (kernel, planned))
+            first = found.setdefault(planned.name, (kernel, planned))
             if first[1].to_dict() != planned.to_dict():
                 raise _clash(planned.name, first[0], kernel)
         except SpecError as error:
@@ -247,7 +253,7 @@ def prepare(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
     if errors:
         # One text with all of them, since each line already says where it belongs.
         raise PlanError("\n".join(dict.fromkeys(map(str, errors))))
-    return [Prepared(kernel, planned, render(planned)) for kernel, planned in plans.values()]
+    return list(found.values())
 
 
 def _clash(name: str, first: KernelSpec, second: KernelSpec) -> PlanError:
@@ -279,8 +285,9 @@ class _Compiles:
                 self.kernels[task.key] = BuiltKernel(task.prepared.plan.name, task.key, "cached", artifact.manifest)
         self.observer.planned(len(tasks), len(missing))
         if missing:
-            if toolchain("triton")["triton"] is None:
-                raise CompileError("Triton is not installed; pip install 'attngen[build]'")
+            for backend in dict.fromkeys(task.prepared.plan.backend for task in missing):
+                if lacking := toolchain.missing(backend):
+                    raise CompileError(lacking)
             self.store.require_writable()
             self.compile(missing, jobs)
 

@@ -14,11 +14,10 @@ from attngen.lang.facts import Facts
 from attngen.lang.printing import canonical
 from attngen.lang.spans import Interval
 from attngen.plan.budget import SharedMemory, shared_memory
-from attngen.plan.floors import ROWS
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
 from attngen.spec import load_spec
-from attngen.tools.build import prepare
+from attngen.tools.build import plans as plans_of
 from attngen.tools.explain_backward import backward_facts, derivatives
 from attngen.tools.explain_floor import HeadFloor
 from attngen.tools.explain_gradients import GradientFloors
@@ -87,6 +86,7 @@ class PlanExplanation:
         regions = {"regions": self.hopper.regions()} if self.hopper else {}
         return {
             "plan": plan.to_dict(),
+            "backend_reason": plan.backend_reason,
             "mask": canonical(plan.variant.mask),
             "score": canonical(plan.variant.score) if plan.variant.score is not None else "s",
             "bands": {
@@ -110,6 +110,8 @@ class PlanExplanation:
                     "visible_pairs": found.visible_pairs,
                     "full_tiles": found.full,
                     "partial_tiles": found.partial,
+                    "steps": found.steps,
+                    "skipped_steps": found.skipped,
                     "efficiency": found.efficiency,
                 }
                 for found in self.visits
@@ -141,6 +143,7 @@ class PlanExplanation:
             ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
             ("takes", _takes(plan)),
             ("target", target),
+            ("backend", f"{plan.backend}, {plan.backend_reason}"),
             ("head_dim", _head_dims(plan)),
             ("tile", f"{_tile_rows(plan)} x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
             ("stages", f"{plan.stages} pairs of K and V tiles in flight"),
@@ -234,13 +237,12 @@ def explain_spec(
     ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``. Raises SpecError if the
     spec is wrong, CallError if there is no such kernel or scalar, or if a value is not within its declared range.
     """
-    prepared = prepare(load_spec(spec))
-    plans = [found.plan for found in prepared if kernel is None or kernel in found.plan.name]
+    known = [plan for _, plan in plans_of(load_spec(spec))]
+    plans = [plan for plan in known if kernel is None or kernel in plan.name]
     exact = [plan for plan in plans if plan.name == kernel]
     plans = exact or plans
     if not plans:
-        names = [found.plan.name for found in prepared]
-        raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), names)}")
+        raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
     if seqlens is None:
         seqlens = SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY
     values = _values(plans, given or {})
@@ -289,22 +291,18 @@ class _Measured:
         from attngen.tools.efficiency import efficiency, scalars_of
 
         scalars = scalars_of(plan.variant, self._given)
-        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa)
+        consumers = (plan.hopper.consumers, plan.hopper.skips, plan.stages) if plan.hopper else None
+        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa, consumers)
         if key not in self._known:
             self._known[key] = efficiency(plan, self._seqlens, scalars)
         return scalars, self._known[key]
 
     def hopper(self, plan: Plan) -> HopperExplanation | None:
-        """Explain the roles of a CUDA kernel. A consumer takes the steps of its block or, if it skips, of its rows."""
+        """Explain the roles of a CUDA kernel, and the floors of a head by the steps of its consumers."""
         found = HopperExplanation.of(plan)
         if found is None:
             return None
-        skips = found.hopper.skips
-        consumers = 1 if skips else found.hopper.consumers
-        heads = (
-            HeadFloor.of(plan, found.floor, v.seqlen, consumers * (v.full + v.partial), v.visible_pairs)
-            for v in self.of(replace(plan, tile_m=ROWS) if skips else plan)[1]
-        )
+        heads = (HeadFloor.of(plan, found.floor, v.seqlen, v.steps, v.visible_pairs) for v in self.of(plan)[1])
         return replace(found, heads=tuple(heads))
 
     def gradients(self, plan: Plan) -> GradientFloors | None:

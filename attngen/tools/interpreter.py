@@ -41,7 +41,7 @@ def prepare_process() -> None:
 def reason_against(plan: Plan) -> str | None:
     """Return why a kernel cannot be interpreted, or None."""
     if plan.backend != "triton":
-        return f"{plan.backend} kernels run on a GPU only"
+        return f"{plan.backend} kernels run on a GPU only; 'backend: triton' has mask and score verified without"
     if plan.dtype_name == "bf16":
         return "bf16 products are wrong in Triton's interpreter"
     return None

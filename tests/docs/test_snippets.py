@@ -74,7 +74,7 @@ def test_python_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the blocks of a file, one after the other in one namespace; what they print stands below them."""
     namespace: dict[str, object] = {"__name__": "documentation"}
     for block in blocks(path, "python"):
-        if block.note.startswith((NOT_RUN, EXCERPT)):
+        if block.note.startswith(NOT_RUN):
             continue
         # newlines in front, so that a traceback names the line of the document
         exec(compile("\n" * block.line + block.text, str(path), "exec"), namespace)
@@ -85,19 +85,22 @@ def test_python_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_comments_on_blocks_are_known(path: Path) -> None:
     for block in blocks(path, "python"):
-        assert not block.note or block.note.startswith((NOT_RUN, EXCERPT)), f"{block}: {block.note}"
+        assert not block.note or block.note.startswith(NOT_RUN), f"{block}: {block.note}"
 
 
 def test_excerpt_is_true(tmp_path: Path) -> None:
-    """Every line of the excerpt stands in the rendered kernel, in this order; ``...`` leaves lines out."""
-    (excerpt,) = [block for block in blocks(README, "python") if block.note.startswith(EXCERPT)]
+    """Every line of the excerpt, but for its indent, stands in the rendered kernel, in this order.
+
+    ``...`` leaves lines out.
+    """
+    (excerpt,) = [block for block in blocks(README, "cuda") if block.note.startswith(EXCERPT)]
     name = excerpt.note.removeprefix(EXCERPT)
     (spec,) = [spec for spec in (load(b, tmp_path) for b in blocks(README, "yaml")) if name in spec.variants]
     (planned,) = plans_of(spec)
-    rest = [line for line in render(planned).text.splitlines() if line]
+    rest = [line.strip() for line in render(planned).text.splitlines() if line]
     skipping = True
-    for line in filter(None, excerpt.text.splitlines()):
-        if line.strip() == "...":
+    for line in filter(None, map(str.strip, excerpt.text.splitlines())):
+        if line == "...":
             skipping = True
             continue
         hint = "take the lines anew from what 'attngen build SPEC --render-only' writes for the spec above"

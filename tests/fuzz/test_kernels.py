@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from attngen.store.store import Store
 from attngen.tools.build import Prepared, compile_kernels
 from attngen.tools.verify_interpreted import try_interpreted
-from tests.fuzz.specs import backward_of, found, interpretable, prepared
+from tests.fuzz.specs import SEEDS, backward_of, found, interpretable, prepared
 
-INTERPRETED, COMPILED = (10, 17, 27, 40, 59, 94), (15, 24, 70, 85)
-BACKWARDS = (3, 13, 20, 38)
+INTERPRETED, COMPILED, BACKWARDS = (17, 40, 94), (24, 85), (13, 20)
 
 
 def problems(kernels: Sequence[Prepared]) -> dict[str, tuple[str, ...]]:
@@ -31,6 +32,12 @@ def test_the_same_seed_gives_the_same_kernel() -> None:
 
 def test_a_few_keep_their_contract() -> None:
     assert problems([*map(interpretable, INTERPRETED), *found()]) == {}
+
+
+@pytest.mark.exhaustive
+def test_many_keep_their_contract() -> None:
+    assert problems([interpretable(seed) for seed in SEEDS[::3]]) == {}
+    assert problems([backward_of(interpretable(seed)) for seed in SEEDS[1::6]]) == {}
 
 
 def test_a_few_backwards_keep_their_contract() -> None:

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan
+from attngen.render import render
 from attngen.runtime.arguments import Call, Packing
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.runtime.reference import lengths, names_of
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import load_spec
+from attngen.spec import KernelSpec, load_spec
 from attngen.store.store import Store
-from attngen.tools.build import Prepared, compile_kernels, prepare
+from attngen.tools.build import Prepared, compile_kernels, plans
 from attngen.tools.cases import Case
 from attngen.tools.inputs import Element, Inputs, make_inputs
 from attngen.tools.poison import Poisoned, poisoned
@@ -32,9 +33,17 @@ PACKAGE = "attngen_gpu_tests"
 DEVICE = "cuda"
 
 
+Planned = dict[str, tuple[KernelSpec, Plan]]
+
+
 @cache
-def _prepared() -> dict[str, Prepared]:
-    return {label(kernel.plan): kernel for kernel in prepare(load_spec(SPEC))}
+def _planned() -> Planned:
+    return {label(plan): (spec, plan) for spec, plan in plans(load_spec(SPEC))}
+
+
+def rendered(planned: Planned) -> dict[str, Prepared]:
+    """Return kernels with their sources; collecting tests needs their labels alone."""
+    return {name: Prepared(spec, plan, render(plan)) for name, (spec, plan) in planned.items()}
 
 
 def label(plan: Plan) -> str:
@@ -54,12 +63,12 @@ def label(plan: Plan) -> str:
 
 def labels() -> list[str]:
     """Return the labels of all kernels."""
-    return list(_prepared())
+    return list(_planned())
 
 
 def of_variants(*variants: str) -> list[str]:
     """Return the labels of the kernels of some variants."""
-    return [name for name in _prepared() if name.split("-")[0] in variants]
+    return [name for name in _planned() if name.split("-")[0] in variants]
 
 
 def for_this_gpu(kernel: Prepared) -> Prepared:
@@ -91,7 +100,7 @@ class Kernels(dict[str, Kernel]):
 @cache
 def kernels() -> Kernels:
     """Return every kernel by its label, and make the package known."""
-    found = Kernels(_prepared())
+    found = Kernels(rendered(_planned()))
     registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
     return found
 

@@ -20,24 +20,24 @@ from attngen.runtime.pinned import PinnedGradients, gradient_map_shapes
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import load_spec
 from attngen.tools.bench_memory import workspace, workspace_bound
-from attngen.tools.build import prepare
+from attngen.tools.build import plans
 from attngen.tools.cases import Case
 from attngen.tools.gradient_contract import expected_gradients
 from attngen.tools.inputs import Element, make_inputs
 from attngen.tools.poison import poisoned_gradients
 from attngen.tools.trial import Trial, try_backward
-from tests.gpu.family import Kernels, label, same
+from tests.gpu.family import Kernels, label, rendered, same
 
 SPEC = Path(__file__).with_name("backward.yaml")
 PACKAGE = "attngen_gpu_backward"
-_PREPARED = {f"{one.plan.direction} {label(one.plan)}": one for one in prepare(load_spec(SPEC))}
-ALL = [name for name in _PREPARED if name.startswith("backward")]
+_PLANNED = {f"{plan.direction} {label(plan)}": (spec, plan) for spec, plan in plans(load_spec(SPEC))}
+ALL = [name for name in _PLANNED if name.startswith("backward")]
 
 
 @cache
 def kernels() -> Kernels:
     """Return forwards and backwards by their labels, and make the package known."""
-    found = Kernels(_PREPARED)
+    found = Kernels(rendered(_PLANNED))
     registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
     return found
 

@@ -23,7 +23,7 @@ def test_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arch = arch_of(10 * major + minor)
     assert arch is not None
     spec, figures = tmp_path / "mine.yaml", tmp_path / "figures.json"
-    entry = "{variant: [causal, alibi, allowed], head_dim: 64}"
+    entry = "{variant: [causal, alibi, allowed], head_dim: 64, backend: triton}"
     spec.write_text(f"schema: 1\npackage: mine\narch: {arch.name}\nkernels:\n  - {entry}\n")
     sizes = ("--tokens", "4096", "--seqlen", "2048", "--rounds", "2")
     registry.clear()

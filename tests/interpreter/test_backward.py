@@ -11,7 +11,8 @@ import pytest
 from attngen.spec import preset_names
 from attngen.tools.cases import Case
 from tests.interpreter.process import Interpreter
-from tests.interpreter.test_numerics import MASKS, SCORES
+from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, SCORES
+from tests.sampling import sampled
 
 
 def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str = "", **fields: object) -> str:
@@ -22,44 +23,36 @@ def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str
     return f"{declared}kernels:\n  - variant: {variant}\n{lines}"
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize("name", preset_names())
+@sampled(name=preset_names(), layout=LAYOUTS[::-1])  # each in the layout that the forwards are not sampled in
 def test_every_preset(interpreter: Interpreter, name: str, layout: str) -> None:
     assert interpreter.call("gradient_problems", spec(name, layout=layout), 21) == ()
 
 
-@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
-@pytest.mark.parametrize("head_dim", ["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}"])
+@sampled(head_dim=["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}"], loads=LOADS)
 def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str) -> None:
     assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22) == ()
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
-@pytest.mark.parametrize("variant", ["full", "alibi"])
+@sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS)
 def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str) -> None:
     text = spec(variant, dtype="fp32", loads=loads, layout=layout, head_dim=48)
     assert interpreter.call("gradient_problems", text, 23) == ()
 
 
-@pytest.mark.parametrize("tile", ["{m: 16, n: 64}", "{m: 64, n: 16}"])
-@pytest.mark.parametrize("variant", ["sliding_window", "sink_window", "neighbourhood_2d"])
+@sampled(variant=["sliding_window", "sink_window", "neighbourhood_2d"], tile=["{m: 16, n: 64}", "{m: 64, n: 16}"])
 def test_tiles(interpreter: Interpreter, variant: str, tile: str) -> None:
     assert interpreter.call("gradient_problems", spec(variant, tile=tile), 24) == ()
 
 
-@pytest.mark.parametrize("tile_map", ["always", "never"])
-@pytest.mark.parametrize("variant", ["full", "prefix_lm", "packed_documents", "dilated", "allowed"])
-def test_drivers(interpreter: Interpreter, variant: str, tile_map: str) -> None:
-    for layout in ("dense", "varlen"):
-        assert interpreter.call("gradient_problems", spec(variant, tile_map=tile_map, layout=layout), 25) == ()
+@sampled(variant=DRIVEN, tile_map=["always", "never"], layout=LAYOUTS)
+def test_drivers(interpreter: Interpreter, variant: str, tile_map: str, layout: str) -> None:
+    assert interpreter.call("gradient_problems", spec(variant, tile_map=tile_map, layout=layout), 25) == ()
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_masks_of_all_kinds(interpreter: Interpreter, mask: str) -> None:
+@sampled(mask=MASKS, layout=LAYOUTS[::-1])
+def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str) -> None:
     declared = f'variants:\n  odd: {{mask: "{mask}"}}\n'
-    for layout in ("dense", "varlen"):
-        assert interpreter.call("gradient_problems", spec("odd", declared=declared, layout=layout), 26) == ()
+    assert interpreter.call("gradient_problems", spec("odd", declared=declared, layout=layout), 26) == ()
 
 
 @pytest.mark.parametrize("fields", SCORES.values(), ids=SCORES.keys())
@@ -88,13 +81,11 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize("fields", LEARNED.values(), ids=LEARNED.keys())
-def test_gradients_of_the_variants_own_tensors(interpreter: Interpreter, fields: str, layout: str) -> None:
+@sampled(layout=LAYOUTS, fields=LEARNED, dtype=["fp16", "fp32"])
+def test_gradients_of_the_variants_own_tensors(interpreter: Interpreter, fields: str, layout: str, dtype: str) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
-    for dtype in ("fp16", "fp32"):
-        text = spec("odd", declared=declared, layout=layout, dtype=dtype)
-        assert interpreter.call("gradient_problems", text, 28) == ()
+    text = spec("odd", declared=declared, layout=layout, dtype=dtype)
+    assert interpreter.call("gradient_problems", text, 28) == ()
 
 
 RAGGED = Case("ragged", (21, 21), (37, 37), heads=4, kv_heads=2)

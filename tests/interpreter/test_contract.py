@@ -7,7 +7,8 @@ import pytest
 
 from attngen.tools.cases import Case
 from tests.interpreter.process import Interpreter
-from tests.interpreter.test_numerics import spec
+from tests.interpreter.test_numerics import LOADS, spec
+from tests.sampling import sampled
 
 RAGGED = Case("ragged", (21, 21), (37, 37), heads=4, kv_heads=2)
 
@@ -27,8 +28,7 @@ def test_strides_that_only_pointers_express(interpreter: Interpreter, kind: str,
     assert interpreter.call("with_strides", text, kind)[0] == 0
 
 
-@pytest.mark.parametrize("variant", ["causal", "allowed"])
-@pytest.mark.parametrize("head_dim", ["32", "48", "112"])
+@sampled(variant=["causal", "allowed"], head_dim=["32", "48", "112"])
 def test_nothing_around_the_output_is_written(interpreter: Interpreter, variant: str, head_dim: str) -> None:
     same, untouched = interpreter.call("padded_output", spec(variant, head_dim=head_dim), RAGGED)
     assert same
@@ -43,8 +43,7 @@ def test_the_log_sum_exp_is_optional(interpreter: Interpreter) -> None:
     assert interpreter.call("without_lse", spec(), RAGGED)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 6e4])
-@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@sampled(value=[np.nan, np.inf, -np.inf, 6e4], loads=LOADS)
 def test_keys_hidden_inside_a_partial_tile_do_not_matter(interpreter: Interpreter, loads: str, value: float) -> None:
     # Keys 30 to 36 lie in a tile that queries of the last tile see in part, but no query sees these keys.
     declared = 'variants:\n  short: {mask: "kv < 30 and q_pos >= kv"}\n'
@@ -55,26 +54,20 @@ def test_keys_hidden_inside_a_partial_tile_do_not_matter(interpreter: Interprete
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 6e4])
-@pytest.mark.parametrize("tile_map", ["auto", "always"])
-@pytest.mark.parametrize(
-    ("variant", "arguments", "empty"),
-    [
-        ("sliding_window", {"window": 5}, (0, 16)),
-        ("sink_window", {"sinks": 2, "window": 4}, (16, 32)),
-        ("chunked", {"chunk": 48}, (0, 48)),
-        ("dilated", {"window": 3, "dilation": 3}, (0, 32)),
-    ],
-)
+#: Scalars of twelve queries against 64 keys, and keys of which no query sees any.
+EMPTY: dict[str, tuple[dict[str, int], tuple[int, int]]] = {
+    "sliding_window": ({"window": 5}, (0, 16)),
+    "sink_window": ({"sinks": 2, "window": 4}, (16, 32)),
+    "chunked": ({"chunk": 48}, (0, 48)),
+    "dilated": ({"window": 3, "dilation": 3}, (0, 32)),
+}
+
+
+@sampled(variant=EMPTY.keys(), tile_map=["auto", "always"], value=[np.nan, np.inf, 6e4])
 def test_tiles_that_the_mask_proves_empty_are_never_loaded(
-    interpreter: Interpreter,
-    variant: str,
-    arguments: dict[str, int],
-    empty: tuple[int, int],
-    tile_map: str,
-    value: float,
+    interpreter: Interpreter, variant: str, tile_map: str, value: float
 ) -> None:
-    text = spec(variant, tile_map=tile_map)
+    text, (arguments, empty) = spec(variant, tile_map=tile_map), EMPTY[variant]
     case = Case("few queries", (12,), (64,), heads=2)
     runs = [
         interpreter.call("outputs_with", text, case, [("k", *empty, x), ("v", *empty, x)], arguments)
@@ -85,20 +78,19 @@ def test_tiles_that_the_mask_proves_empty_are_never_loaded(
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("keys", [64, 69])
-@pytest.mark.parametrize("name", ["k", "v"])
-@pytest.mark.parametrize(
-    ("variant", "arguments"),
-    [("sliding_window", {"window": 3}), ("sink_window", {"sinks": 0, "window": 3}), ("chunked", {"chunk": 16})],
-)
+NARROW = {"sliding_window": {"window": 3}, "sink_window": {"sinks": 0, "window": 3}, "chunked": {"chunk": 16}}
+
+
+@sampled(variant=NARROW.keys(), name=["k", "v"], keys=[64, 69])
 def test_the_tile_before_the_last_one_is_empty_too(
-    interpreter: Interpreter, variant: str, arguments: dict[str, int], name: str, keys: int
+    interpreter: Interpreter, variant: str, name: str, keys: int
 ) -> None:
     """No query sees any of its keys, also where a ragged last tile is moved back over it."""
     case = Case("last tile only", (2,), (keys,), heads=2)
     last = (keys - 1) // 16 * 16
     runs = [
-        interpreter.call("outputs_with", spec(variant), case, [(name, 0, last, x)], arguments) for x in (0.0, np.nan)
+        interpreter.call("outputs_with", spec(variant), case, [(name, 0, last, x)], NARROW[variant])
+        for x in (0.0, np.nan)
     ]
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -130,9 +122,11 @@ def test_decoding_gives_what_the_prefill_gave(interpreter: Interpreter) -> None:
     assert interpreter.call("decode_and_prefill", spec()) <= 1e-3
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize("variant", ["allowed", "dilated", "neighbourhood_2d", "packed_documents", "full"])
+@sampled(
+    variant=["allowed", "dilated", "neighbourhood_2d", "packed_documents", "full"],
+    layout=["dense", "varlen"],
+    seed=range(2),
+)
 def test_the_classifier_finds_the_map_of_the_reference(
     interpreter: Interpreter, variant: str, layout: str, seed: int
 ) -> None:

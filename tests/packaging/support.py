@@ -25,9 +25,9 @@ package: attngen_small
 arch: [sm90a]
 include: masks/own.yaml
 kernels:
-  - {variant: [full, sliding_window, allowed], head_dim: 64}
-  - {variant: causal, head_dim: 64, layout: [dense, varlen], arch: [sm80, sm90a]}
-  - {variant: own, head_dim: {qk: 64, v: 32}}
+  - {variant: [full, sliding_window, allowed], head_dim: 64, backend: triton}
+  - {variant: causal, head_dim: 64, layout: [dense, varlen], arch: [sm80, sm90a], backend: triton}
+  - {variant: own, head_dim: {qk: 64, v: 32}, backend: triton}
 """
 INCLUDED = """
 schema: 1
@@ -36,7 +36,7 @@ variants:
     mask: "q_pos >= kv and (loud or kv % step == 0)"
     scalars: {step: {type: int32, min: 1}, loud: {type: bool, default: false}}
 """
-OTHER = "schema: 1\npackage: attngen_other\narch: sm90a\nkernels: [{variant: causal, head_dim: 64}]\n"
+OTHER = "schema: 1\npackage: attngen_other\narch: sm90a\nkernels: [{variant: causal, head_dim: 64, backend: triton}]\n"
 
 FAKE_COMPILER = "tests.runtime.manifests:compile_as_manifest"
 

@@ -8,7 +8,10 @@ from attngen.spec import KernelSpec, expand, load_spec_text
 
 def kernel_spec(variant: str = "causal", *, arch: str = "sm90a", declared: str = "", **fields: object) -> KernelSpec:
     """Return the one kernel spec of a spec; fields as in its YAML. The kernel's entry starts at line 5."""
-    lines = "".join(f"    {name}: {value}\n" for name, value in {"head_dim": 64, **fields}.items())
+    # a kernel of the specs under test is in Triton unless they say something else
+    backend = {} if "backend" in fields or fields.get("passes") == "backward" else {"backend": "triton"}
+    given = {"head_dim": 64, **fields, **backend}
+    lines = "".join(f"    {name}: {value}\n" for name, value in given.items() if value is not None)
     text = f"schema: 1\npackage: test\narch: [{arch}]\nkernels:\n  - variant: {variant}\n{lines}{declared}"
     (spec,) = expand(load_spec_text(text, "test.yaml"))
     return spec

@@ -20,8 +20,8 @@ _COMMENT = re.compile(r"//[^\n]*")
 @cache
 def rendered(spec: str) -> tuple[tuple[Plan, Source], ...]:
     """Return every CUDA kernel of a spec, named from the root of the checkout, with its source."""
-    plans = [plan(kernel) for kernel in expand(load_spec(root() / spec)) if kernel.backend == "cuda"]
-    return tuple((found, render(found)) for found in plans)
+    plans = [plan(kernel) for kernel in expand(load_spec(root() / spec))]
+    return tuple((found, render(found)) for found in plans if found.backend == "cuda")
 
 
 def code(text: str) -> str:

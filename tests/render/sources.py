@@ -14,15 +14,15 @@ from attngen.spec import expand, load_spec
 #: Shipped specs; the golden set holds all but those that only repeat others at more head dims.
 SHIPPED = tuple(sorted(path.stem for path in specs_dir().glob("*.yaml")))
 GOLDEN = tuple(name for name in SHIPPED if not name.endswith("_all"))
-#: Those whose kernels are Python; what holds for CUDA is in tests/render/test_cuda_sources.py.
+#: Those with kernels in Python; what holds for CUDA is in tests/render/test_cuda_sources.py.
 TRITON = tuple(name for name in SHIPPED if name not in ("hopper", "hopper_all", "ladder"))
 
 
 @cache
 def rendered(name: str) -> tuple[tuple[Plan, Source], ...]:
-    """Return every kernel of a shipped spec with its source."""
+    """Return every Triton kernel of a shipped spec with its source."""
     plans = [plan(spec) for spec in expand(load_spec(specs_dir() / f"{name}.yaml"))]
-    return tuple((found, render(found)) for found in plans)
+    return tuple((found, render(found)) for found in plans if found.backend == "triton")
 
 
 def assigned(function: ast.FunctionDef) -> set[str]:

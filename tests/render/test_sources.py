@@ -50,7 +50,8 @@ def test_the_template_binds_only_names_that_it_reserves() -> None:
     differences = ("", "layout: varlen", "loads: pointer", "head_dim: {qk: 192, v: 96}", "tile_map: always")
     for fields in (*differences, *(f"passes: backward\n    {fields}" for fields in differences)):
         head_dim = "" if "head_dim" in fields else "    head_dim: 64\n"
-        text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: full\n{head_dim}    {fields}\n"
+        backend = "" if "passes" in fields else "    backend: triton\n"
+        text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: full\n{head_dim}{backend}    {fields}\n"
         (spec,) = expand(load_spec_text(text))
         found = plan(spec)
         for function in kernels(render(found).text):
@@ -69,7 +70,8 @@ def with_scalar(spec: KernelSpec, name: str) -> KernelSpec:
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_a_scalar_with_the_name_of_any_temporary_does_not_collide(preset: str) -> None:
-    text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: {preset}\n    head_dim: 64\n"
+    entry = f"{{variant: {preset}, head_dim: 64, backend: triton}}"
+    text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - {entry}\n"
     (spec,) = expand(load_spec_text(text))
     bound = set[str]().union(*(assigned(kernel) for kernel in kernels(render(plan(spec)).text)))
     temporaries = {name for name in bound - KERNEL_NAMES if argument_name(name) == name} - {"_"}

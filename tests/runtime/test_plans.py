@@ -37,7 +37,8 @@ def planned(text: str) -> list[Kernel]:
 @pytest.mark.parametrize("name", preset_names())
 def test_each_preset_launches_what_the_reference_computes(gpu: FakeDriver, name: str, loads: str) -> None:
     dim = 80 if loads == "descriptor" else 64  # 80 columns come in two blocks, each with a descriptor
-    kernels = planned(f"kernels:\n  - {{variant: {name}, head_dim: {dim}, loads: {loads}, layout: [dense, varlen]}}\n")
+    layouts = "layout: [dense, varlen], backend: triton"
+    kernels = planned(f"kernels:\n  - {{variant: {name}, head_dim: {dim}, loads: {loads}, {layouts}}}\n")
     registry.add(package_of_kernels(kernels, "plans"))
     given = arguments(name, 2, 4, 40, 70)
     q = torch.randn(2, 40, 4, dim).bfloat16()

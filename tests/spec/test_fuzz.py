@@ -166,7 +166,7 @@ def test_any_text(text):
     survive(text)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(RELAXED, max_examples=10_000)
 @given(SPECS)
 def test_ten_thousand_almost_specs(value):

@@ -23,10 +23,10 @@ schema: 1
 package: mine
 arch: [sm90a]
 kernels:
-  - {variant: causal, head_dim: 32, dtype: fp16, layout: [dense, varlen]}
-  - {variant: causal, head_dim: 32, dtype: fp16, tile: {m: 16, n: 16}}
+  - {variant: causal, head_dim: 32, dtype: fp16, layout: [dense, varlen], backend: triton}
+  - {variant: causal, head_dim: 32, dtype: fp16, tile: {m: 16, n: 16}, backend: triton}
   - {variant: causal, head_dim: 32, dtype: fp16, arch: sm80}
-  - {variant: [full, alibi], head_dim: {qk: 32, v: 16}, dtype: fp16}
+  - {variant: [full, alibi], head_dim: {qk: 32, v: 16}, dtype: fp16, backend: triton}
 """
 
 

@@ -116,7 +116,9 @@ def test_a_lost_gpu_ends_the_race(spec: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_race_of_rungs(spec: Path) -> None:
-    entries = "  - {variant: causal, head_dim: 256, backend: cuda}\n  - {variant: full, head_dim: 256}\n"
+    entries = (
+        "  - {variant: causal, head_dim: 256, backend: cuda}\n  - {variant: full, head_dim: 256, backend: triton}\n"
+    )
     spec.write_text(f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n{entries}")
     report = bench(spec, Options(tokens=32, seqlens=(32,), rounds=1, ladder=True), lambda so_far, total: None)
     assert report.ok

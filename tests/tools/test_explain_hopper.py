@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from attngen import cli
+from attngen.lang.eager import evaluate
 from attngen.plan import Plan, plan
 from attngen.plan.floors import MEMORY_PER_CLOCK, RATES, floor
 from attngen.render import render
 from attngen.spec import expand, load_spec_text
 from attngen.tools.explain import explain_spec
 from attngen.tools.explain_hopper import HopperExplanation
+from attngen.tools.visits import visits
 
 CUDA, TRITON = "fwd_sm90a_wgmma", "fwd_sm90a_tma"
 HEAD = "schema: 1\npackage: t\narch: [sm90a]\nkernels:\n"
@@ -104,8 +107,70 @@ def test_a_consumer_that_skips_takes_the_steps_of_its_rows(tmp_path: Path) -> No
     (found,) = explain_spec(path, seqlens=[384])
     assert found.hopper is not None
     assert found.hopper.hopper.skips
-    assert found.hopper.heads[0].steps == 1 + 2 + 3 + 4 + 5 + 6
-    assert found.visits[0].full + found.visits[0].partial == 3 + 6  # of the block
+    (counted,) = found.visits
+    assert found.hopper.heads[0].steps == counted.steps == 1 + 2 + 3 + 4 + 5 + 6
+    assert counted.full + counted.partial == 3 + 6  # of the block
+    assert counted.skipped == 3 * (3 + 6) - counted.steps
+    assert counted.efficiency == pytest.approx((384 * 385 / 2) / (21 * 64 * 64))
+    assert "27 steps of consumers, of which they skip 6; 85.9 % of the pairs" in output(
+        path, found.plan.name, "--seqlen", 384
+    )
+
+
+def multiplied(visible: torch.Tensor, rows: int, keys: int, stages: int) -> torch.Tensor:
+    """Return which pairs the consumers multiply, pair by pair, as the kernel's text says."""
+    found = torch.zeros_like(visible)
+    for start in range(0, len(visible), rows):
+        block = visible[start : start + rows]
+        tiles = [k for k in range(0, visible.shape[1], keys) if block[:, k : k + keys].any()]
+        for first in range(start, min(start + rows, len(visible)), 64):
+            own = visible[first : first + 64]
+            left, held, held_for = len(tiles), False, 0
+            for key in reversed(tiles):
+                blind = own.any() and not own[:, key : key + keys].any()
+                if blind and (held_for < stages - 1 if held else left > 1):
+                    held_for += held
+                else:
+                    found[first : first + 64, key : key + keys] = True
+                    held, held_for = True, 0
+                left -= 1
+    return found
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    ("variant", "keys", "scalars"),
+    [
+        ("causal", 64, {}),
+        ("sliding_window", 64, {"window": 100}),
+        ("sliding_window", 16, {"window": 40}),
+        ("sink_window", 32, {"window": 70, "sinks": 5}),
+        ("chunked", 48, {"chunk": 130}),
+    ],
+)
+def test_pairs_of_consumers_that_skip_are_those_of_brute_force(
+    variant: str, keys: int, scalars: dict[str, int], stages: int
+) -> None:
+    found = planned(variant, 64, f"    tile: {{m: 192, n: {keys}}}\n    pipeline: {{stages: {stages}}}\n")
+    assert found.hopper is not None
+    assert found.hopper.skips
+    seqlen = 960  # whole consumers and tiles of keys, so that steps are pairs; five tiles of work
+    counted = visits(found, seqlen, scalars)
+    q, kv = torch.arange(seqlen)[:, None], torch.arange(seqlen)[None, :]
+    names = {**scalars, "q": q, "q_pos": q, "kv": kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    visible = evaluate(found.variant.mask, names, {}).broadcast_to(seqlen, seqlen)
+    pairs = multiplied(visible, 192, keys, stages)
+    assert pairs[visible].all()
+    assert counted.steps * 64 * keys == int(pairs.sum())
+    assert counted.skipped > 0
+    assert counted.efficiency == pytest.approx(int(visible.sum()) / int(pairs.sum()))
+
+
+def test_a_consumer_behind_the_end_multiplies_what_its_block_loads() -> None:
+    found = planned("causal", 64, "    tile: {m: 192, n: 64}\n")
+    counted = visits(found, 200, {})  # the second tile of work has 8 rows, of one consumer
+    first, second = 1 + 2 + 3, 3 * 4
+    assert (counted.steps, counted.skipped) == (first + second, 3)
 
 
 def test_rates_have_sources() -> None:

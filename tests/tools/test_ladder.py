@@ -86,7 +86,9 @@ def test_kernels_that_differ_in_a_rung_share_a_ladder() -> None:
 
 
 def test_triton_kernels_have_none() -> None:
-    (triton,) = prepare(load_spec_text("schema: 1\narch: sm90a\nkernels: [{variant: full, head_dim: 64}]\n", "a.yaml"))
+    (triton,) = prepare(
+        load_spec_text("schema: 1\narch: sm90a\nkernels: [{variant: full, head_dim: 64, backend: triton}]\n", "a.yaml")
+    )
     assert reason_against(triton.plan) == "only CUDA kernels have a ladder"
     assert reason_against(prepared("variant: full, head_dim: 64")[0].plan) is None
 

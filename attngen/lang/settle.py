@@ -1,0 +1,56 @@
+"""What declared ranges decide about a variant before any kernel: conditions that are always true, or never."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+from attngen.lang.bands import bands
+from attngen.lang.facts import Facts
+from attngen.lang.intervals import bounds
+from attngen.lang.ir import Const, Expr, Op, Type, names, rewrite, walk
+from attngen.lang.simplify import FALSE, boolean, make
+from attngen.lang.variant import Variant
+
+_CONNECTIVES = frozenset({"and", "or", "xor", "not", "select"})
+
+
+@lru_cache(maxsize=256)  # the kernels of a spec share a few variants
+def settle(variant: Variant) -> Variant:
+    """Return the variant with what its ranges decide put in place; it means the same at every call.
+
+    Where no query sees any key, whatever is called, the mask is false and nothing is left of the score: a kernel of it
+    multiplies nothing, and gives 0 and a log-sum-exp of -inf.
+    """
+    facts = Facts.of(variant)
+    mask = _decided(variant.mask, facts)
+    score = None if variant.score is None else _decided(variant.score, facts)
+    if score == Const(-math.inf, Type.FLOAT) or not bands(mask, facts).visible:
+        mask, score = FALSE, None
+    if (mask, score) == (variant.mask, variant.score):
+        return variant
+    present = {node for root in (mask, score) if root is not None for node in walk(root)}
+    let = tuple((name, value) for name, value in variant.let if value in present)
+    return replace(variant, mask=mask, score=score, let=let)
+
+
+def reads_products(variant: Variant) -> bool:
+    """Whether the logit depends on q and k at all; a score such as ``-slope * abs(q - kv)`` does not."""
+    return variant.score is None or "s" in names(variant.score)
+
+
+def _decided(expr: Expr, facts: Facts) -> Expr:
+    """Replace comparisons of integers that always come out the same; a float may be NaN, which compares false."""
+
+    def rule(node: Expr) -> Expr | None:
+        if not isinstance(node, Op):
+            return None
+        if node.op in _CONNECTIVES:
+            return make(node.op, *node.args) if any(isinstance(arg, Const) for arg in node.args) else None
+        if node.type is Type.BOOL and all(arg.type is not Type.FLOAT for arg in node.args):
+            must, may = bounds(node, facts)
+            return boolean(bool(may)) if must == may else None
+        return None
+
+    return rewrite(expr, rule)

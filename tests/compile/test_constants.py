@@ -1,0 +1,37 @@
+"""Kernels of masks and scores that are the same everywhere compile: nothing is seen, or no product is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attngen.spec import load_spec_text
+from attngen.store.store import Store
+from attngen.tools.build import compile_kernels, prepare
+
+SPEC = """
+schema: 1
+package: t
+arch: [sm90a]
+variants:
+  nothing: {mask: false, score: "s * 2"}
+  hidden: {mask: "q_pos >= kv", score: "-inf"}
+  one_logit: {mask: "q_pos >= kv", score: "1.5"}
+kernels:
+  - {variant: [nothing, one_logit], head_dim: 64, backend: cuda}
+  - {variant: hidden, head_dim: 64, backend: triton, passes: [forward, backward]}
+  - {variant: one_logit, head_dim: 64, passes: backward}
+"""
+
+
+def test_they_compile(tmp_path: Path) -> None:
+    kernels, failures = compile_kernels(prepare(load_spec_text(SPEC)), store=Store(tmp_path))
+    assert [str(failure.error) for failure in failures] == []
+    assert len(kernels) == 5
+
+
+def test_a_kernel_of_nothing_multiplies_nothing() -> None:
+    sources = {kernel.plan.name: kernel.source.text for kernel in prepare(load_spec_text(SPEC))}
+    (triton,) = (text for name, text in sources.items() if name.startswith("fwd_sm90a_tma") and "hidden" in name)
+    assert "tl.dot" not in triton
+    (cuda,) = (text for name, text in sources.items() if "wgmma" in name and "nothing" in name)
+    assert "spans = {0, 0};" in cuda

@@ -1,0 +1,44 @@
+"""Masks and scores that are the same everywhere, forward in both languages and backward, on every case."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
+from attngen.spec import load_spec
+from attngen.tools.build import plans
+from attngen.tools.trial import try_backward, try_kernel
+from tests.gpu.family import Kernels, label, rendered
+
+SPEC = Path(__file__).with_name("constants.yaml")
+_PLANNED = {f"{plan.direction} {label(plan)}": (spec, plan) for spec, plan in plans(load_spec(SPEC))}
+
+
+@cache
+def kernels() -> Kernels:
+    return Kernels(rendered(_PLANNED))
+
+
+@pytest.mark.parametrize("name", [name for name in _PLANNED if name.startswith("forward")])
+def test_forwards_of_constants(name: str) -> None:
+    kernel = kernels()[name]
+
+    def launch(call: Call, buffers: Buffers) -> None:
+        Pinned(kernel, call, buffers)()
+
+    assert try_kernel(kernel, launch, "cuda", 40_000, small=False).problems == ()
+
+
+@pytest.mark.parametrize("name", [name for name in _PLANNED if name.startswith("backward")])
+def test_backwards_of_constants(name: str) -> None:
+    kernel = kernels()[name]
+
+    def launch(call: Call, buffers: GradientBuffers) -> None:
+        PinnedGradients(kernel, call, buffers)()
+
+    assert try_backward(kernel, launch, "cuda", 40_000, small=False).problems == ()

@@ -1,0 +1,41 @@
+"""Products of parameters of which a sample runs always, and all others where ``-m exhaustive`` asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+
+Axis = Iterable[Any] | Mapping[str, Any]
+
+
+def sampled(**axes: Axis) -> pytest.MarkDecorator:
+    """Return the parametrization of a test by all combinations of the values of ``axes``.
+
+    The sample goes once along the longest axis and round and round along the others, so that it has every value of
+    each, and pairs of the short ones as far as the longest reaches. A mapping gives its values names.
+    """
+    named = [_named(axis) for axis in axes.values()]
+    kept = set(_diagonal([len(axis) for axis in named]))
+    cases = []
+    for choice in product(*(range(len(axis)) for axis in named)):
+        names, values = zip(*(axis[i] for axis, i in zip(named, choice, strict=True)), strict=True)
+        marks = () if choice in kept else (pytest.mark.exhaustive,)
+        cases.append(pytest.param(*values, id="-".join(names), marks=marks))
+    return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def _named(axis: Axis) -> list[tuple[str, Any]]:
+    return list(axis.items()) if isinstance(axis, Mapping) else [(str(value), value) for value in axis]
+
+
+def _diagonal(lengths: list[int]) -> list[tuple[int, ...]]:
+    longest = lengths.index(max(lengths))
+    steps, step = [], 1
+    for axis, length in enumerate(lengths):
+        fits = axis != longest and step * length <= lengths[longest]
+        steps.append(step if fits else 1)
+        step *= length if fits else 1
+    return [tuple(i // s % n for s, n in zip(steps, lengths, strict=True)) for i in range(lengths[longest])]

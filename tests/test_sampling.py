@@ -1,0 +1,37 @@
+"""The sample of a product of parameters: every value, pairs where there is room, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sampling import sampled
+
+
+def split(mark: pytest.MarkDecorator) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
+    names, cases = mark.args
+    assert all(len(case.values) == len(names) for case in cases)
+    always = [case.values for case in cases if not case.marks]
+    return always, [case.values for case in cases if case.marks]
+
+
+def test_every_value_is_in_the_sample_and_every_combination_somewhere() -> None:
+    for sizes in ((5,), (2, 2, 2), (17, 2), (2, 4), (5, 2, 2), (3, 2, 4), (4, 4)):
+        axes = {f"axis_{n}": [f"{n}{i}" for i in range(size)] for n, size in enumerate(sizes)}
+        always, rest = split(sampled(**axes))
+        assert len(always) == max(sizes)
+        assert [set(values) for values in zip(*always, strict=True)] == [set(axis) for axis in axes.values()]
+        assert len({*always, *rest}) == len(always) + len(rest)
+        size = 1
+        for length in sizes:
+            size *= length
+        assert len(always) + len(rest) == size
+
+
+def test_short_axes_meet_where_the_longest_has_room() -> None:
+    always, _ = split(sampled(long="abcde", one=[0, 1], other=[0, 1]))
+    assert {values[1:] for values in always} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_a_mapping_names_its_values() -> None:
+    (case,) = sampled(mask={"causal": "q >= kv"}).args[1]
+    assert (case.id, case.values) == ("causal", ("q >= kv",))
