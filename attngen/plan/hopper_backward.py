@@ -23,11 +23,12 @@ from attngen.spec.expand import Backward, KernelSpec
 _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS
 _BARRIER_BYTES = 8
-_REGISTERS = (24, 240)  # of a thread of the producer, and of a consumer
 _STEP_BYTES, _WORK_BYTES = 8, 32
 _SUMS = 8  # places of dQ that are remembered
 _ELEMENT_BYTES = 2
 _NARROW = 64  # head dims up to which a step has twice as many queries
+#: Registers of a thread of the producer and of a consumer, for narrow heads and for others.
+_NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
 #: Q, dO and the sums of dQ of the heads that run side by side: about half of the H200's L2, measured best on it.
 _SECTION_BYTES = 24 * 2**20
@@ -51,8 +52,8 @@ class _Choice:
     q_stages: int
 
 
-#: First match wins. "plain": no score, and a mask made of comparisons of positions and scalars. Others evaluate more for
-#: each pair, which takes registers that dP cannot have at the same time.
+#: First match wins. "plain": no score, and a mask made of comparisons of positions and scalars. Others evaluate more
+#: for each pair, which takes registers that dP cannot have at the same time.
 #: Measured on an H200 where docs/performance.md says so; the rest follows from registers.
 _TABLE = (
     _Choice("plain", 64, 128, overlap="dp", packed=True, q_stages=2),
@@ -79,11 +80,12 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
     stages = given.stages or 2
     driver = driver_of(spec, "q")
+    registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     draft = HopperGradients(
         consumers=_CONSUMERS,
-        producer_registers=_REGISTERS[0],
-        consumer_registers=_REGISTERS[1],
+        producer_registers=registers[0],
+        consumer_registers=registers[1],
         overlap=choice.overlap,
         packed=choice.packed,
         q_stages=choice.q_stages,
@@ -166,15 +168,17 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(
             spec,
             "backward",
-            "the derivative of this score differs from pair to pair, which takes more registers than a consumer of cuda "
-            "kernels has; allowed: triton",
+            "the derivative of this score differs from pair to pair, which takes more registers than a consumer of "
+            "cuda kernels has; allowed: triton",
         )
-    if max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW and _is_listed(spec.variant):
+    narrow = max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW
+    if _is_listed(spec.variant) and (narrow or spec.layout == "varlen"):
+        where = f"up to head_dim {_NARROW}" if narrow else "in layout varlen"
         return refuse(
             spec,
             "backward",
-            f"up to head_dim {_NARROW}, a mask that reads a tensor for each key takes more registers than a consumer of "
-            "cuda kernels has; allowed: triton",
+            f"{where}, a mask that reads a tensor for each key takes more registers than a consumer of cuda kernels "
+            "has; allowed: triton",
         )
     if spec.deterministic:
         return refuse(

@@ -31,10 +31,10 @@ _MAP, _COUNTER = ADDRESSES.index("tile_map"), ADDRESSES.index("tile_counter")
 class GradientBuffers:
     """The memory of one backward: what the forward took and gave, the gradients of its results, and results.
 
-    ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; the sums of rows,
-    (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``dq_sum`` is float32, with as
-    many elements as ``sums_of`` says, and need not be initialized. ``gradients`` holds a contiguous float32 tensor of
-    zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of each part that reads one.
+    ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; the sums of
+    rows, (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``dq_sum`` is float32, with
+    as many elements as ``sums_of`` says, and need not be initialized. ``gradients`` holds a contiguous float32 tensor
+    of zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of each part that reads one.
     """
 
     q: Tensor
@@ -101,12 +101,14 @@ class PartGeometry(Geometry):
             "keys": kv_tiles * call.kv_heads * call.batch,
         }
 
-    def blocks_of_part(self, driver: Driver, device: int) -> int:
+    @property
+    def part_tiles(self) -> int:
+        """Tiles of work of the kernel, whatever they are."""
+        return self.classifier_blocks if self.part.grid.endswith("_words") else self._blocks[self.part.grid]
+
+    def part_blocks(self, driver: Driver, device: int) -> int:
         """Blocks of the kernel: one for each tile, or as many as run at once where each takes tile after tile."""
-        if self.part.grid.endswith("_words"):
-            return self.classifier_blocks
-        blocks = self._blocks[self.part.grid]
-        return min(blocks, driver.multiprocessors(device)) if self.part.persistent else blocks
+        return min(self.part_tiles, driver.multiprocessors(device)) if self.part.persistent else self.part_tiles
 
 
 def geometries(kernel: Kernel, call: Call, views: Mapping[str, View], *, dlse: bool) -> list[PartGeometry]:
@@ -157,7 +159,7 @@ class PreparedGradients:
                 PreparedLaunch(one.part.entry, blocks, one, self._tensors, driver, device, addresses=self._names),
             )
             for one in found
-            if (blocks := one.blocks_of_part(driver, device))
+            if (blocks := one.part_blocks(driver, device))
         ]
         self._counted = any(one.part.persistent for one in found)
         self._driver, self._device = driver, device

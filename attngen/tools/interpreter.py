@@ -72,7 +72,7 @@ class Interpreted:
         """Run the kernels of a backward, one after the other."""
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
         for geometry in geometries(self.kernel, call, views, dlse=buffers.dlse is not None):
-            blocks = geometry.blocks_of_part()
+            blocks = geometry.part_tiles
             if blocks:
                 self._run(geometry.part.entry, blocks, geometry, buffers)
 

@@ -72,7 +72,8 @@ def gradients(name: str, case: Case, *, fill: int = 0xFF, seed: int = 0) -> tupl
     buffers, memory = poisoned_gradients(
         call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous(), sums_of(kernel, call)
     )
-    for tensor in (buffers.dq, buffers.dk, buffers.dv, buffers.rows, *buffers.words.values()):
+    sums = () if buffers.dq_sum is None else (buffers.dq_sum,)
+    for tensor in (buffers.dq, buffers.dk, buffers.dv, buffers.rows, *sums, *buffers.words.values()):
         tensor.view(torch.uint8).fill_(fill)
     PinnedGradients(kernel, call, buffers)()
     assert memory.overrun() == ()
@@ -83,6 +84,9 @@ def gradients(name: str, case: Case, *, fill: int = 0xFF, seed: int = 0) -> tupl
 def test_checks_08_and_15_the_same_bits_whatever_memory_held(name: str) -> None:
     case = Case("ragged", (270,) * 2, (333,) * 2, heads=4, kv_heads=2, used=(333, 201))
     first, *others = (gradients(name, case, fill=fill) for fill in (0xFF, 0xAA, 0x00, 0xFF))
+    if kernels()[name].backend == "cuda":  # dQ is added up in no fixed order
+        close([first[0]] * 3, [other[0] for other in others], 4e-3)
+        first, others = first[1:], [other[1:] for other in others]
     assert all(same(first, other) for other in others)
 
 
@@ -126,6 +130,19 @@ def test_autograd_with_a_gradient_of_the_log_sum_exp(layout: str) -> None:
         return out.float().square().sum() + torch.where(lse.isinf(), 0.0, lse).sin().sum()
 
     close(torch.autograd.grad(loss(), inputs), torch.autograd.grad(loss(backend="reference"), inputs))
+
+
+def test_a_backward_in_a_fixed_order_where_torch_asks_for_one() -> None:
+    inputs = leaves(s=700)
+    out = attention(*inputs)
+    above = torch.randn_like(out)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (torch.autograd.grad(out, inputs, above, retain_graph=True) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert same(first, second)
+    close(torch.autograd.grad(out, inputs, above), first)
 
 
 def test_a_varlen_call() -> None:
@@ -235,7 +252,7 @@ def test_check_23_a_step_is_captured() -> None:
 @pytest.mark.parametrize("name", [name for name in ALL if "-dense-" in name and "learned" not in name])
 def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     """At most what the bound of all backwards says; in Triton, two numbers for each row, and maps of tiles."""
-    kernel, plan = kernels()[name], _PREPARED[name].plan
+    kernel, plan = kernels()[name], _PLANNED[name][1]
     rows, keys = 1500, 1090
     element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
     case = Case("memory", (rows,) * 2, (keys,) * 2, heads=4, kv_heads=kv_heads)
