@@ -26,7 +26,7 @@ from attngen.errors import CallError
 from attngen.integrations import choice
 from attngen.integrations.choice import Candidate, attend, has_backward
 from attngen.runtime.arguments import FLOAT32_MAX
-from attngen.runtime.cache import LruCache
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import registry
 
 SPEC = "sdpa"
@@ -43,7 +43,7 @@ _BIAS = {
 }
 
 #: What was decided for calls of one form: all that a decision depends on → why torch serves them, or nothing.
-_VERDICTS: LruCache[str] = LruCache(2048)
+_VERDICTS: RecentCache[str] = RecentCache(2048)
 
 
 @dataclass(frozen=True, slots=True)
