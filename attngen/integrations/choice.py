@@ -77,7 +77,9 @@ def attend(
         names = tuple(candidate.variant for candidate in candidates)
         layout = "dense" if packing is None else "varlen"
         dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
-        place, name = _built_at_trace(names, dtype, q.shape[-1], v.shape[-1], layout, device, spec, learns)
+        known = _head_dims(names)
+        dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
+        place, name = _built_at_trace(names, dtype, *dims, layout, device, spec, learns)
         return _call(name, candidates[place].own(), q, k, v, packing, options)
     if not on_gpu(q) or backend == "reference":
         chosen = candidates[0]
@@ -186,6 +188,21 @@ def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense") -> bool
 
 
 _BACKWARD: RecentCache[bool] = RecentCache(512)
+
+
+@torch.compiler.assume_constant_result
+def _head_dims(names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the head dimensions that any of these variants is built for."""
+    kernels = [k for _, package in registry.packages() for name in names for k in package.kernels(name)]
+    return tuple(sorted({dim for kernel in kernels for dim in (kernel.head_dim_qk, kernel.head_dim_v)}))
+
+
+def _number(size: int, known: tuple[int, ...]) -> int:
+    """Return a size that a trace may know by a symbol as the number that it is; 0 for one that is not known."""
+    for number in known:
+        if size == number:
+            return number
+    return 0
 
 
 @torch.compiler.assume_constant_result

@@ -16,7 +16,10 @@ MAX_STRIDE_BYTES = 2**40
 MAX_EXTENT = 2**32
 MAX_BOX = 256
 
-_ENCODED: RecentCache[bytes] = RecentCache(4096)
+#: Descriptors that are kept, of 128 bytes each.
+MAX_ENCODED = 4096
+
+_ENCODED: RecentCache[bytes] = RecentCache(MAX_ENCODED)
 _TOKENS = count()
 
 

@@ -40,7 +40,8 @@ def only_package(spec: str) -> Any:
 def no_worse(found: Tensor, plain: Tensor, exact: Tensor, times: float = 2, least: float = 0.0) -> None:
     """Assert that a result errs at most ``times`` as much as plain PyTorch in the same dtype, or by one unit of it.
 
-    The unit is that of the largest value, or of ``least`` where that is larger. All have one shape; ``exact`` is in a wider dtype. A row that sees no key may be NaN in ``plain``.
+    The unit is that of the largest value, or of ``least`` where that is larger. All have one shape; ``exact`` is in a
+    wider dtype. A row that sees no key may be NaN in ``plain``.
     """
     assert found.shape == exact.shape
     plain = plain.nan_to_num()

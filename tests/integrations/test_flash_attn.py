@@ -12,6 +12,7 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import flash_attn
 from tests.integrations.oracles import flash_attention
+from tests.integrations.shipped import known
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 
@@ -116,6 +117,24 @@ def test_gradients(given: dict[str, Any]) -> None:
     weights = torch.randn_like(out), torch.randn_like(lse)
     found = torch.autograd.grad((out, lse), inputs, weights)
     near(found, torch.autograd.grad((wanted, wanted_lse), inputs, tuple(w.double() for w in weights)))
+
+
+@pytest.mark.parametrize(
+    "given", [{"causal": True}, {"window_size": (3, 2), "softcap": 1.5}, {"alibi": (HEADS,)}], ids=str
+)
+def test_lengths_and_batches_that_change_are_compiled_once(given: dict[str, Any]) -> None:
+    options = options_of(given)
+    torch._dynamo.reset()
+    with known("integrations/flash_attn"):
+
+        def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flash_attn.flash_attn_func(q * 2, k, v, **options)
+
+        compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+        for turn, (batch, length) in enumerate(((7, 12), (3, 30), (9, 5))):
+            inputs = [torch.randn(batch, length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                near(compiled(*inputs), program(*inputs))
 
 
 def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:

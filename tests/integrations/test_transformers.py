@@ -273,6 +273,17 @@ def test_compiles_without_a_graph_break(family: str, padding: str) -> None:
     near(found, wanted)
 
 
+def test_lengths_and_batches_that_change_are_compiled_once() -> None:
+    torch._dynamo.reset()
+    with known("integrations/transformers"), torch.no_grad():
+        compiled = torch.compile(model("llama"), fullgraph=True, backend="eager", dynamic=True)
+        for turn, (rows, length) in enumerate(((7, 12), (3, 30), (9, 5))):
+            ids = torch.randint(3, families.VOCABULARY, (rows, length))
+            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                found = compiled(input_ids=ids, use_cache=False).logits
+            near(found, eager("llama")(input_ids=ids, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])  # one mask for all layers; one for each kind of layer
 def test_a_compiled_step_against_a_static_cache(family: str) -> None:
     """On a GPU ``generate`` compiles the step that decodes, and makes its masks outside of it."""
