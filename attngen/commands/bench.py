@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 @click.argument("spec", type=click.Path(path_type=Path))
 @click.option("--kernel", "part", metavar="PART", help="Only kernels whose name contains this.")
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
+@click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
+              help="What is raced; default: both, as far as the spec builds them.")  # fmt: skip
+@click.option("--suite", type=click.Choice(("grid", "variants")),
+              help="Only the grid of full and causal masks, or only what stands beside the variants.")  # fmt: skip
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
               help="Samples of each contestant; their median counts.")  # fmt: skip
 @click.option("--check/--no-check", default=True, show_default=True,
-              help="Compare outputs with float64 before they are timed.")  # fmt: skip
+              help="Compare results with float64 before they are timed.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write all figures to this file, anew after each case.")  # fmt: skip
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
@@ -45,6 +50,8 @@ def command(
     spec: Path,
     part: str | None,
     variants: tuple[str, ...],
+    passes: str | None,
+    suite: str | None,
     seqlens: tuple[int, ...],
     tokens: int,
     rounds: int,
@@ -55,21 +62,26 @@ def command(
     dry_run: bool,
     jobs: int | None,
 ) -> None:
-    """Race the dense forward kernels of a spec against the libraries that are installed, in one process.
+    """Race the dense kernels of a spec against the libraries that are installed, in one process.
 
     Kernels that the cache lacks are compiled; those for other GPUs are left out. Prints TFLOP/s over visible pairs,
-    medians of interleaved rounds. Exits 1 if a kernel of the spec fails, or if none could be measured.
+    medians of interleaved rounds; of backwards also the memory that they take. Exits 1 if a kernel of the spec fails,
+    or if none could be measured.
     """
     for path in (json_path, plot_path):
         if path is not None and not path.parent.is_dir():
             raise click.BadParameter(f"there is no folder {path.parent}")
     if ladder and plot_path is not None:
         raise click.UsageError("--plot draws races with peers; leave it out, or --ladder")
+    if ladder and passes in ("backward", "both"):
+        raise click.UsageError("a ladder leads to a forward; leave --pass out, or --ladder")
     if plot_path is not None:
         import_module("matplotlib")  # not after all the work
     from attngen.tools import bench
 
-    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs, ladder)
+    directions = ("forward",) if ladder else bench.DIRECTIONS if passes in (None, "both") else (passes,)
+    suites = bench.SUITES if suite is None else (suite,)
+    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs, ladder, directions, suites)
     if dry_run:
         report = bench.dry_run(spec, options)
         _write(report, json_path)
@@ -112,7 +124,11 @@ def _print(report: BenchReport) -> None:
     if report.ladders:
         print_ladders(report)
     elif measured:
-        _print_figures(report, _columns(measured), _columns(result for result in measured if result.ours))
+        for direction in report.directions:
+            _print_figures(report, direction)
+        for direction in report.directions:
+            _print_to_causal(report, direction)
+        _print_workspace(report)
     if any(result.timing is not None and result.timing.host_bound for result in measured):
         click.echo("* bound by the host: launching takes as long as the kernel")
     _print_reasons(report)
@@ -132,15 +148,51 @@ def _print(report: BenchReport) -> None:
         click.secho("no kernel was measured", fg="red", err=True)
 
 
-def _print_figures(report: BenchReport, names: Sequence[str], ours: Sequence[str]) -> None:
-    means = {mean.of: mean for mean in report.means}
+def _print_figures(report: BenchReport, direction: str) -> None:
+    """Print TFLOP/s of all contestants of one direction, and the ratios of ours to the best peer."""
+    found = replace(report, rows=tuple(row for row in report.rows if row.case.direction == direction))
+    measured = [result for result in found.results if result.tflops is not None]
+    names, ours = _columns(measured), _columns(result for result in measured if result.ours)
+    means = {mean.of: mean for mean in found.means}
     lines: list[list[str]] = []
-    for group, rows in report.groups.items():
+    for group, rows in found.groups.items():
         lines += [_cells(row, names, ours) for row in rows]
         if group in means:
             lines.append(_mean_cells(means[group], names, ours))
-    lines += [_mean_cells(mean, names, ours) for of, mean in means.items() if of not in report.groups]
-    print_table(["TFLOP/s", *names, *(f"{name.removeprefix('attngen ')} / best peer" for name in ours)], lines)
+    lines += [_mean_cells(mean, names, ours) for of, mean in means.items() if of not in found.groups]
+    if lines and measured:
+        print_table(["TFLOP/s", *names, *(f"{name.removeprefix('attngen ')} / best peer" for name in ours)], lines)
+
+
+def _print_to_causal(report: BenchReport, direction: str) -> None:
+    """Print what variants cost: the time of a visible pair by that of our causal kernel in a case of the same sizes."""
+    _print_of_rows(
+        "time per visible pair / our causal",
+        [(row, report.to_causal(row)) for row in report.rows if row.case.direction == direction],
+        _ratio,
+    )
+
+
+def _print_workspace(report: BenchReport) -> None:
+    """Print the memory that backwards took beside inputs and gradients, and the bound of ours."""
+    rows = []
+    for row in report.rows:
+        held: dict[str, float] = {r.contestant: r.workspace for r in row.results if r.workspace is not None}
+        bounds = [r.workspace_bound for r in row.results if r.workspace is not None and r.workspace_bound is not None]
+        rows.append((row, {**held, "bound of ours": max(bounds)} if bounds else held))
+    _print_of_rows("MiB beside inputs and gradients", rows, lambda size: "" if size is None else f"{size / 2**20:.1f}")
+
+
+def _print_of_rows(
+    title: str, rows: Sequence[tuple[Row, Mapping[str, float]]], text: Callable[[float | None], str]
+) -> None:
+    """Print a figure of each contestant in each case; nothing if there is none."""
+    found = dict.fromkeys(name for _, figures in rows for name in figures)
+    contestants = _columns(result for row, _ in rows for result in row.results)
+    names = [name for name in contestants if name in found] + [name for name in found if name not in contestants]
+    lines = [[row.case.name, *(text(figures.get(name)) for name in names)] for row, figures in rows if figures]
+    if lines:
+        print_table([title, *names], lines)
 
 
 def _columns(results: Iterable[Result]) -> list[str]:

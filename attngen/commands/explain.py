@@ -73,6 +73,9 @@ def _print(explanation: PlanExplanation) -> None:
     if explanation.hopper:
         for line in explanation.hopper.floor_lines():
             click.echo(f"  {line}")
+    if explanation.gradients:
+        for line in explanation.gradients.lines():
+            click.echo(f"  {line}")
     click.echo("  keys that the queries q_lo to q_hi see; q_pos_lo and q_pos_hi are their positions")
     _print_bands("some query sees", explanation.visible)
     _print_bands("all queries see", explanation.full)

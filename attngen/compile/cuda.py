@@ -22,7 +22,7 @@ from attngen.compile.triton import MAX_SPILLS
 from attngen.errors import CompileError
 
 if TYPE_CHECKING:
-    from attngen.plan.model import Argument, Plan
+    from attngen.plan.model import Argument, HopperGradients, Plan
     from attngen.render import Source
 
 _NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]'"
@@ -34,14 +34,28 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
     Raises CompileError if NVRTC rejects the source, or if the result spills, serializes wgmma, multiplies another
     number of times than planned, or takes other parameters.
     """
-    assert plan.hopper is not None
+    roles = plan.hopper or plan.gradients
+    assert roles is not None
     start = time.perf_counter()
     cubin, log = compile_text(plan.name, source.text, source.headers, plan.arch.name)
-    resources = _resources_of(plan.name, log)
-    _check(plan, cubin, resources)
     manifest = dict(plan.to_dict())
-    manifest["parameters"] = _parameters(plan.name, plan.name, plan.arguments, cubin)
+    symbol = manifest["symbol"]
+    resources = _resources_of(symbol, log)
+    _check(plan, cubin, resources)
+    manifest["parameters"] = _parameters(plan.name, symbol, plan.arguments, cubin)
     manifest["sha256"] = sha256(cubin).hexdigest()
+    if plan.parts:  # all stand in one cubin
+        manifest["parts"] = [
+            {
+                **part.to_dict(),
+                "parameters": _parameters(plan.name, part.symbol, part.arguments, cubin),
+                "resources": {
+                    "registers": _resources_of(part.symbol, log).registers,
+                    "shared_memory": roles.shared_bytes if part.symbol == symbol else 0,
+                },
+            }
+            for part in plan.parts
+        ]
     if plan.classifier is not None:
         part = plan.classifier
         manifest["classifier"] = {
@@ -56,7 +70,7 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
     manifest["resources"] = {
         "registers": resources.registers,
         "spills": resources.spills,
-        "shared_memory": plan.hopper.shared_bytes,
+        "shared_memory": roles.shared_bytes,
         "cubin_bytes": len(cubin),
         "wgmma": count_instructions(cubin, "HGMMA"),
         "serialized_wgmma": resources.serialized_wgmma,
@@ -131,12 +145,24 @@ def planned_wgmma(plan: Plan) -> int:
     Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own. Without a
     producer a block has one tile of work, and no Q K^T behind it.
     """
+    if plan.gradients is not None:
+        return _planned_gradients(plan, plan.gradients)
     assert plan.hopper is not None
     qk = plan.columns_qk[0].width // 16
     pv = plan.tile_n // 16
     if not plan.hopper.specialized:
         return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if plan.hopper.skips else 3 * qk + 2 * pv
+
+
+def _planned_gradients(plan: Plan, roles: HopperGradients) -> int:
+    """Return how many wgmma instructions the kernel of all products has.
+
+    In the loop one of each product; before it S of the first step and, where steps do not overlap, its dP and dV.
+    """
+    s, dp, rows = plan.columns_qk[0].width // 16, plan.columns_v[0].width // 16, plan.tile_m // 16
+    loop = s + dp + 2 * rows + plan.tile_n // 16
+    return loop + s if roles.overlap else loop + s + dp + rows
 
 
 def _parameters(kernel: str, symbol: str, arguments: Sequence[Argument], cubin: bytes) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from attngen.plan.choices import (
     refuse,
     triton_schedule,
 )
+from attngen.plan.hopper_backward import hopper_backward_plan
 from attngen.plan.model import Part, Plan
 from attngen.plan.tiles import Tile, columns, default_gradient_tile, family, padded_width
 from attngen.plan.traits import gathers, is_light
@@ -55,8 +56,8 @@ _DQ = _Kind("dq", "queries", "query_words")
 
 def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     """Return the plan of a backward; PlanError names the field, the arithmetic and the nearest legal choice."""
-    if spec.backend != "triton":
-        raise refuse(spec, "backward", f"{spec.backend} has no backward yet; allowed: triton")
+    if spec.backend == "cuda":
+        return hopper_backward_plan(spec, arch)
     schedule = triton_schedule(spec, arch)
     element = dtype(spec.dtype)
     columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)

@@ -88,4 +88,14 @@ SCHEDULES: tuple[Schedule, ...] = (
         head_dims=_MULTIPLES_OF_16,
         needs_descriptors=False,
     ),
+    Schedule(
+        name="cuda_backward_wgmma",
+        label="wgmma",
+        backend="cuda",
+        direction="backward",
+        loads="descriptor",
+        template="cuda/backward.cu.j2",
+        head_dims=tuple(range(16, 129, 16)),
+        needs_descriptors=True,
+    ),
 )

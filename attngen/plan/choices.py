@@ -68,7 +68,8 @@ def check_head_dims(spec: KernelSpec, schedule: Schedule) -> None:
             raise refuse(
                 spec,
                 "head_dim",
-                f"{schedule.name}: head_dim {head_dim} is no multiple of 16 from 16 to 256; nearest: {nearest}",
+                f"{schedule.name}: head_dim {head_dim} is no multiple of 16 from 16 to {schedule.head_dims[-1]}; "
+                f"nearest: {nearest}",
             )
 
 

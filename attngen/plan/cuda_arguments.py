@@ -22,11 +22,11 @@ def cuda_classifier_arguments(plan: Plan) -> tuple[Argument, ...]:
 
 def _forward(plan: Plan) -> Iterator[Argument]:
     assert plan.hopper is not None
-    yield _map(plan, "q", plan.tile_m, packed=plan.pack_gqa)
-    yield _map(plan, "k", plan.tile_n)
-    yield _map(plan, "v", plan.tile_n, window=plan.tile_n)
+    yield tensor_map(plan, "q", plan.tile_m, packed=plan.pack_gqa)
+    yield tensor_map(plan, "k", plan.tile_n)
+    yield tensor_map(plan, "v", plan.tile_n, window=plan.tile_n)
     if plan.hopper.staged and not plan.varlen:
-        yield _map(plan, "out", _ROWS, packed=plan.pack_gqa)
+        yield tensor_map(plan, "out", _ROWS, packed=plan.pack_gqa)
     yield Argument("out_ptr", "pointer", f"*{plan.dtype.name}", of="out", divisibility=16)
     yield Argument("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
     yield from _sequences(plan)
@@ -62,10 +62,11 @@ def _classifier(plan: Plan) -> Iterator[Argument]:
     yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
 
 
-def _map(plan: Plan, of: str, rows: int, *, window: int | None = None, packed: bool = False) -> Argument:
+def tensor_map(plan: Plan, of: str, rows: int, *, window: int | None = None, packed: bool = False) -> Argument:
     """Return a tensor map whose box is ``rows`` rows of the columns that one copy brings."""
-    assert plan.hopper is not None
-    columns = plan.hopper.box_columns
+    roles = plan.hopper or plan.gradients
+    assert roles is not None
+    columns = roles.box_columns
     box = (rows, 1, columns) if window is None else (1, rows, 1, columns)
     if not plan.varlen:
         box = (1, *box)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from attngen.plan.model import Plan
+from attngen.plan.model import Part, Plan
 
 ROWS = 64  # query rows of a consumer: M of wgmma
 _WGMMA_K = 16  # elements that one instruction sums over, of 16 bits each
@@ -127,3 +127,80 @@ def floor(plan: Plan) -> Floor:
         loaded=plan.tile_n * (plan.head_dim_qk + plan.head_dim_v) * element,
         tile=plan.tile_m * (plan.head_dim_qk + plan.head_dim_v) * element,
     )
+
+
+#: Products of a step of each kernel of a backward, as many columns wide or deep as q and k have, and as v has:
+#: Q Kᵀ, dO Vᵀ, and those that give dV and dK, or dQ.
+_PRODUCTS = {"dkdv": (2, 2), "dq": (2, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFloor:
+    """Floors of one kernel of a backward on a Hopper GPU; a step takes ``tile_m`` queries and ``tile_n`` keys.
+
+    ``products`` counts those with as many columns as q and k have, and as v has. ``loaded`` are the bytes that a step
+    brings, ``kept`` those that a block reads and writes once.
+    """
+
+    part: Part
+    products: tuple[int, int]
+    flops: int
+    exponentials: int
+    loaded: int
+    kept: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Clocks of a step by what takes them."""
+        return {
+            "products": ceil(self.flops / FLOPS.value),
+            "exponentials": ceil(self.exponentials / EXPONENTIALS.value),
+        }
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """The parts that take longest."""
+        return tuple(name for name, clocks in self.parts.items() if clocks == self.clocks)
+
+    @property
+    def clocks(self) -> int:
+        """Floor of a step that has the multiprocessor to itself."""
+        return max(self.parts.values())
+
+    @property
+    def uncached(self) -> int:
+        """Clocks that the operands of a step take if none of them is in L2."""
+        return ceil(self.loaded / MEMORY_PER_CLOCK)
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the operands of a step that L2 must hold lest HBM takes longer than the step."""
+        return max(0.0, 1 - self.clocks / float(self.loaded / MEMORY_PER_CLOCK))
+
+    def call(self, steps: int, blocks: int) -> int:
+        """Clocks of one multiprocessor for so many steps of so many blocks."""
+        return max(steps * self.clocks, ceil(blocks * self.kept / MEMORY_PER_CLOCK))
+
+
+def gradient_floor(plan: Plan, part: Part) -> GradientFloor | None:
+    """Return the floors of one kernel of a backward, None for those that multiply nothing.
+
+    Rates are those of products of 16 bits on sm90a. Products run on the padding of head dims too, which memory does not
+    hold.
+    """
+    if part.name not in _PRODUCTS:
+        return None
+    by_qk, by_v = _PRODUCTS[part.name]
+    m, n, element = part.tile_m, part.tile_n, plan.dtype.bytes
+    width = by_qk * sum(c.width for c in plan.columns_qk) + by_v * sum(c.width for c in plan.columns_v)
+    query = (plan.head_dim_qk + plan.head_dim_v) * element + 8  # Q, dO, and two float32 numbers
+    key = (plan.head_dim_qk + plan.head_dim_v) * element
+    loaded, kept = (m * query, 2 * n * key) if part.grid == "keys" else (
+        n * key, m * (query + plan.head_dim_qk * element)
+    )  # fmt: skip
+    return GradientFloor(part, (by_qk, by_v), 2 * m * n * width, m * n, loaded, kept)
+
+
+def row_sums_bytes(plan: Plan) -> int:
+    """Return the bytes that the sums of a query row read and write: O, dO, the log-sum-exp, two float32 numbers."""
+    return 2 * plan.head_dim_v * plan.dtype.bytes + 12

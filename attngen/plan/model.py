@@ -137,6 +137,32 @@ class Hopper:
 
 
 @dataclass(frozen=True, slots=True)
+class HopperGradients:
+    """Roles, pipeline and memory of a Hopper kernel of dQ, dK and dV in CUDA."""
+
+    consumers: int  # warpgroups of 64 keys; one more produces
+    producer_registers: int  # per thread, as is the next
+    consumer_registers: int
+    overlap: bool  # the softmax of a step runs under dQ and dK of the one before
+    packed: bool  # dS is computed from probabilities in 16 bits, not in float32
+    q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
+    box_columns: int  # columns of one copy
+    dq_columns: int  # columns of dQ of a consumer
+    dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
+    shared: tuple[Region, ...]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, in bytes."""
+        return self.shared[-1].offset + self.shared[-1].bytes
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of the sums of dQ, which may be more than dQ has."""
+        return self.dq_columns if self.dq_by_rows else self.consumers * self.dq_columns
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Every decision about one kernel. ``name`` is file, symbol and log label."""
 
@@ -170,7 +196,8 @@ class Plan:
     allow: tuple[str, ...]
     arguments: tuple[Argument, ...] = ()
     classifier: Classifier | None = None
-    hopper: Hopper | None = None  # of CUDA kernels
+    hopper: Hopper | None = None  # of CUDA forwards
+    gradients: HopperGradients | None = None  # of CUDA backwards
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
     parts: tuple[Part, ...] = ()  # of a backward, in the order of their launches; the plan itself describes "dkdv"
 
@@ -284,6 +311,8 @@ class Plan:
             "section_keys": self.section_keys,
             "allow": list(self.allow),
             "hopper": asdict(self.hopper) if self.hopper else None,
+            "gradients": asdict(self.gradients) if self.gradients else None,
+            "sum_columns": self.gradients.sum_columns if self.gradients else 0,
             "persistent": bool(self.hopper and self.hopper.persistent),
             "pack_gqa": self.pack_gqa,
             "tile_map": {"batch": self.classifier.batch, "heads": self.classifier.heads} if self.classifier else None,

@@ -108,7 +108,7 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refused
     if spec.softmax_scale is not None:
         raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    specialized, unified = (row for row in SCHEDULES if row.backend == "cuda")
+    specialized, unified = (row for row in SCHEDULES if (row.backend, row.direction) == ("cuda", "forward"))
     schedule = unified if spec.roles and spec.roles.producer == 0 else specialized
     check_head_dims(spec, schedule)
     driver = driver_of(spec)

@@ -102,7 +102,7 @@ def logits(plan: Plan) -> Logits:
         if variant.score is not None:
             body.append(f"x = {scored.results[0]};")
         if partial:
-            masking = _masking(plan, bound, _declared([*hoisted, *body]))
+            masking = _masking(plan, bound, declared([*hoisted, *body]))
             hoisted += [line for line in (*masking.hoisted, *masking.tile) if line not in hoisted]
             body += masking.element
         row, tile, shared = _split(plan, hoisted)
@@ -119,22 +119,22 @@ def logits(plan: Plan) -> Logits:
 
 def _steps(plan: Plan, tile: Sequence[str], row: Sequence[str], body: Sequence[str]) -> Steps:
     """Return the lines of a tile, each where it runs least often."""
-    varying = {"x", *_row_names(plan), *_declared(row)}
+    varying = {"x", *_row_names(plan), *declared(row)}
     key, element = [], []
     for line in body:
         if varying & set(re.findall(r"\w+", line)):
             element.append(line)
-            varying.update(_declared([line]))
+            varying.update(declared([line]))
         else:
             key.append(line)
-    key = _used(key, element)
-    row = _used(row, element)
+    key = used(key, element)
+    row = used(row, element)
     row = [*_row_lines(plan, "\n".join([*row, *element])), *row]
-    used = set(re.findall(r"\w+", "\n".join(element)))
+    texts = set(re.findall(r"\w+", "\n".join(element)))
     return Steps(
-        tile=tuple(_used(tile, [*row, *key, *element])),
+        tile=tuple(used(tile, [*row, *key, *element])),
         row=tuple(row),
-        row_values=tuple((type, name) for type, name in map(_declaration, row) if name in used),
+        row_values=tuple((type, name) for type, name in declarations(row) if name in texts),
         key=(*_key_lines("\n".join([*key, *element])), *key),
         element=tuple(element),
     )
@@ -166,7 +166,7 @@ def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> 
         ends[above] = SEQLEN_K if interval.hi is None else minimum(interval.hi, SEQLEN_K)
         seen.append(f"key >= {below} && key < {above}" if below in ends else f"key < {above}")
         hidden.append(f"key < {below} || key >= {above}" if below in ends else f"key >= {above}")
-    exprs = [Op("sub", (_from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
+    exprs = [Op("sub", (from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
     code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken)
     *texts, condition = code.results
     tile = [f"const int {name} = {text};" for name, text in zip(ends, texts, strict=True)]
@@ -181,7 +181,7 @@ def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> 
     return _Masking(code.hoisted, tile, [*code.body, f"if ({test}) x = kMasked;"])
 
 
-def _from_zero(plan: Plan, end: Expr) -> Expr:
+def from_zero(plan: Plan, end: Expr) -> Expr:
     """Return the end of an interval such that any key can be subtracted from it; before the first key all are alike."""
     lowest, _ = bounds(end, known_ranges(plan))
     return end if lowest - MAX_SEQLEN >= INT32[0] else maximum(end, integer(0))
@@ -218,12 +218,12 @@ def _key_lines(texts: str) -> list[str]:
     return lines
 
 
-def _used(lines: Sequence[str], users: Iterable[str]) -> list[str]:
+def used(lines: Sequence[str], users: Iterable[str]) -> list[str]:
     """Return the declarations whose names are used by later ones or by the users."""
     kept: list[str] = []
     words = set(re.findall(r"\w+", "\n".join(users)))
     for line in reversed(lines):
-        if not _declared([line]) or words.intersection(_declared([line])):
+        if not declared([line]) or words.intersection(declared([line])):
             kept.insert(0, line)
             words |= set(re.findall(r"\w+", line))
     return kept
@@ -236,18 +236,18 @@ def queries(plan: Plan, rows: str) -> str:
 
 def _row_lines(plan: Plan, texts: str) -> list[str]:
     """Return the lines that name the query of a row and, where rows are of several heads, its head."""
-    used = [name for name in (*_QUERY_NAMES, "h") if re.search(rf"\b{name}\b", texts)]
+    asked = [name for name in (*_QUERY_NAMES, "h") if re.search(rf"\b{name}\b", texts)]
     first, lines = "q_first + 8 * row", []
     if plan.pack_gqa:
         first = "q_first + (row_in_group + 8 * row >> group_bits)"
-        if "h" in used:
+        if "h" in asked:
             lines.append("const int h = (hk << group_bits) + (row_in_group + 8 * row & group - 1);")
-    if set(used) <= {"h"}:
+    if set(asked) <= {"h"}:
         return lines
     lines.append(f"const int q_row = min({first}, seqlen_q - 1);  // rows behind the end repeat the last one")
-    if "q_pos" in used:
+    if "q_pos" in asked:
         lines.append("const int q_pos = q_row + (seqlen_k - seqlen_q);")
-    if "q_packed" in used:
+    if "q_packed" in asked:
         lines.append("const int q_packed = q_begin + q_row;")
     return lines
 
@@ -266,10 +266,10 @@ def _split(plan: Plan, lines: Sequence[str]) -> tuple[list[str], list[str], list
         words = set(re.findall(r"\w+", line))
         if words & row_names:
             row.append(line)
-            row_names.update(_declared([line]))
+            row_names.update(declared([line]))
         elif words & tile_names:
             tile.append(line)
-            tile_names.update(_declared([line]))
+            tile_names.update(declared([line]))
         else:
             work.append(line)
     return row, tile, work
@@ -285,7 +285,12 @@ def _declaration(line: str) -> tuple[str, str]:
     return f"const {found[2]}*" if "*" in found[3] else found[2], found[4]
 
 
-def _declared(lines: Iterable[str]) -> list[str]:
+def declarations(lines: Iterable[str]) -> list[tuple[str, str]]:
+    """Return what lines that declare something declare: a type that can hold it, and its name."""
+    return [_declaration(line) for line in lines]
+
+
+def declared(lines: Iterable[str]) -> list[str]:
     """Return the names that statements declare."""
     return [found[4] for line in lines if (found := _DECLARATION.match(line))]
 

@@ -118,20 +118,20 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         summary=summary(plan),
         uses_expressions=plan.variant.masked or plan.variant.score is not None,
         width_qk=plan.columns_qk[0].width,
-        padding_qk=_padding(plan.columns_qk[0]),
+        padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
-        padding_v=_padding(plan.columns_v[0]),
+        padding_v=padding(plan.columns_v[0]),
         regions=tuple(
-            RegionView(_constant(region.name), region.offset, _region_text(region.name, region.bytes))
+            RegionView(constant(region.name), region.offset, _region_text(region.name, region.bytes))
             for region in hopper.shared
         ),
         swizzle={64: 1, 32: 2}[hopper.box_columns],
         work_bytes=WORK_BYTES,
-        argument_lines=_argument_lines(plan, plan.arguments),
-        uses_hk_in_spans=_uses("hk", spans) and not plan.pack_gqa,
-        uses_kv_tiles=_uses("kv_tiles", spans),
-        uses_whole_tiles=_uses("whole_tiles", spans),
-        uses_q_hi=_uses("q_hi", spans),
+        argument_lines=argument_lines(plan, plan.arguments),
+        uses_hk_in_spans=uses("hk", spans) and not plan.pack_gqa,
+        uses_kv_tiles=uses("kv_tiles", spans),
+        uses_whole_tiles=uses("whole_tiles", spans),
+        uses_q_hi=uses("q_hi", spans),
         span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
         span_lines=found.lines,
         span_values=", ".join(found.values[end] for pair in (*found.visible, *found.full) for end in pair),
@@ -163,7 +163,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         work_lines=_work_lines(plan, [*code.work, texts], code.work),
         partial=code.partial,
         full=code.full,
-        uses_kv=_uses("kv_first", texts),
+        uses_kv=uses("kv_first", texts),
         logit_tile="(tile_info & kTileMask)" if hopper.specialized else "tile",
         logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",
         logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
@@ -178,20 +178,21 @@ def _classifier(plan: Plan) -> ClassifierView:
     texts = "\n".join([*code.hoisted, *code.lines, code.visible])
     return ClassifierView(
         threads=32 * plan.classifier.num_warps,
-        argument_lines=_argument_lines(plan, plan.classifier.arguments, reading_map=False),
-        uses_packed=_uses("q_begin", texts) or _uses("k_begin", texts),
-        uses_hk=_uses("hk", texts),
+        argument_lines=argument_lines(plan, plan.classifier.arguments, written=frozenset({"tile_map"})),
+        uses_packed=uses("q_begin", texts) or uses("k_begin", texts),
+        uses_hk=uses("hk", texts),
         hoisted=code.hoisted,
         element_lines=code.lines,
         visible=code.visible,
     )
 
 
-def _uses(name: str, text: str) -> bool:
+def uses(name: str, text: str) -> bool:
+    """Whether a text has a name."""
     return re.search(rf"\b{name}\b", text) is not None
 
 
-def _constant(region: str) -> str:
+def constant(region: str) -> str:
     """Return the name of a region's address: ``k_full`` is ``kKFull``."""
     return "k" + "".join(part.capitalize() for part in region.split("_"))
 
@@ -201,26 +202,32 @@ def _region_text(name: str, size: int) -> str:
     return f"{size} B: {text}"
 
 
-def _padding(columns: Columns) -> str:
+def padding(columns: Columns) -> str:
+    """Return the comment that says how much of a padded width is real."""
     return "" if columns.used == columns.width else f"  // {columns.used} columns and zeros"
 
 
-def _argument_lines(plan: Plan, arguments: tuple[Argument, ...], *, reading_map: bool = True) -> tuple[str, ...]:
-    """Return the parameter list, related arguments on one line."""
-    lines = argument_groups(arguments, lambda a: _declaration(plan, a, reading_map=reading_map), width=110)
+#: What a forward writes.
+_WRITTEN = frozenset({"out", "lse", "tile_counter"})
+
+
+def argument_lines(
+    plan: Plan, arguments: tuple[Argument, ...], *, written: frozenset[str] = _WRITTEN
+) -> tuple[str, ...]:
+    """Return the parameter list, related arguments on one line; the tensors that are ``written`` are not const."""
+    lines = argument_groups(arguments, lambda a: _declaration(plan, a, written), width=110)
     return (*lines[:-1], lines[-1].removesuffix(","))
 
 
-def _declaration(plan: Plan, argument: Argument, *, reading_map: bool = True) -> str:
+def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str:
     if argument.kind == "descriptor":
         return f"const __grid_constant__ TensorMap {argument.name},"
     if argument.type.startswith("*"):
-        written = argument.of in ("out", "lse", "tile_counter") or (argument.of == "tile_map" and not reading_map)
         name = argument.type.removeprefix("*")
         tensor = (argument.of or "").removeprefix("tensor:")
         name = next((own.dtype for own in plan.variant.tensors if own.name == tensor), name)
         element = _TYPES.get(name) or dtype(name).cuda
-        return f"{'' if written else 'const '}{element}* {argument.name},"
+        return f"{'' if argument.of in written else 'const '}{element}* {argument.name},"
     return f"{_TYPES[argument.type]} {argument.name},"
 
 
@@ -228,15 +235,15 @@ def _work_lines(plan: Plan, used_in: Sequence[str], own: Sequence[str]) -> tuple
     """Return the lines that name what expressions use of a tile of work."""
     texts = "\n".join(used_in)
     lines = ["const int seqlen_k = work.seqlen_k;"]
-    if plan.varlen and _uses("seqlen_q", texts):
+    if plan.varlen and uses("seqlen_q", texts):
         lines.append("const int seqlen_q = work.seqlen_q;")
     own_head, other_head = ("hk", "h") if plan.pack_gqa else ("h", "hk")
     for name in ("b", own_head, "q_begin", "k_begin"):
-        if _uses(name, texts) or (name == own_head and _uses(other_head, texts)):
+        if uses(name, texts) or (name == own_head and uses(other_head, texts)):
             lines.append(f"const int {name} = work.{name};")
-    if _uses("hk", texts) and not plan.pack_gqa:
+    if uses("hk", texts) and not plan.pack_gqa:
         lines.append("const int hk = h / group;")
-    if _uses("q_first", texts):
+    if uses("q_first", texts):
         own_row = "" if plan.pack_gqa else " + row_in_group"
         lines.append(f"const int q_first = work.q_start + {queries(plan, '64 * warpgroup')}{own_row};")
     return (*lines, *own)
@@ -245,7 +252,7 @@ def _work_lines(plan: Plan, used_in: Sequence[str], own: Sequence[str]) -> tuple
 def _loader_lines(plan: Plan, listed: Sequence[str]) -> tuple[str, ...]:
     """Return the lines that name what the loader of K and V uses of a tile of work."""
     texts = "\n".join([*listed, "tiles seqlen_k", "k_begin" if plan.varlen else "b"])
-    if _uses("q_hi", texts):
+    if uses("q_hi", texts):
         texts += " q_start seqlen_q"
     if plan.driver != "ranges":
         texts += " visible_hi"
@@ -254,7 +261,7 @@ def _loader_lines(plan: Plan, listed: Sequence[str]) -> tuple[str, ...]:
     head = "hk" if plan.pack_gqa else "h"
     names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
     passed = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
-    used = [name for name in names if name not in passed and _uses(name, texts)]
+    used = [name for name in names if name not in passed and uses(name, texts)]
     line = f"const int {', '.join(f'{name} = work.{name}' for name in used)};"
     return (line,) if plan.pack_gqa else (line, f"const int hk = {'h' if 'h' in used else 'work.h'} / group;")
 

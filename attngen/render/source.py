@@ -11,6 +11,7 @@ from attngen import resources
 from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.model import Plan
 from attngen.render.backward_view import backward_view
+from attngen.render.cuda_backward_view import cuda_backward_view
 from attngen.render.cuda_view import cuda_view
 from attngen.render.environment import environment
 from attngen.render.triton_view import triton_view
@@ -38,6 +39,7 @@ _VIEWS: Mapping[tuple[str, str], Callable[[Plan, str], object]] = {
     ("triton", "forward"): triton_view,
     ("triton", "backward"): backward_view,
     ("cuda", "forward"): cuda_view,
+    ("cuda", "backward"): cuda_backward_view,
 }
 
 
@@ -45,7 +47,11 @@ def render(plan: Plan) -> Source:
     """Return the source of a plan. The same plan gives the same bytes: no time, no path of this machine."""
     template = next(s.template for s in SCHEDULES if s.name == plan.schedule)
     view = _VIEWS[plan.backend, plan.direction](plan, template)
-    text = environment(plan.backend).get_template(template).render(plan=plan, hopper=plan.hopper, view=view)
+    text = (
+        environment(plan.backend)
+        .get_template(template)
+        .render(plan=plan, hopper=plan.hopper or plan.gradients, view=view)
+    )
     if plan.backend == "triton":
         return Source(plan.name, _tidy(text), plan.backend)
     return Source(plan.name, _tidy_cuda(text), plan.backend, headers())

@@ -10,9 +10,12 @@ from __future__ import annotations
 import threading
 
 import torch
-from torch import Tensor
 
-_COUNTERS: dict[tuple[int, int], Tensor] = {}
+from attngen.runtime import driver as drivers
+
+_BYTES = 4
+
+_COUNTERS: dict[tuple[int, int], int] = {}
 _LOCK = threading.Lock()
 
 
@@ -23,8 +26,10 @@ def address(stream: int, device: int) -> int:
     counter = _COUNTERS.get((device, stream))
     if counter is None:
         with _LOCK:
-            counter = _COUNTERS.setdefault((device, stream), torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}"))
-    return counter.data_ptr()
+            counter = _COUNTERS.get((device, stream))
+            if counter is None:
+                counter = _COUNTERS[device, stream] = drivers.current().zeros(_BYTES, device)
+    return counter
 
 
 def _in_graph(device: int) -> int:

@@ -66,6 +66,13 @@ class Driver(Protocol):
     def stream(self, device: int) -> int:
         """Handle of the caller's current stream on the device."""
 
+    def zeros(self, size: int, device: int) -> int:
+        """Return the address of so many bytes of zeros, cleared on the caller's current stream.
+
+        They live as long as the process, outside of torch's memory: where torch is about to record a graph, what it
+        allocates goes to the graph's pool, and nothing in there may outlive the call.
+        """
+
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         """Load a cubin and return one of its kernels, ready to launch with ``shared`` bytes of dynamic memory.
 
@@ -179,6 +186,14 @@ class CudaDriver:
             # torch's indices follow CUDA_VISIBLE_DEVICES as the driver's ordinals do
             handle = self._call(cu.cuDeviceGet, device)
             self._call(cu.cuCtxSetCurrent, self._call(cu.cuDevicePrimaryCtxRetain, handle))
+
+    def zeros(self, size: int, device: int) -> int:
+        """See ``Driver.zeros``."""
+        cu = self._cu
+        with self._device(device), self._relaxed_capture():
+            address = int(self._call(cu.cuMemAlloc, size, what=f"{size} B of counters"))
+            self._call(cu.cuMemsetD8Async, address, 0, size, self.stream(device))
+        return address
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         """See ``Driver.load``."""

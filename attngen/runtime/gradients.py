@@ -1,7 +1,8 @@
 """The kernels of a backward, prepared for one set of shapes, and the memory that they work in.
 
 Beside the gradients a backward takes two float32 numbers for each query row: its log-sum-exp in units of log2, and
-D = rowsum(dO ∘ O) − dLSE. A tensor of the variant that gets a gradient takes a float32 copy; so do maps of tiles.
+D = rowsum(dO ∘ O) − dLSE. Kernels that add up dQ in global memory take a float32 dQ, padded to tiles. A tensor of the
+variant that gets a gradient takes a float32 copy; maps of tiles take a bit or two for each tile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from attngen.runtime.module import Kernel, Part
 #: Order of the addresses that the kernels of a backward take; gradients and the variant's tensors follow.
 ADDRESSES = (
     "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "dout", "dlse", "dq", "dk",
-    "dv", "lse_log2", "delta",
+    "dv", "lse_log2", "delta", "dq_sum",
 )  # fmt: skip
 _MAP = ADDRESSES.index("tile_map")
 
@@ -30,9 +31,9 @@ class GradientBuffers:
     """The memory of one backward: what the forward took and gave, the gradients of its results, and results.
 
     ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; the sums of the
-    rows, (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``gradients`` holds a
-    contiguous float32 tensor of zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of
-    each part that reads one.
+    rows, (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``dq_sum`` is float32, with
+    as many elements as ``sums_of`` says, and need not be initialized. ``gradients`` holds a contiguous float32 tensor of
+    zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of each part that reads one.
     """
 
     q: Tensor
@@ -46,6 +47,7 @@ class GradientBuffers:
     dk: Tensor
     dv: Tensor
     rows: Tensor
+    dq_sum: Tensor | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     words: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -57,6 +59,7 @@ class GradientBuffers:
             **{name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")},
             "lse_log2": self.rows[0],
             "delta": self.rows[1],
+            "dq_sum": self.dq_sum,
             **{f"gradient:{name}": tensor for name, tensor in self.gradients.items()},
         }
 
@@ -79,15 +82,16 @@ def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:
 class PartGeometry(Geometry):
     """The numbers of a call for one kernel of a backward."""
 
-    def __init__(self, part: Part, call: Call, views: Mapping[str, View], *, dlse: bool) -> None:
-        """``views`` has out, dout, dq, dk and dv; ``dlse``: whether the log-sum-exp has a gradient."""
+    def __init__(self, part: Part, call: Call, views: Mapping[str, View], *, sums: int, dlse: bool) -> None:
+        """``views`` has out, dout, dq, dk and dv; ``sums``: floats of dQ that are added up in global memory;
+        ``dlse``: whether the log-sum-exp has a gradient."""
         super().__init__(part, call, by_keys=part.by_keys)
         self.part = part
         self.views |= views
         packed = call.layout == "varlen"
         rows = call.total_q if packed else call.seqlen_q
         row_tiles = -(-rows // part.tile_m)
-        self.sizes |= {"rows": rows, "row_tiles": row_tiles}
+        self.sizes |= {"rows": rows, "row_tiles": row_tiles, "sum_chunks": sums // 4}
         self.absent["dlse"] = not dlse
         kv_tiles = self.sizes["kv_tiles"]
         self._blocks = {
@@ -103,7 +107,17 @@ class PartGeometry(Geometry):
 
 def geometries(kernel: Kernel, call: Call, views: Mapping[str, View], *, dlse: bool) -> list[PartGeometry]:
     """Return the numbers of a call for each kernel of a backward, in the order of their launches."""
-    return [PartGeometry(part, call, views, dlse=dlse) for part in kernel.parts]
+    sums = sums_of(kernel, call)
+    return [PartGeometry(part, call, views, sums=sums, dlse=dlse) for part in kernel.parts]
+
+
+def sums_of(kernel: Kernel, call: Call) -> int:
+    """Return how many floats of dQ a backward adds up in global memory: tiles of all rows, or none."""
+    if call.layout == "varlen":  # a sequence may end in the middle of a tile
+        tiles = call.heads * (call.total_q // kernel.tile_m + call.batch)
+    else:
+        tiles = call.heads * call.batch * -(-call.seqlen_q // kernel.tile_m)
+    return tiles * kernel.tile_m * kernel.sum_columns
 
 
 def map_owner(part: str) -> str:
@@ -130,6 +144,7 @@ class PreparedGradients:
         """Pack what does not change between calls. Raises LoadError if a cubin does not load."""
         found = geometries(kernel, call, views, dlse=dlse)
         self.map_shapes = map_shapes(found)
+        self.sums = sums_of(kernel, call)
         self._names = (*ADDRESSES, *(f"gradient:{name}" for name in differentiable(call)))
         self._tensors = list(call.tensors)
         self._launches = [
@@ -155,7 +170,7 @@ class PreparedGradients:
 
 
 def allocate(
-    call: Call, inputs: Mapping[str, Tensor], map_shapes: Mapping[str, tuple[int, ...]], dlse: Tensor | None
+    call: Call, inputs: Mapping[str, Tensor], map_shapes: Mapping[str, tuple[int, ...]], dlse: Tensor | None, sums: int
 ) -> GradientBuffers:
     """Return the memory of a backward: ``inputs`` are q, k, v, out, lse and dout. Results are not initialized."""
     q = inputs["q"]
@@ -166,6 +181,7 @@ def allocate(
         **results,
         dlse=dlse,
         rows=torch.empty((2, *call.lse_shape()), dtype=torch.float32, device=q.device),
+        dq_sum=torch.empty(sums, dtype=torch.float32, device=q.device) if sums else None,
         gradients={
             name: torch.zeros(call.tensors[name].shape, dtype=torch.float32, device=q.device)
             for name in differentiable(call)

@@ -126,6 +126,7 @@ class Kernel:
             self.pack_gqa = bool(manifest.get("pack_gqa"))
             self.tile_m: int = manifest["tile_m"]
             self.tile_n: int = manifest["tile_n"]
+            self.sum_columns: int = manifest.get("sum_columns", 0)  # of dQ, if it is added up in global memory
             self.shared_memory: int = manifest["resources"]["shared_memory"]
             self.entry = Entry(
                 manifest["symbol"], manifest["parameters"], manifest["threads"], self.shared_memory, self._image

@@ -53,6 +53,7 @@ class Request:
     given: Mapping[str, Number]
     backend: str | None = None
     direction: str = "forward"
+    deterministic: bool = False  # the same bits on every run
 
 
 #: Time of a tile of work by its rows, as far as it decides between tiles: docs/performance.md, "Packed heads".
@@ -120,6 +121,11 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     ):
         if built != asked:
             return f"{label} is {built}, the call has {asked}"
+    if request.deterministic and kernel.sum_columns:
+        return (
+            "it adds up dQ in no fixed order, and torch.use_deterministic_algorithms(True) asks for one; "
+            "a backward in Triton has one"
+        )
     for name, value in kernel.const_scalars.items():
         if name in request.given and request.given[name] != value:
             return f"{name} was fixed to {value} when it was built, the call passes {request.given[name]}"

@@ -151,7 +151,10 @@ def differentiate(
     prepared = _PREPARED.get(key)
     views = {name: view_of(given[name], call) for name in ("out", "dout")}
     if prepared is None:
-        request = Request(call, _index(q), _addresses(given, tensors), dict(call.scalars), direction="backward")
+        request = Request(
+            call, _index(q), _addresses(given, tensors), dict(call.scalars), direction="backward",
+            deterministic=_deterministic(),
+        )  # fmt: skip
         driver = drivers.current()
         selection = select(found.kernels, request, driver)
         if selection.kernel is None and registry.refresh_if_built():
@@ -163,9 +166,14 @@ def differentiate(
         views |= {name: view_of(torch.empty(shape, device="meta"), call) for name, shape in shapes.items()}
         prepared = PreparedGradients(selection.kernel, call, views, driver, _index(q), dlse=dlse is not None)
         _PREPARED.put(key, prepared)
-    buffers = allocate(call, given, prepared.map_shapes, dlse)
+    buffers = allocate(call, given, prepared.map_shapes, dlse, prepared.sums)
     prepared(call, buffers, call.scale, [call.scalars[rule.name] for rule in call.rules])
     return buffers.dq, buffers.dk, buffers.dv, _cast(call, buffers)
+
+
+def _deterministic() -> bool:
+    """Whether each result must have the same bits on every run."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _index(tensor: Tensor) -> int:
@@ -214,7 +222,7 @@ def _aligned(dout: Tensor) -> Tensor:
     size = dout.element_size()
     stepped = [stride for extent, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True) if extent > 1]
     usable = all(stride and stride * size % 16 == 0 for stride in stepped) and dout.data_ptr() % 16 == 0
-    return dout if usable and dout.stride(-1) == 1 else dout.contiguous()
+    return dout if usable and dout.stride(-1) == 1 else dout.clone(memory_format=torch.contiguous_format)
 
 
 def _addresses(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -234,7 +242,7 @@ def _key(
     parts: list[Any] = [
         settings.variant if isinstance(settings.variant, str) else id(settings.variant), settings.package,
         settings.layout, settings.lengths, registry.generation, dlse is None, packing is None, seqused_k is None,
-        tuple(settings.scalars),
+        tuple(settings.scalars), _deterministic(),
     ]  # fmt: skip
     if packing is not None:
         parts.append(packing[0].shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from attngen.errors import LoadError
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.spec import load_spec
 from attngen.store.store import Store
-from attngen.tools.bench_cases import TOKENS, BenchCase, bench_cases
-from attngen.tools.bench_kernels import Team, chosen, reason_against, teams
+from attngen.tools.bench_cases import DIRECTIONS, SUITES, TOKENS, BenchCase, bench_cases
+from attngen.tools.bench_kernels import Team, chosen, forwards_of, reason_against, teams
 from attngen.tools.bench_machine import Monitor, ceilings, gpu_facts, versions
+from attngen.tools.bench_memory import workspace
 from attngen.tools.bench_peers import Peer, peers
 from attngen.tools.bench_race import Track, foresee
 from attngen.tools.bench_report import BenchReport
@@ -35,7 +37,8 @@ Observer = Callable[[BenchReport, int], None]
 class Options:
     """What is raced, and how. ``part`` is part of a kernel's name; without ``seqlens`` the cases have their own.
 
-    ``ladder``: instead of kernels and peers, the rungs that lead to each CUDA kernel.
+    ``directions`` are some of ``DIRECTIONS``, ``suites`` of ``SUITES``. ``ladder``: instead of kernels and peers, the
+    rungs that lead to each CUDA kernel.
     """
 
     part: str | None = None
@@ -46,6 +49,8 @@ class Options:
     check: bool = True
     jobs: int | None = None
     ladder: bool = False
+    directions: Sequence[str] = DIRECTIONS
+    suites: Sequence[str] = SUITES
 
 
 def dry_run(spec: str | Path, options: Options) -> BenchReport:
@@ -76,7 +81,7 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
     with torch.no_grad(), Monitor(gpu) as monitor:
         track = Track(
             gpu.device, facts["l2_bytes"], clock, _peers(options), options.rounds, options.check, generator,
-            monitor.since,
+            monitor.since, partial(workspace, gpu.device),
         )  # fmt: skip
         if cases:
             report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
@@ -97,21 +102,26 @@ def _planned(
     """Return a report without rows, and the cases with the kernels that race in each."""
     loaded = load_spec(spec)
     left_out, kept = {}, []
-    for kernel in chosen(prepare(loaded), options.part, options.variants):
-        reason = reason_against(kernel.plan, capability)
+    prepared = prepare(loaded)
+    for kernel in chosen(prepared, options.part, options.variants):
+        plan = kernel.plan
+        reason = reason_against(plan, capability, options.directions)
         if reason is None and options.ladder:
-            reason = reason_against_ladder(kernel.plan)
+            reason = reason_against_ladder(plan)
+        if reason is None and plan.direction == "backward" and not forwards_of(plan, prepared, capability):
+            reason = "the spec has no dense forward that it could follow"
         if reason is None:
             kept.append(kernel)
         else:
-            left_out[kernel.plan.name] = reason
+            left_out[plan.name] = reason
     climbed = tuple(ladders(kept)) if options.ladder else ()
     cases = [
         (team, case)
-        for team in (map(_team_of, climbed) if options.ladder else teams(kept))
+        for team in (map(_team_of, climbed) if options.ladder else teams(kept, prepared, capability))
         for case in _cases(team, options)
     ]
-    cases.sort(key=lambda planned: planned[1].suite)  # grid before variants
+    # forwards before backwards, grid before variants
+    cases.sort(key=lambda planned: (DIRECTIONS.index(planned[1].direction), planned[1].suite))
     return BenchReport(str(spec), loaded.package, (), left_out, ladders=climbed), cases
 
 
@@ -127,16 +137,17 @@ def _team_of(ladder: Ladder) -> Team:
 
 def _cases(team: Team, options: Options) -> Sequence[BenchCase]:
     """Return the cases of a team; a ladder has those of one suite."""
-    found = bench_cases(
+    every = bench_cases(
         team.variant.name, team.dtype, team.head_dim_qk, team.head_dim_v,
-        tokens=options.tokens, seqlens=options.seqlens,
+        tokens=options.tokens, seqlens=options.seqlens, direction=team.direction,
     )  # fmt: skip
+    found = [case for case in every if case.suite in options.suites]
     return [case for case in found if case.suite == found[0].suite] if options.ladder else found
 
 
 def _compiled(racing: Sequence[Team], jobs: int | None) -> tuple[dict[str, Kernel], dict[str, str]]:
-    """Return the kernels by name, and what is wrong with those that do not compile."""
-    members = {member.plan.name: member for team in racing for member in team.members.values()}
+    """Return the kernels by name, with the forwards of backwards, and what is wrong with those that do not compile."""
+    members = {one.plan.name: one for team in racing for one in (*team.members.values(), *team.forwards)}
     store = Store()
     built, failures = compile_kernels(list(members.values()), store=store, jobs=jobs)
     kernels = {name: read_kernel(store.path(kernel.key)) for name, kernel in built.items()}

@@ -16,10 +16,19 @@ GRID_WIDTH, VARIANT_WIDTH, GROUP = 2048, 4096, 4
 #: Variants that are raced over the grid: all that every peer knows.
 ON_GRID = ("full", "causal")
 
+#: Where cases stand: on the grid, or beside the variants, as sequences that are longer and share KV heads.
+SUITES = ("grid", "variants")
+
+#: What is raced, as plans name it: outputs of q, k and v, or the gradients of q, k and v from that of the output.
+DIRECTIONS = ("forward", "backward")
+
 
 @dataclass(frozen=True, slots=True)
 class BenchCase:
-    """Sizes of one call; queries and keys are equally many. ``suite`` is grid or variants."""
+    """Sizes of one call; queries and keys are equally many. ``suite`` is grid or variants.
+
+    ``direction`` is one of ``DIRECTIONS``; the inputs of a backward are those of its forward.
+    """
 
     suite: str
     variant: str
@@ -30,31 +39,45 @@ class BenchCase:
     seqlen: int
     heads: int
     kv_heads: int
+    direction: str = "forward"
+
+    @property
+    def shape(self) -> str:
+        """Head dims, dtype, and heads where several share a KV head, such as ``d128 bf16 h32/8``."""
+        heads = "" if self.heads == self.kv_heads else f" h{self.heads}/{self.kv_heads}"
+        return f"d{head_dim_label(self.head_dim_qk, self.head_dim_v)} {self.dtype}{heads}"
 
     @property
     def group(self) -> str:
-        """What the cases share that differ in their lengths only, such as ``causal d128 bf16``."""
-        heads = "" if self.heads == self.kv_heads else f" h{self.heads}/{self.kv_heads}"
-        return f"{self.variant} d{head_dim_label(self.head_dim_qk, self.head_dim_v)} {self.dtype}{heads}"
+        """What the cases share that differ in their lengths only, such as ``causal d128 bf16 backward``."""
+        return f"{self.variant} {self.shape}{'' if self.direction == 'forward' else f' {self.direction}'}"
 
     @property
     def name(self) -> str:
-        """The case in a word or four, such as ``causal d128 bf16 4k``."""
-        length = f"{self.seqlen // 1024}k" if self.seqlen % 1024 == 0 else str(self.seqlen)
-        return f"{self.group} {length}"
+        """The case in a word or five, such as ``causal d128 bf16 4k``."""
+        return f"{self.group} {self.length}"
+
+    @property
+    def length(self) -> str:
+        """The length of its sequences, such as ``4k``."""
+        return f"{self.seqlen // 1024}k" if self.seqlen % 1024 == 0 else str(self.seqlen)
 
     def flops(self, pairs: float) -> float:
-        """Return the operations of a forward: a multiplication and an addition for each pair and each column.
+        """Return the operations of its products: a multiplication and an addition for each pair and each column.
 
-        ``pairs`` counts the visible pairs of a query and a key over all heads and sequences.
+        Two products make a forward, five a backward: Q Kᵀ once more, dO Vᵀ, and those that give dQ, dK and dV; 2.5
+        times as many where the head dims are equal. ``pairs`` counts the visible pairs of a query and a key over all
+        heads and sequences.
         """
-        return 2 * pairs * (self.head_dim_qk + self.head_dim_v)
+        by_qk, by_v = (1, 1) if self.direction == "forward" else (3, 2)
+        return 2 * pairs * (by_qk * self.head_dim_qk + by_v * self.head_dim_v)
 
 
 def bench_cases(
-    variant: str, dtype: str, head_dim_qk: int, head_dim_v: int, *, tokens: int = TOKENS, seqlens: Sequence[int] = ()
-) -> tuple[BenchCase, ...]:
-    """Return the cases of the kernels of one variant, dtype and head_dim.
+    variant: str, dtype: str, head_dim_qk: int, head_dim_v: int, *, tokens: int = TOKENS, seqlens: Sequence[int] = (),
+    direction: str = "forward",
+) -> tuple[BenchCase, ...]:  # fmt: skip
+    """Return the cases of the kernels of one variant, dtype and head_dim, in one direction.
 
     Without ``seqlens`` the grid has those of SEQLENS that ``tokens`` allows, and a variant one sequence of all tokens.
     """
@@ -68,7 +91,7 @@ def bench_cases(
         found += [("variants", length, GROUP * kv_heads, kv_heads) for length in seqlens or [tokens]]
     return tuple(
         BenchCase(
-            suite, variant, dtype, head_dim_qk, head_dim_v, max(tokens // length, 1), length, heads, kv_heads
+            suite, variant, dtype, head_dim_qk, head_dim_v, max(tokens // length, 1), length, heads, kv_heads, direction
         )
         for suite, length, heads, kv_heads in found
     )  # fmt: skip

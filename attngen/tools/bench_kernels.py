@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from attngen.plan.model import Plan
 from attngen.runtime.dispatch import attention, tile_map
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import Package, registry
+from attngen.tools.bench_cases import DIRECTIONS
 from attngen.tools.bench_peers import Tensors
 from attngen.tools.bench_timing import Contestant
 from attngen.tools.bench_workloads import Workload
@@ -20,13 +21,18 @@ from attngen.tools.build import Prepared
 
 @dataclass(frozen=True)
 class Team:
-    """Kernels that compute the same on the same shapes, by the names of their columns."""
+    """Kernels that compute the same on the same shapes, by the names of their columns.
+
+    ``forwards`` are what runs before a backward.
+    """
 
     variant: Variant
     dtype: str
     head_dim_qk: int
     head_dim_v: int
     members: Mapping[str, Prepared]
+    direction: str = "forward"
+    forwards: Sequence[Prepared] = ()
 
 
 def chosen(prepared: Sequence[Prepared], part: str | None, variants: Sequence[str]) -> list[Prepared]:
@@ -45,27 +51,42 @@ def chosen(prepared: Sequence[Prepared], part: str | None, variants: Sequence[st
     return found
 
 
-def reason_against(plan: Plan, capability: int | None) -> str | None:
+def reason_against(plan: Plan, capability: int | None, directions: Sequence[str] = DIRECTIONS) -> str | None:
     """Return why a kernel is not raced, or None. ``capability`` is 10 * major + minor, None where there is no GPU."""
     if plan.layout != "dense":
         return "only dense calls are raced"
-    if plan.direction != "forward":
-        return "only forward kernels are raced"
+    if plan.direction not in directions:
+        return f"only {' and '.join(directions)} kernels are asked for"
     if capability is not None and not plan.arch.runs_on(capability):
         return f"built for {plan.arch.name}, this GPU is sm{capability}"
     return None
 
 
-def teams(prepared: Sequence[Prepared]) -> list[Team]:
-    """Return kernels grouped by what they compute, in the spec's order."""
-    groups: dict[tuple[str, str, int, int], list[Prepared]] = {}
-    for kernel in prepared:
-        plan = kernel.plan
-        groups.setdefault((plan.variant.name, plan.dtype_name, plan.head_dim_qk, plan.head_dim_v), []).append(kernel)
+def forwards_of(plan: Plan, prepared: Sequence[Prepared], capability: int | None) -> list[Prepared]:
+    """Return the kernels that compute what a backward differentiates, and that run on the same GPU."""
     return [
-        Team(members[0].plan.variant, dtype, head_dim_qk, head_dim_v, _labelled(members))
-        for (_, dtype, head_dim_qk, head_dim_v), members in groups.items()
+        other
+        for other in prepared
+        if reason_against(other.plan, capability, ("forward",)) is None and _computed(other.plan) == _computed(plan)
     ]
+
+
+def _computed(plan: Plan) -> tuple[str, str, int, int]:
+    return plan.variant.name, plan.dtype_name, plan.head_dim_qk, plan.head_dim_v
+
+
+def teams(kept: Sequence[Prepared], prepared: Sequence[Prepared] = (), capability: int | None = None) -> list[Team]:
+    """Return kernels grouped by what they compute, in the spec's order; ``prepared`` has the forwards of backwards."""
+    groups: dict[tuple[str, tuple[str, str, int, int]], list[Prepared]] = {}
+    for kernel in kept:
+        groups.setdefault((kernel.plan.direction, _computed(kernel.plan)), []).append(kernel)
+    return [
+        Team(
+            members[0].plan.variant, dtype, head_dim_qk, head_dim_v, _labelled(members), direction,
+            forwards_of(members[0].plan, prepared, capability) if direction == "backward" else (),
+        )
+        for (direction, (_, dtype, head_dim_qk, head_dim_v)), members in groups.items()
+    ]  # fmt: skip
 
 
 def _labelled(members: Sequence[Prepared]) -> dict[str, Prepared]:
@@ -79,16 +100,24 @@ def _labelled(members: Sequence[Prepared]) -> dict[str, Prepared]:
     return labels
 
 
-def enter(label: str, kernel: Kernel, work: Workload, inputs: Sequence[Tensors]) -> Contestant:
-    """Return the calls of one kernel, through the dispatcher as a program makes them.
+def enter(
+    label: str, kernel: Kernel, work: Workload, inputs: Sequence[Tensors], forwards: Sequence[Kernel] = ()
+) -> Contestant:
+    """Return the forward calls of one kernel, through the dispatcher as a program makes them.
 
-    The kernel is made known as a package of its own, so that no other one can be selected in its place. A tile map is
-    computed beforehand, as the block masks of others are. Raises NoKernelError for a case that the kernel does not
-    take.
+    The kernel is made known as a package of its own, a backward with its forwards, so that no other one can be selected
+    in its place. A tile map of a forward is computed beforehand, as the block masks of others are. Raises NoKernelError
+    for a case that the kernel does not take.
     """
-    registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: (lambda: kernel,)}))
+    members = (kernel, *forwards)
+    registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: tuple(map(_reader, members))}))
     one = inputs[0]
     keywords = {"variant": kernel.variant_name, "package": kernel.name, **work.arguments}
     if kernel.needs_tile_map:
         keywords["tile_map"] = tile_map(one.q, one.k, v=one.v, **keywords)
-    return Contestant(label, [partial(attention, each.q, each.k, each.v, **keywords) for each in inputs])
+    leaves = [each.bshd for each in inputs]
+    return Contestant(label, [partial(attention, *each, **keywords) for each in leaves], leaves=leaves)
+
+
+def _reader(kernel: Kernel) -> Callable[[], Kernel]:
+    return lambda: kernel

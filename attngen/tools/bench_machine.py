@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -51,18 +51,20 @@ class Reading:
 
 
 class Memory:
-    """Blocks of device memory of one shape, in which the next outputs of that shape land: see ``Outputs``."""
+    """Blocks of device memory of some shapes, in which the next outputs of these shapes land: see ``Outputs``."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._new: Callable[[], Tensor] = partial(torch.full, shape, math.nan, dtype=dtype, device=device)
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        self._new: list[Callable[[], Tensor]] = [
+            partial(torch.full, shape, math.nan, dtype=dtype, device=device) for shape in shapes
+        ]
 
     def poison(self) -> None:
         """Fill as many blocks with NaN as calls use in turns, and return them to the allocator."""
-        _ = [self._new() for _ in range(3)]
+        _ = [new() for new in self._new for _ in range(3)]
 
-    def intact(self, out: Tensor) -> bool:
-        """Whether an output holds no NaN; inputs hold none either."""
-        return not bool(out.isnan().any())
+    def intact(self, out: Tensor | Sequence[Tensor]) -> bool:
+        """Whether an output, or each of several, holds no NaN; inputs hold none either."""
+        return not any(bool(one.isnan().any()) for one in ([out] if isinstance(out, Tensor) else out))
 
 
 def ceilings(gpu: Gpu, clock: Clock, rounds: int) -> Ceilings:
@@ -74,7 +76,7 @@ def ceilings(gpu: Gpu, clock: Clock, rounds: int) -> Ceilings:
         Contestant("matrix product", [partial(torch.mm, a, b)]),
         Contestant("copy", [partial(target.copy_, source)]),
     ]
-    memory = Memory(tuple(a.shape), a.dtype, gpu.device)
+    memory = Memory([tuple(a.shape)], a.dtype, gpu.device)
     product, copy = (timing.milliseconds for timing in race(contestants, clock, memory, rounds))
     return Ceilings(2 * MATRIX**3 / product / 1e9, 2 * COPY_BYTES / copy / 1e6)
 

@@ -22,16 +22,23 @@ from attngen.tools.bench_workloads import Flags, Terms, Workload
 
 @dataclass(frozen=True)
 class Tensors:
-    """One set of inputs, (batch, seqlen, heads, head_dim)."""
+    """One set of inputs, (batch, seqlen, heads, head_dim); leaves of autograd if they require a gradient."""
 
     q: Tensor
     k: Tensor
     v: Tensor
 
+    @property
+    def bshd(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
     @cached_property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The same as (batch, heads, seqlen, head_dim), contiguous."""
-        q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (self.q, self.k, self.v))
+        """The same as (batch, heads, seqlen, head_dim), contiguous; leaves of their own."""
+        q, k, v = (
+            tensor.detach().transpose(1, 2).contiguous().requires_grad_(tensor.requires_grad) for tensor in self.bshd
+        )
         return q, k, v
 
 
@@ -49,7 +56,10 @@ class Peer(Protocol):
         """Say why it does not support a case, as far as is known beforehand, or return None."""
 
     def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
-        """Return its calls. This and the first call raise whatever the library raises for what it does not support."""
+        """Return its forward calls, with the tensors that a backward differentiates them by.
+
+        This and the first call raise whatever the library raises for what it does not support.
+        """
 
 
 def peers() -> tuple[Peer, ...]:
@@ -106,7 +116,7 @@ class Sdpa:
         )
         calls = [partial(attend, *one.heads_first) for one in inputs]
         session = partial(sdpa_kernel, getattr(SDPBackend, self.backend))
-        return Contestant(self.name, calls, session, _from_heads_first)
+        return Contestant(self.name, calls, session, _from_heads_first, [one.heads_first for one in inputs])
 
 
 class FlexAttention:
@@ -124,6 +134,7 @@ class FlexAttention:
 
     def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
         """See ``Peer``."""
+        from torch._functorch import config as functorch_config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         case, block_mask = work.case, None
@@ -138,7 +149,10 @@ class FlexAttention:
             block_mask=block_mask,
             enable_gqa=case.heads != case.kv_heads,
         )
-        return Contestant(self.name, [partial(attend, *one.heads_first) for one in inputs], as_bshd=_from_heads_first)
+        leaves = [one.heads_first for one in inputs]
+        # its graph is differentiated again and again, so the backward must not write over what the forward saved
+        session = partial(functorch_config.patch, donated_buffer=False)
+        return Contestant(self.name, [partial(attend, *each) for each in leaves], session, _from_heads_first, leaves)
 
 
 class FlashAttention3:
@@ -156,6 +170,8 @@ class FlashAttention3:
             return "takes no mask or score of one's own"
         if terms.flags.window is not None:
             return "fa3-fwd is built without windows"
+        if case.direction == "backward":
+            return "fa3-fwd is built without the backward"
         return _dtypes(case, "bf16")
 
     def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
@@ -193,11 +209,11 @@ class FlashAttention4:
 
 def _flash(name: str, attend: Callable[..., Any], inputs: Sequence[Tensors], **arguments: Any) -> Contestant:
     """Return the calls of a function with the interface of flash_attn_func."""
-    calls = [partial(attend, one.q, one.k, one.v, **arguments) for one in inputs]
-    return Contestant(name, calls, as_bshd=_without_lse)
+    leaves = [one.bshd for one in inputs]
+    return Contestant(name, [partial(attend, *each, **arguments) for each in leaves], as_bshd=output_of, leaves=leaves)
 
 
-def _without_lse(result: Any) -> Any:
+def output_of(result: Any) -> Any:
     """Return the output of a call that may return more beside it."""
     return result[0] if isinstance(result, tuple | list) else result
 

@@ -6,17 +6,22 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import NoKernelError
+from attngen.plan.model import Plan
 from attngen.runtime.module import Kernel
 from attngen.tools import bench_kernels
 from attngen.tools.bench_cases import BenchCase
-from attngen.tools.bench_check import Oracle
+from attngen.tools.bench_check import GradientOracle, Judge, Oracle
+from attngen.tools.bench_gradients import differentiated
 from attngen.tools.bench_kernels import Team
 from attngen.tools.bench_machine import Memory, Reading
+from attngen.tools.bench_memory import workspace_bound
 from attngen.tools.bench_peers import Peer, Tensors, reason_against
 from attngen.tools.bench_report import Result, Row
 from attngen.tools.bench_timing import Clock, Contestant, race
@@ -29,11 +34,16 @@ _MAX_SETS = 64
 _REASON = 300
 
 
+#: Turns the forward calls of a contestant into what is raced.
+_Prepare = Callable[[Contestant], Contestant]
+
+
 @dataclass(frozen=True)
 class Track:
     """Where races take place, and by which rules.
 
-    ``l2_bytes`` is what inputs must exceed; ``readings`` tells how the card did since a moment of ``time.monotonic``.
+    ``l2_bytes`` is what inputs must exceed; ``readings`` tells how the card did since a moment of ``time.monotonic``,
+    ``workspace`` which memory a backward took beside its results, None where nothing counts it.
     """
 
     device: torch.device
@@ -44,6 +54,7 @@ class Track:
     check: bool
     generator: torch.Generator
     readings: Callable[[float], Reading | None]
+    workspace: Callable[[Callable[[], Any]], int] | None = None
 
     def measure(self, team: Team, kernels: Mapping[str, Kernel], errors: Mapping[str, str], case: BenchCase) -> Row:
         """Race a case. ``kernels`` holds those that compiled, by name, and ``errors`` what is wrong with others."""
@@ -51,43 +62,96 @@ class Track:
         try:
             work = workload(team.variant, case, self.device)
             inputs = self._inputs(case)
-            oracle = Oracle(work, inputs[0].q, inputs[0].k, inputs[0].v) if self.check else None
+            above = self._above(case, len(inputs))
+            judge = self._judge(work, inputs[0], above) if self.check else None
         except (ValueError, IndexError, torch.OutOfMemoryError) as error:
             return Row(case, tuple(_unsupported(label, error, name) for label, name in ours.items()))
-        shape = (case.batch, case.seqlen, case.heads, case.head_dim_v)
-        memory = Memory(shape, inputs[0].q.dtype, self.device)
-        entered = [self._enter_peer(peer, work, inputs, oracle, memory) for peer in self.peers]
-        for label, name in ours.items():
+        shapes = [t.shape for t in inputs[0].bshd] if above else [(*inputs[0].q.shape[:3], case.head_dim_v)]
+        memory = Memory(shapes, inputs[0].q.dtype, self.device)
+        prepare: _Prepare = (lambda forward: differentiated(forward, above)) if above else (lambda forward: forward)
+        entered = [self._enter_peer(peer, work, inputs, prepare, judge, memory) for peer in self.peers]
+        forwards = [kernels[one.plan.name] for one in team.forwards if one.plan.name in kernels]
+        for label, member in team.members.items():
+            name = ours[label]
             if name in kernels:
-                make = _entry(label, kernels[name], work, inputs)
-                entered.append(_enter(Result(label, name), make, oracle, memory))
+                make = _entry(label, kernels[name], work, inputs, forwards)
+                bound = _bound(member.plan, case) if above else None
+                result = Result(label, name, workspace_bound=bound)
+                entered.append(self._enter(result, make, prepare, judge, memory))
             else:
                 entered.append((Result(label, name, "failed", errors[name]), None))
         began = time.monotonic()  # after whatever compiles
-        results = self._timed(work, entered, memory)
-        return Row(case, results, work.pairs, len(inputs), self.readings(began))
+        timed = self._timed(work, entered, memory)
+        return Row(case, timed, work.pairs, len(inputs), self.readings(began))
 
     def _inputs(self, case: BenchCase) -> list[Tensors]:
-        """Return as many sets of random inputs as exceed twice the L2 cache."""
+        """Return as many sets of random inputs as exceed twice the L2 cache; those of a backward require gradients."""
         dtype = getattr(torch, dtype_row(case.dtype).torch)
         width = (case.heads + case.kv_heads) * case.head_dim_qk + case.kv_heads * case.head_dim_v
         size = case.batch * case.seqlen * width * dtype.itemsize
         shapes = ((case.heads, case.head_dim_qk), (case.kv_heads, case.head_dim_qk), (case.kv_heads, case.head_dim_v))
-        return [
-            Tensors(*(
-                torch.randn(case.batch, case.seqlen, *shape, generator=self.generator, device=self.device, dtype=dtype)
-                for shape in shapes
-            ))
-            for _ in range(min(max(math.ceil(2 * self.l2_bytes / size), 1), _MAX_SETS))
-        ]  # fmt: skip
+        sets = min(max(math.ceil(2 * self.l2_bytes / size), 1), _MAX_SETS)
+        asked = case.direction == "backward"
+        return [Tensors(*(self._random(case, *shape).requires_grad_(asked) for shape in shapes)) for _ in range(sets)]
+
+    def _above(self, case: BenchCase, sets: int) -> list[Tensor]:
+        """Return random gradients of the output for so many sets of inputs, none for a forward."""
+        if case.direction == "forward":
+            return []
+        return [self._random(case, case.heads, case.head_dim_v) for _ in range(sets)]
+
+    def _random(self, case: BenchCase, heads: int, width: int) -> Tensor:
+        dtype = getattr(torch, dtype_row(case.dtype).torch)
+        shape = (case.batch, case.seqlen, heads, width)
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype)
+
+    def _judge(self, work: Workload, one: Tensors, above: Sequence[Tensor]) -> Judge:
+        return GradientOracle(work, *one.bshd, above[0]) if above else Oracle(work, *one.bshd)
 
     def _enter_peer(
-        self, peer: Peer, work: Workload, inputs: Sequence[Tensors], oracle: Oracle | None, memory: Memory
+        self,
+        peer: Peer,
+        work: Workload,
+        inputs: Sequence[Tensors],
+        prepare: _Prepare,
+        judge: Judge | None,
+        memory: Memory,
     ) -> tuple[Result, Contestant | None]:
         reason, terms = reason_against(peer, work.case, work.terms), work.terms
         if reason is not None or terms is None:
             return Result(peer.name, status="unsupported", reason=reason), None
-        return _enter(Result(peer.name), lambda: peer.enter(work, terms, inputs), oracle, memory)
+        return self._enter(Result(peer.name), lambda: peer.enter(work, terms, inputs), prepare, judge, memory)
+
+    def _enter(
+        self,
+        result: Result,
+        make: Callable[[], Contestant],
+        prepare: _Prepare,
+        judge: Judge | None,
+        memory: Memory,
+    ) -> tuple[Result, Contestant | None]:
+        """Prepare a contestant, run it once and check its results; a reason instead if it cannot race."""
+        try:
+            forward = make()
+            contestant = prepare(forward)
+            memory.poison()
+            found = contestant.first()
+            error = None if judge is None else judge.error(found)
+            del found
+            held = None
+            if contestant is not forward and self.workspace is not None:
+                held = self.workspace(contestant.first)
+        except NoKernelError as refusal:
+            return _unsupported(result.contestant, refusal, result.kernel), None
+        except Exception as raised:  # whatever a library raises for what it lacks, or a kernel on its way down
+            if result.ours:
+                return replace(result, status="failed", reason=_words(raised)), None
+            return _unsupported(result.contestant, raised), None
+        if judge is not None and error is not None:
+            problem = judge.problem(error)
+            if problem is not None:
+                return replace(result, status="failed", reason=problem, error=error), None
+        return replace(result, error=error, workspace=held), contestant
 
     def _timed(
         self, work: Workload, entered: Sequence[tuple[Result, Contestant | None]], memory: Memory
@@ -126,30 +190,16 @@ def foresee(team: Team, peers: Sequence[Peer], case: BenchCase) -> Row:
     return Row(case, tuple(results))
 
 
-def _entry(label: str, kernel: Kernel, work: Workload, inputs: Sequence[Tensors]) -> Callable[[], Contestant]:
-    return lambda: bench_kernels.enter(label, kernel, work, inputs)
+def _entry(
+    label: str, kernel: Kernel, work: Workload, inputs: Sequence[Tensors], forwards: Sequence[Kernel]
+) -> Callable[[], Contestant]:
+    return lambda: bench_kernels.enter(label, kernel, work, inputs, forwards)
 
 
-def _enter(
-    result: Result, make: Callable[[], Contestant], oracle: Oracle | None, memory: Memory
-) -> tuple[Result, Contestant | None]:
-    """Prepare a contestant, run it once and check its output; a reason instead if it cannot race."""
-    try:
-        contestant = make()
-        memory.poison()
-        out = contestant.first()
-        error = None if oracle is None else oracle.error(out)
-    except NoKernelError as refusal:
-        return _unsupported(result.contestant, refusal, result.kernel), None
-    except Exception as raised:  # whatever a library raises for what it does not support, or a kernel on its way down
-        if result.ours:
-            return replace(result, status="failed", reason=_words(raised)), None
-        return _unsupported(result.contestant, raised), None
-    if oracle is not None and error is not None:
-        problem = oracle.problem(error)
-        if problem is not None:
-            return replace(result, status="failed", reason=problem, error=error), None
-    return replace(result, error=error), contestant
+def _bound(plan: Plan, case: BenchCase) -> int:
+    return workspace_bound(
+        plan, batch=case.batch, seqlen_q=case.seqlen, seqlen_k=case.seqlen, heads=case.heads, kv_heads=case.kv_heads
+    )
 
 
 def _unsupported(contestant: str, error: Exception, kernel: str | None = None) -> Result:

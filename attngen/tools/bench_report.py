@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attngen.tools.bench_cases import BenchCase
+from attngen.tools.bench_cases import DIRECTIONS, SUITES, BenchCase
 from attngen.tools.bench_machine import Ceilings, Reading
 from attngen.tools.bench_timing import Timing
 from attngen.tools.ladder import Ladder, Rung
 
 #: Version of the JSON document.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class Result:
     """What became of one contestant in one case.
 
     ``status`` is measured, planned (a dry run), unsupported (``reason`` says why) or failed. ``kernel`` names a kernel
-    of ours; a peer has none. ``error`` is relative to float64, infinite for a NaN.
+    of ours; a peer has none. ``error`` is relative to float64, infinite for a NaN. ``workspace`` are the bytes that a
+    backward held beside its inputs and gradients, ``workspace_bound`` the most that one of ours may.
     """
 
     contestant: str
@@ -32,6 +33,8 @@ class Result:
     timing: Timing | None = None
     tflops: float | None = None
     error: float | None = None
+    workspace: int | None = None
+    workspace_bound: int | None = None
 
     @property
     def ours(self) -> bool:
@@ -52,6 +55,8 @@ class Result:
             "samples": list(timing.samples) if timing else [],
             "host_microseconds": timing and timing.host_us,
             "host_bound": timing and timing.host_bound,
+            "workspace_bytes": self.workspace,
+            "workspace_bound_bytes": self.workspace_bound,
         }
 
 
@@ -85,6 +90,7 @@ class Row:
         return {
             "name": case.name,
             "suite": case.suite,
+            "direction": case.direction,
             "variant": case.variant,
             "dtype": case.dtype,
             "head_dim_qk": case.head_dim_qk,
@@ -211,11 +217,36 @@ class BenchReport:
         return found
 
     @property
+    def directions(self) -> list[str]:
+        """Forward or backward or both, as far as cases have them."""
+        return list(dict.fromkeys(row.case.direction for row in self.rows))
+
+    @property
     def means(self) -> tuple[Mean, ...]:
         """The means of each group and of each suite, as far as they have two cases or more."""
-        suites = {suite: [row for row in self.rows if row.case.suite == suite] for suite in ("grid", "variants")}
-        found = (mean_of(of, rows) for of, rows in [*self.groups.items(), *suites.items()])
+        found = (mean_of(of, rows) for of, rows in [*self.groups.items(), *self._suites().items()])
         return tuple(mean for mean in found if mean is not None)
+
+    def _suites(self) -> dict[str, list[Row]]:
+        """Return the rows of each suite in each direction, such as ``grid`` and ``grid backward``."""
+        return {
+            suite if direction == "forward" else f"{suite} {direction}": [
+                row for row in self.rows if (row.case.suite, row.case.direction) == (suite, direction)
+            ]
+            for direction in DIRECTIONS
+            for suite in SUITES
+        }
+
+    def to_causal(self, row: Row) -> dict[str, float]:
+        """Return the time of each contestant per visible pair by that of our fastest causal kernel.
+
+        That is of the case which differs in its variant only; empty where it was not measured, and on the grid.
+        """
+        if row.case.suite != "variants":
+            return {}
+        causal = replace(row.case, variant="causal")
+        ours = [r.tflops for other in self.rows if other.case == causal for r in other.results if r.ours and r.tflops]
+        return {r.contestant: max(ours) / r.tflops for r in row.results if r.tflops} if ours else {}
 
     @property
     def results(self) -> list[Result]:
@@ -241,7 +272,7 @@ class BenchReport:
             "ceilings": None if self.ceilings is None else asdict(self.ceilings),
             "rounds": self.rounds,
             "seed": self.seed,
-            "rows": [row.to_dict() for row in self.rows],
+            "rows": [{**row.to_dict(), "to_causal": self.to_causal(row)} for row in self.rows],
             "means": [mean.to_dict() for mean in self.means],
             "left_out": dict(self.left_out),
             "ladders": [self._ladder(ladder) for ladder in self.ladders],

@@ -12,6 +12,7 @@ from itertools import cycle
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 #: Milliseconds that a sample takes at least, so that neither the events nor the first launch weigh.
 SAMPLE_MS = 5.0
@@ -28,13 +29,15 @@ class Contestant:
     """A kernel in the race: one call for each set of inputs, all of one shape.
 
     ``session`` is entered around every batch of calls, for settings that a program makes once. ``as_bshd`` turns what
-    a call returns into the output as (batch, seqlen, heads, head_dim).
+    a call returns into the output as (batch, seqlen, heads, head_dim). ``leaves`` are q, k and v of each call as the
+    library takes them, by which a backward is differentiated.
     """
 
     name: str
     calls: Sequence[Callable[[], Any]]
     session: Callable[[], AbstractContextManager[Any]] = nullcontext
     as_bshd: Callable[[Any], Any] = field(default=lambda result: result)
+    leaves: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
 
     def first(self) -> Any:
         """Return the output of the first set of inputs."""

@@ -21,6 +21,7 @@ from attngen.spec import load_spec
 from attngen.tools.build import prepare
 from attngen.tools.explain_backward import backward_facts, derivatives
 from attngen.tools.explain_floor import HeadFloor
+from attngen.tools.explain_gradients import GradientFloors
 from attngen.tools.explain_hopper import HopperExplanation
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class PlanExplanation:
     visits: tuple[Visits, ...] = ()
     hopper: HopperExplanation | None = None  # of CUDA kernels
     queries: tuple[tuple[Band, ...], tuple[Band, ...]] = ((), ())
+    gradients: GradientFloors | None = None  # of Hopper backwards in 16 bits
 
     @property
     def shared_bytes(self) -> int:
@@ -114,6 +116,7 @@ class PlanExplanation:
             ],
             **({"hopper": self.hopper.to_dict()} if self.hopper else {}),
             **({"derivatives": dict(derivatives(plan)), "queries": self._queries()} if plan.parts else {}),
+            **({"floors": self.gradients.to_dict()} if self.gradients else {}),
         }
 
     def _queries(self) -> dict[str, Any]:
@@ -304,6 +307,10 @@ class _Measured:
         )
         return replace(found, heads=tuple(heads))
 
+    def gradients(self, plan: Plan) -> GradientFloors | None:
+        """Return the floors of the kernels of a backward."""
+        return GradientFloors.of(plan, lambda part: self.of(part)[1])
+
 
 def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     found = bands(plan.variant.mask, Facts.of(plan.variant), over="kv", heads=plan.box_heads)
@@ -322,4 +329,4 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
         return explained
     turned = bands(plan.variant.mask, Facts.of(plan.variant), over="q")
     some, every = (tuple(Band.of(one, "q") for one in part) for part in (turned.visible, turned.full))
-    return replace(explained, queries=(some, every))
+    return replace(explained, queries=(some, every), gradients=measured.gradients(plan))

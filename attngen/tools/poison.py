@@ -67,7 +67,11 @@ def poisoned(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Poi
 
 
 def poisoned_gradients(
-    call: Call, inputs: Mapping[str, Tensor], map_shapes: Mapping[str, tuple[int, ...]], dlse: Tensor | None
+    call: Call,
+    inputs: Mapping[str, Tensor],
+    map_shapes: Mapping[str, tuple[int, ...]],
+    dlse: Tensor | None,
+    sums: int = 0,
 ) -> tuple[GradientBuffers, Guarded]:
     """Return buffers of a backward whose results and row sums are NaN, and whose tile maps are 0xAA in every byte.
 
@@ -79,9 +83,13 @@ def poisoned_gradients(
         name: memory.allocate(name, shape, dtype).fill_(torch.nan) for name, shape in gradient_shapes(call).items()
     }
     rows = memory.allocate("the sums of rows", (2, *call.lse_shape()), torch.float32).fill_(torch.nan)
+    dq_sum = memory.allocate("the sums of dQ", (sums,), torch.float32).fill_(torch.nan) if sums else None
     gradients = {
         name: memory.allocate(f"the gradient of {name}", tuple(call.tensors[name].shape), torch.float32).zero_()
         for name in differentiable(call)
     }
     words = {name: memory.allocate(f"the tile map of {name}", shape, torch.int32) for name, shape in map_shapes.items()}
-    return GradientBuffers(**inputs, **results, dlse=dlse, rows=rows, gradients=gradients, words=words), memory
+    buffers = GradientBuffers(
+        **inputs, **results, dlse=dlse, rows=rows, dq_sum=dq_sum, gradients=gradients, words=words
+    )
+    return buffers, memory

@@ -11,7 +11,7 @@ from attngen.errors import AttngenError
 from attngen.lang.variant import Bound, Variant
 from attngen.runtime import debug
 from attngen.runtime.arguments import Call
-from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.gradients import GradientBuffers, sums_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers, gradient_map_shapes
 from attngen.tools.cases import Case, cases_of
@@ -105,7 +105,9 @@ def _try_gradients(
         return CaseResult(case.name, seed, skipped=str(error))
     wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(seed))
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
-    buffers, memory = poisoned_gradients(call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous())
+    buffers, memory = poisoned_gradients(
+        call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous(), sums_of(kernel, call)
+    )
     try:
         launch(call, buffers)
         found = gradient_deviation(call, buffers, wanted)

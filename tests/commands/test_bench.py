@@ -17,7 +17,7 @@ from attngen.commands import bench as command
 from attngen.tools import bench as tool
 from attngen.tools.bench_report import BenchReport, Result, Row
 from attngen.tools.ladder import RUNGS
-from tests.tools.bench_support import SCHEMA, report, result, without_libraries
+from tests.tools.bench_support import SCHEMA, backward_report, report, result, without_libraries
 
 SPEC = """
 schema: 1
@@ -71,6 +71,8 @@ def test_options_choose_cases(spec: Path) -> None:
     assert "mine: 4 cases" in output
     assert "b8 s512 h32/32" in output
     assert "mine: 1 case;" in run(spec, "--dry-run", "--kernel", "alibi").stdout
+    assert "mine: 3 cases;" in run(spec, "--dry-run", "--suite", "grid").stdout
+    assert "mine: 2 cases;" in run(spec, "--dry-run", "--suite", "variants").stdout
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,66 @@ def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     jsonschema.validate(document, SCHEMA)
     assert len(document["rows"]) == 5
     assert document["gpu"] == {"name": "a card"}
+
+
+def test_the_tables_of_both_directions(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = raced(monkeypatch, backward_report())
+    output = run(spec, "--json", tmp_path / "figures.json").stdout
+    assert seen[0].directions == ("forward", "backward")
+    table = [line.split() for line in output.splitlines()]
+    heads = [line for line in table if line[:1] == ["TFLOP/s"]]
+    assert ["flash" in head for head in heads] == [True, False]  # nobody who was not measured
+    ours = [line for line in table if line[:5] == ["causal", "d128", "bf16", "backward", "1k"]]
+    assert ours[0] == ["causal", "d128", "bf16", "backward", "1k", "300", "600", "500", "2.00", "1.67"]
+    assert ours[1][5:] == ["8.0", "8.0", "8.0", "9.0"]
+    costs = [n for n, line in enumerate(table) if line[:5] == ["time", "per", "visible", "pair", "/"]]
+    assert len(costs) == 2
+    # 671 of ours: 1.10 times the 610 of flash, and 2.20 times the 305 of FlexAttention
+    assert table[costs[0] + 2] == ["causal", "d128", "bf16", "h32/8", "16k", "1.10", "2.20", "1.00"]
+    assert table[costs[0] + 3] == ["alibi", "d128", "bf16", "h32/8", "16k", "2.68", "1.34"]
+    assert table[costs[1] + 2] == ["causal", "d128", "bf16", "h32/8", "backward", "16k", "2.20", "1.00"]
+    assert ["grid", "backward:", "geometric", "mean", "1.49", "1.37"] in table
+    (memory,) = [line for line in output.splitlines() if line.startswith("MiB beside inputs and gradients")]
+    assert memory.split()[5:] == ["flex", "attngen", "cuda", "attngen", "triton", "bound", "of", "ours"]
+    document = json.loads((tmp_path / "figures.json").read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert [row["direction"] for row in document["rows"]] == ["forward"] * 5 + ["backward"] * 5
+    assert document["rows"][4]["to_causal"] == {"flex": 671 / 250, "attngen cuda": 671 / 500}
+    assert document["rows"][0]["to_causal"] == {}
+    last = document["rows"][-1]["results"][-1]
+    assert (last["workspace_bytes"], last["workspace_bound_bytes"]) == (2**23, 9 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("given", "directions"),
+    [
+        ((), ("forward", "backward")),
+        (("--pass", "both"), ("forward", "backward")),
+        (("--pass", "backward"), ("backward",)),
+        (("--pass", "forward"), ("forward",)),
+        (("--ladder",), ("forward",)),
+    ],
+)
+def test_passes_are_chosen(
+    given: tuple[str, ...], directions: tuple[str, ...], spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = raced(monkeypatch, report())
+    run(spec, *given)
+    assert tuple(seen[0].directions) == directions
+    if given == ("--ladder",):
+        assert "a ladder leads to a forward" in run(spec, *given, "--pass", "both", code=cli.EXIT_USAGE).stderr
+
+
+def test_a_dry_run_of_backwards(spec: Path) -> None:
+    spec.write_text(SPEC.replace("head_dim: 64}", "head_dim: 64, passes: [forward, backward]}", 1))
+    output = run(spec, "--dry-run", "--pass", "backward").stdout
+    assert "mine: 5 cases" in output
+    assert "alibi d64 bf16 h64/16 backward 16k" in output
+    assert "left out: 2 kernels: only backward kernels are asked for" in output
+    assert "mine: 10 cases" in run(spec, "--dry-run").stdout
+    spec.write_text(SPEC.replace("head_dim: 64}", "head_dim: 64, passes: backward}", 1))
+    output = run(spec, "--dry-run").stdout
+    assert "left out: 2 kernels: the spec has no dense forward that it could follow" in output
 
 
 def test_a_kernel_that_fails(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:

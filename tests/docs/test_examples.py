@@ -12,12 +12,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 
+#: Arguments of those that would take long.
+ARGUMENTS = {"train_gpt": ["--tiny", "--steps", "3"]}
+
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
-    )
+        [sys.executable, str(path), *ARGUMENTS.get(path.stem, [])],
+        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -45,6 +45,37 @@ def test_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert document["gpu"]["l2_bytes"] > 0
 
 
+def test_a_race_of_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    major, minor = torch.cuda.get_device_capability()
+    arch = arch_of(10 * major + minor)
+    assert arch is not None
+    spec, figures = tmp_path / "mine.yaml", tmp_path / "figures.json"
+    entry = "{variant: [causal, alibi], head_dim: 64, passes: [forward, backward]}"
+    spec.write_text(f"schema: 1\npackage: mine\narch: {arch.name}\nkernels:\n  - {entry}\n")
+    sizes = ("--tokens", "4096", "--seqlen", "2048", "--rounds", "2", "--pass", "backward")
+    registry.clear()
+    done = CliRunner().invoke(cli.group, ["bench", str(spec), "--json", str(figures), *sizes])
+    registry.clear()
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads(figures.read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert [(row["suite"], row["variant"], row["direction"]) for row in document["rows"]] == [
+        ("grid", "causal", "backward"), ("variants", "causal", "backward"), ("variants", "alibi", "backward"),
+    ]  # fmt: skip
+    for row in document["rows"]:
+        results = {result["contestant"]: result for result in row["results"]}
+        ours, flex = results["attngen triton"], results["FlexAttention"]
+        assert ours["status"] == flex["status"] == "measured", results
+        assert max(ours["relative_error"], flex["relative_error"]) < 2e-2
+        assert 0 < ours["tflops"] < 1.5 * document["ceilings"]["matrix_tflops"]
+        assert 0 < ours["workspace_bytes"] <= ours["workspace_bound_bytes"]
+        assert flex["workspace_bytes"] > 0
+    causal, alibi = document["rows"][1:]
+    assert causal["to_causal"]["attngen triton"] == 1.0
+    assert alibi["to_causal"]["FlexAttention"] > 0
+
+
 def test_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     if torch.cuda.get_device_capability() != (9, 0):

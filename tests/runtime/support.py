@@ -220,6 +220,7 @@ class FakeDriver:
     launches: list[Launch] = field(default_factory=list)
     loads: list[tuple[str, int]] = field(default_factory=list)
     encoded: int = 0
+    cleared: list[tuple[int, ctypes.Array[ctypes.c_char]]] = field(default_factory=list)
 
     def version(self) -> int:
         return self.cuda_version
@@ -235,6 +236,10 @@ class FakeDriver:
 
     def stream(self, device: int) -> int:
         return 0
+
+    def zeros(self, size: int, device: int) -> int:
+        self.cleared.append((device, (ctypes.c_char * size)()))
+        return ctypes.addressof(self.cleared[-1][1])
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         self.loads.append((symbol, device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def tensors(batch: int = 1, seqlen: int = 64, heads: int = 2) -> tuple[torch.Ten
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Counters in memory of the CPU; what each allocation was asked for."""
+    """Memory of graphs on the CPU, and no counters yet; what each allocation was asked for."""
     asked: list[Any] = []
     zeros = torch.zeros
 
@@ -71,18 +72,18 @@ def test_other_kernels_have_a_block_for_each_tile_and_no_counter(gpu: FakeDriver
     attngen.attention(*tensors(16, 64, 16), variant="causal")
     assert gpu.launches[-1].grid == 256 > MULTIPROCESSORS
     assert "tile_counter_ptr" not in gpu.launches[-1].values
-    assert not on_cpu
+    assert not gpu.cleared
 
 
 def test_the_counter_of_the_stream_reaches_the_kernel(gpu: FakeDriver, on_cpu: list[Any]) -> None:
     registry.add(package_of_kernels([persistent_kernel()], "memory"))
     for _ in range(3):
         attngen.attention(*tensors(), variant="causal")
-    (counter,) = counters._COUNTERS.values()
-    assert {counter_of(gpu, i) for i in range(3)} == {counter.data_ptr()}
-    assert counter.dtype == torch.int32
-    assert counter.tolist() == [0]
-    assert on_cpu == ["cuda:0"]  # one allocation, in the memory of the device of the call
+    ((device, counter),) = gpu.cleared  # one allocation, in the memory of the device of the call
+    assert device == 0
+    assert {counter_of(gpu, i) for i in range(3)} == {ctypes.addressof(counter)}
+    assert counter.raw == bytes(4)
+    assert not on_cpu  # torch may be recording a graph, whose pool would claim it
 
 
 def test_each_stream_has_a_counter_of_its_own(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,7 @@ def test_each_stream_has_a_counter_of_its_own(gpu: FakeDriver, monkeypatch: pyte
     assert len(set(found)) == 3
 
 
-def test_each_device_has_counters_of_its_own() -> None:
+def test_each_device_has_counters_of_its_own(gpu: FakeDriver) -> None:
     assert counters.address(7, 0) == counters.address(7, 0) != counters.address(7, 1)
 
 
@@ -109,7 +110,7 @@ def test_a_captured_launch_never_gets_the_counter_of_a_stream(
     kept = counters._COUNTERS.copy()
     assert counters.address(7, 0) != before
     assert kept == counters._COUNTERS
-    assert len(on_cpu) == 2
+    assert on_cpu == ["cuda:0"]
 
 
 def test_a_pinned_launch_takes_the_counter_of_its_stream(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

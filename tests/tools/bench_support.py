@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -82,11 +82,12 @@ class StubPeer:
         def attend(one: Tensors) -> torch.Tensor:
             return self.change(attended(one, causal=terms.flags is not None and terms.flags.causal))
 
-        return Contestant(self.name, [lambda one=one: attend(one) for one in inputs])
+        calls = [lambda one=one: attend(one) for one in inputs]
+        return Contestant(self.name, calls, leaves=[one.bshd for one in inputs])
 
 
 def attended(one: Tensors, causal: bool) -> torch.Tensor:
-    q, k, v = (t.float() for t in one.heads_first)
+    q, k, v = (t.transpose(1, 2).float() for t in one.bshd)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     return out.transpose(1, 2).to(one.q.dtype)
 
@@ -116,6 +117,20 @@ def report(**fields: Any) -> BenchReport:
     return BenchReport("mine.yaml", "mine", tuple(rows), **{**given, **fields})
 
 
+def backward_report() -> BenchReport:
+    """As ``report``, in both directions; ours takes 8 MiB where its bound is 9."""
+    forward = report()
+    rows = []
+    for row in forward.rows:
+        results = [
+            replace(each, workspace=2**23, workspace_bound=9 * 2**20 if each.ours else None)
+            for each in row.results
+            if each.contestant != "flash"
+        ]
+        rows.append(replace(row, case=replace(row.case, direction="backward"), results=tuple(results)))
+    return replace(forward, rows=(*forward.rows, *rows))
+
+
 NUMBER, TEXT, SIZE = {"type": ["number", "null"]}, {"type": ["string", "null"]}, {"type": "integer", "minimum": 1}
 
 
@@ -140,22 +155,24 @@ def _or_none(schema: dict[str, Any]) -> dict[str, Any]:
 
 #: The document that ``attngen bench --json`` writes.
 SCHEMA = _object(
-    format={"const": 1},
+    format={"const": 2},
     spec={"type": "string"}, package={"type": "string"}, ok={"type": "boolean"}, stopped=TEXT,
     gpu={"type": ["object", "null"]}, versions=_map(TEXT),
     ceilings=_or_none(_object(matrix_tflops=NUMBER, copy_gbps=NUMBER)),
     rounds=NUMBER, seed=NUMBER,
     rows=_each(_object(
-        name={"type": "string"}, suite={"enum": ["grid", "variants"]}, variant={"type": "string"},
+        name={"type": "string"}, suite={"enum": ["grid", "variants"]}, direction={"enum": ["forward", "backward"]},
+        variant={"type": "string"},
         dtype={"type": "string"}, head_dim_qk=SIZE, head_dim_v=SIZE, batch=SIZE, seqlen=SIZE, heads=SIZE,
         kv_heads=SIZE, visible_pairs=NUMBER, flops=NUMBER, input_sets=NUMBER,
         gpu=_or_none(_object(sm_mhz=NUMBER, watts=NUMBER, celsius=NUMBER)),
-        best_peer=TEXT, ratios=_map({"type": "number"}),
+        best_peer=TEXT, ratios=_map({"type": "number"}), to_causal=_map({"type": "number"}),
         results=_each(_object(
             contestant={"type": "string"}, kernel=TEXT,
             status={"enum": ["measured", "planned", "unsupported", "failed"]}, reason=TEXT,
             tflops=NUMBER, relative_error=NUMBER, milliseconds=NUMBER, samples=_each({"type": "number"}),
             host_microseconds=NUMBER, host_bound={"type": ["boolean", "null"]},
+            workspace_bytes=NUMBER, workspace_bound_bytes=NUMBER,
         )),
     )),
     means=_each(_object(of={"type": "string"}, ratios=_map(NUMBER), least=_map(NUMBER), cases=_map(SIZE))),

@@ -11,7 +11,7 @@ import torch
 
 from attngen.errors import CompileError
 from attngen.tools import bench as tool
-from attngen.tools.bench import Options, bench
+from attngen.tools.bench import Options, bench, dry_run
 from attngen.tools.bench_machine import Ceilings, Reading
 from attngen.tools.bench_report import BenchReport, steps
 from attngen.tools.build import BuiltKernel, Failure, Prepared
@@ -55,6 +55,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
         "gpu_facts": lambda gpu: {"name": gpu.name, "l2_bytes": 1},
         "ceilings": lambda gpu, clock, rounds: Ceilings(750.0, 4300.0),
         "peers": lambda: (StubPeer("good"),),
+        "workspace": lambda device, call: 4711,
         "CudaClock": TickClock,
         "Monitor": FakeMonitor,
     }.items():
@@ -89,6 +90,19 @@ def test_a_whole_race(spec: Path) -> None:
     good = bench(spec, Options(variants=("full",), tokens=64, seqlens=(32,), rounds=2), lambda so_far, total: None)
     assert good.ok
     assert good.seed != report.seed
+
+
+def test_backwards_follow_forwards(spec: Path) -> None:
+    spec.write_text(SPEC.replace("head_dim: {qk: 32, v: 16}, dtype: fp16}",
+                                 "head_dim: {qk: 32, v: 16}, dtype: fp16, passes: [forward, backward]}"))  # fmt: skip
+    sizes: dict[str, Any] = {"variants": ("full",), "tokens": 64, "seqlens": (32,), "rounds": 2}
+    planned = dry_run(spec, Options(**sizes))
+    assert [row.case.name for row in planned.rows] == ["full d32x16 fp16 32", "full d32x16 fp16 backward 32"]
+    alone = bench(spec, Options(**sizes, directions=("backward",)), lambda so_far, total: None)
+    assert [row.case.name for row in alone.rows] == ["full d32x16 fp16 backward 32"]
+    assert alone.ok
+    assert [(result.status, result.workspace) for result in alone.results] == [("measured", 4711)] * 2
+    assert len(alone.resources) == 2  # its forward was compiled as well
 
 
 def test_a_lost_gpu_ends_the_race(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:

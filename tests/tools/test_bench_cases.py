@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,26 @@ def test_operations_are_those_of_the_two_products() -> None:
             counted += 2 * at.head_dim_qk  # q · k
             counted += 2 * at.head_dim_v  # p · v
     assert at.flops(6 * 7 / 2) == counted
+
+
+def test_operations_of_a_backward_are_those_of_its_five_products() -> None:
+    at = replace(case("causal", 6), direction="backward")
+    counted = 0
+    for q in range(6):
+        for _kv in range(q + 1):
+            counted += 2 * at.head_dim_qk  # q · k, again
+            counted += 2 * at.head_dim_v  # dO · v
+            counted += 2 * at.head_dim_v  # dV += p dO
+            counted += 2 * at.head_dim_qk + 2 * at.head_dim_qk  # dQ += ds k, dK += ds q
+    assert at.flops(6 * 7 / 2) == counted
+    equal = BenchCase("grid", "causal", "bf16", 128, 128, 4, 4096, 16, 16)
+    assert replace(equal, direction="backward").flops(1e6) == 2.5 * equal.flops(1e6)
+
+
+def test_a_backward_says_so_in_its_names() -> None:
+    found = bench_cases("causal", "bf16", 128, 128, direction="backward")
+    assert [c.name for c in found[:2]] == ["causal d128 bf16 backward 1k", "causal d128 bf16 backward 4k"]
+    assert [replace(c, direction="forward") for c in found] == list(bench_cases("causal", "bf16", 128, 128))
 
 
 def test_equal_head_dims_give_the_usual_formula() -> None:

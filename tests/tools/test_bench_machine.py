@@ -54,13 +54,16 @@ def test_versions_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_poisoned_memory_holds_nan_and_tells_it() -> None:
-    memory = Memory((3, 4), torch.bfloat16, torch.device("cpu"))
-    assert bool(memory._new().isnan().all())
-    assert memory._new().dtype == torch.bfloat16
+    memory = Memory([(3, 4), (5,)], torch.bfloat16, torch.device("cpu"))
+    assert [new().shape for new in memory._new] == [(3, 4), (5,)]
+    assert all(bool(new().isnan().all()) for new in memory._new)
+    assert memory._new[0]().dtype == torch.bfloat16
     out = torch.zeros(3, 4)
     assert memory.intact(out)
+    assert memory.intact((out, out[0]))
     out[2, 3] = torch.nan
     assert not memory.intact(out)
+    assert not memory.intact((out[0], out))
 
 
 def test_ceilings_count_operations_and_bytes_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

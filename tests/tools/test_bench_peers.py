@@ -16,8 +16,8 @@ from attngen.tools.bench_workloads import terms_of
 from tests.tools.bench_support import racing, without_libraries
 
 
-def reasons(name: str, dtype: str = "bf16", head_dim: int = 128) -> dict[str, str | None]:
-    (*_, case) = bench_cases(name, dtype, head_dim, head_dim, tokens=64)
+def reasons(name: str, dtype: str = "bf16", head_dim: int = 128, **sizes: str) -> dict[str, str | None]:
+    (*_, case) = bench_cases(name, dtype, head_dim, head_dim, tokens=64, **sizes)
     terms = terms_of(preset(name), case, "cpu")
     return {peer.name: reason_against(peer, case, terms) for peer in bench_peers.peers()}
 
@@ -51,6 +51,8 @@ def test_who_supports_what() -> None:
         assert [n for n, reason in reasons(name).items() if reason is None] == ["FlexAttention"]
     assert reasons("causal", "fp16")["FlashAttention-3"] == "knows bf16 only"
     assert [n for n, reason in reasons("causal", "fp32").items() if reason is None] == ["FlexAttention"]
+    assert reasons("causal", direction="backward")["FlashAttention-3"] == "fa3-fwd is built without the backward"
+    assert [n for n, reason in reasons("causal", direction="backward").items() if reason is not None] == [FLASHES[2]]
     assert set(reasons("chunked").values()) == {"nobody wrote chunked in its terms"}
 
 

@@ -95,7 +95,7 @@ def test_kernels_of_ours_that_fail(team: Team, small: BenchCase, monkeypatch: py
     ):
         stub = StubPeer("attngen triton", change)
         monkeypatch.setattr(
-            bench_kernels, "enter", lambda label, kernel, work, inputs, s=stub: s.enter(work, work.terms, inputs)
+            bench_kernels, "enter", lambda label, kernel, work, inputs, _, s=stub: s.enter(work, work.terms, inputs)
         )
         results, row = measured(track(StubPeer("good")), team, small)
         assert results["attngen triton"].status == status

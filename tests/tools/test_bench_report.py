@@ -11,7 +11,7 @@ import pytest
 
 from attngen.tools.bench_cases import bench_cases
 from attngen.tools.bench_report import BenchReport, Result, Row, mean_of
-from tests.tools.bench_support import SCHEMA, report, result
+from tests.tools.bench_support import SCHEMA, backward_report, report, result
 
 
 def test_ratios_are_to_the_best_peer_of_the_case() -> None:
@@ -79,7 +79,13 @@ def test_the_picture(tmp_path: Path) -> None:
     found = report(ceilings=None, gpu=None)
     plot(replace(found, rows=(*found.rows, other)), tmp_path / "figures.svg")
     drawn = (tmp_path / "figures.svg").read_text()
-    assert drawn.count('id="matplotlib.axis_') == 2 * 4  # four panels of six are drawn
-    for text in ("causal d128 bf16", "alibi d128 bf16 h32/8", "attngen cuda"):
+    assert drawn.count('id="matplotlib.axis_') == 2 * 3
+    for text in ("causal d128 bf16", "variants d128 bf16 h32/8 16k", "variants d64 bf16 h64/16 16k", "attngen cuda"):
         assert f"<!-- {text} -->" in drawn
     assert "bf16 matrix product" not in drawn
+    plot(backward_report(), tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text()
+    assert drawn.count('id="matplotlib.axis_') == 2 * 4
+    for text in ("forward and backward attention, a card", "causal d128 bf16 backward",
+                 "variants d128 bf16 h32/8 backward 16k", "bf16 matrix product"):  # fmt: skip
+        assert f"<!-- {text} -->" in drawn

@@ -42,3 +42,17 @@ __device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
+
+// The two floats of a pair.
+template <typename Element>
+__device__ __forceinline__ float2 unpack(uint32_t both);
+
+template <>
+__device__ __forceinline__ float2 unpack<bf16>(uint32_t both) {
+  return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000)};
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<fp16>(uint32_t both) {
+  return {to_float(fp16{static_cast<uint16_t>(both)}), to_float(fp16{static_cast<uint16_t>(both >> 16)})};
+}

@@ -82,14 +82,14 @@ struct Product;
 #define DEFINE_PRODUCT(Element, TYPE, N, D, OUT, X0, X1, X2, X3, X4, X5, X6)                                      \
   template <>                                                                                                     \
   struct Product<Element, N> {                                                                                    \
-    template <int kTransposeB>                                                                                    \
+    template <int kTransposeB, int kTransposeA = 0>                                                               \
     static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {        \
       asm volatile(                                                                                               \
           "{.reg .pred p; setp.ne.b32 p, " X2 ", 0;"                                                              \
           " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                        \
-          " {" D "}, " X0 ", " X1 ", p, 1, 1, 0, " X3 ";}"                                                        \
+          " {" D "}, " X0 ", " X1 ", p, 1, 1, " X4 ", " X3 ";}"                                                   \
           : OUT(d)                                                                                                \
-          : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB));                                                   \
+          : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB), "n"(kTransposeA));                                 \
     }                                                                                                             \
     template <int kTransposeB>                                                                                    \
     static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) { \

@@ -1,0 +1,240 @@
+"""The Hopper backward in CUDA: one kernel by tiles of keys computes dK and dV, and adds up dQ in global memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from attngen.arch import Arch
+from attngen.errors import PlanError
+from attngen.lang.ir import names
+from attngen.lang.variant import Variant
+from attngen.plan import hopper_backward_arguments as arguments
+from attngen.plan import naming
+from attngen.plan.backward_arguments import differentiable_of
+from attngen.plan.catalogue import SCHEDULES
+from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, map_axes, refuse
+from attngen.plan.hopper import widths
+from attngen.plan.model import HopperGradients, Part, Plan, Region
+from attngen.plan.traits import gathers, is_light
+from attngen.spec.expand import Backward, KernelSpec
+
+_CONSUMERS = 2
+_KEYS = 64 * _CONSUMERS
+_BARRIER_BYTES = 8
+_REGISTERS = (24, 240)
+_STEPS = 8  # remembered for the warp that adds dQ
+_STEP_BYTES = 8
+_ELEMENT_BYTES = 2
+
+#: Query rows of a block that computes the sums of rows, and of warps of a block.
+_ROWS, _ROWS_WARPS = 64, 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What kernels of a family get, up to ``head_dim``."""
+
+    family: str
+    head_dim: int
+    tile_m: int
+    overlap: bool
+    packed: bool
+    q_stages: int
+
+
+#: First match wins. "plain": no score, and a mask made of comparisons.
+#: Measured on an H200 where docs/performance.md says so; the rest follows from registers.
+_TABLE = (
+    _Choice("any", 64, 128, overlap=False, packed=True, q_stages=2),
+    _Choice("plain", 128, 64, overlap=True, packed=False, q_stages=3),
+    _Choice("any", 128, 64, overlap=False, packed=True, q_stages=2),
+)
+
+
+def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
+    """Return the plan of a backward in CUDA; PlanError names the field, the arithmetic and the nearest legal choice."""
+    if refused := _refusal(spec, arch):
+        raise refused
+    schedule = next(row for row in SCHEDULES if (row.backend, row.direction) == ("cuda", "backward"))
+    check_head_dims(spec, schedule)
+    given = (spec.backward or Backward()).dkdv
+    columns_qk, columns_v = widths(spec.head_dim_qk), widths(spec.head_dim_v)
+    qk, v = columns_qk.width, columns_v.width
+    family = "plain" if spec.variant.score is None and is_light(spec.variant) and not gathers(spec.variant) else "any"
+    choice = next(row for row in _TABLE if row.family in (family, "any") and max(qk, v) <= row.head_dim)
+    if given.tile_m not in (None, choice.tile_m):
+        raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
+    if given.tile_n not in (None, _KEYS):
+        raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
+    stages = given.stages or 2
+    by_rows = choice.tile_m == _KEYS
+    draft = HopperGradients(
+        consumers=_CONSUMERS,
+        producer_registers=_REGISTERS[0],
+        consumer_registers=_REGISTERS[1],
+        overlap=choice.overlap,
+        packed=choice.packed,
+        q_stages=choice.q_stages,
+        box_columns=64 if qk % 64 == 0 and v % 64 == 0 else 32,
+        dq_columns=qk if by_rows else 64,
+        dq_by_rows=by_rows,
+        shared=(),
+    )
+    roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
+    driver = driver_of(spec, "q")
+    name = naming.kernel_name(
+        direction=spec.direction,
+        arch=spec.arch,
+        schedule=schedule.label,
+        dtype=spec.dtype,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        variant=spec.variant.name,
+        layout=spec.layout,
+        tile_m=choice.tile_m,
+        tile_n=_KEYS,
+        stages=stages,
+        width=f"c{_CONSUMERS}",
+        fast_math=spec.fast_math,
+        aligned=True,
+        tile_map=driver == "tile_map",
+        choices=() if roles.overlap else ("nooverlap",),
+    )
+    plan = Plan(
+        name=name,
+        package=spec.package,
+        spec_file=spec.spec_file,
+        variant=spec.variant,
+        arch_name=spec.arch,
+        dtype_name=spec.dtype,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        columns_qk=(columns_qk,),
+        columns_v=(columns_v,),
+        layout=spec.layout,
+        direction=spec.direction,
+        backend="cuda",
+        schedule=schedule.name,
+        loads="descriptor",
+        q_operand="shared",
+        alignment=16,
+        tile_m=choice.tile_m,
+        tile_n=_KEYS,
+        stages=stages,
+        num_warps=4 * (_CONSUMERS + 1),
+        max_registers=None,
+        driver=driver,
+        mask_code="branch",
+        softmax="exact_max",
+        fast_math=spec.fast_math,
+        section_bytes=SECTION_BYTES,
+        allow=spec.allow,
+        gradients=roles,
+    )
+    parts = tuple(_parts(plan))
+    return replace(plan, parts=parts, arguments=next(part for part in parts if part.name == "dkdv").arguments)
+
+
+def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Return why the schedule cannot serve a spec at all, or None."""
+    if not arch.wgmma:
+        return refuse(spec, "backward", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
+    if spec.dtype not in ("bf16", "fp16"):
+        return refuse(spec, "dtype", f"a backward in cuda takes bf16 and fp16, not {spec.dtype}")
+    if spec.alignment not in (None, 16):
+        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
+    if spec.loads == "pointer":
+        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
+    if differentiable_of(spec.variant):
+        return refuse(
+            spec,
+            "backward",
+            "a backward in cuda gives no gradients of a variant's own tensors (grad: true); allowed: triton",
+        )
+    if spec.deterministic:
+        return refuse(
+            spec,
+            "deterministic",
+            "a backward in cuda adds up dQ in no fixed order; allowed: false, or backward: {backend: triton}",
+        )
+    given = spec.backward or Backward()
+    if given.dq != type(given.dq)():
+        return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
+    if given.dkdv.num_warps is not None:
+        return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
+    for field, value in (("sinks", spec.sinks), ("dropout", spec.dropout)):
+        if value:
+            return refuse(spec, field, f"a backward in cuda has no {field}; leave it out")
+    return None
+
+
+def _parts(plan: Plan) -> Iterator[Part]:
+    """Yield the kernels in the order of their launches."""
+    common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1, "driver": "ranges"}
+
+    def part(name: str, grid: str, warps: int, **fields: object) -> Part:
+        symbol = naming.part_name(plan.name, name)
+        return Part(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
+
+    yield part("preprocess", "rows", _ROWS_WARPS, tile_m=_ROWS, arguments=arguments.preprocess_arguments(plan))
+    axes = map_axes(plan.variant, varlen=plan.varlen) if plan.driver == "tile_map" else None
+    if axes is not None:
+        own = arguments.classifier_arguments(plan)
+        yield part("classify_dkdv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
+    yield part(
+        "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes,
+        arguments=arguments.dkdv_arguments(plan),
+    )  # fmt: skip
+    yield part("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
+
+
+def by_head(variant: Variant) -> bool:
+    """Whether the queries that see a tile of keys differ from head to head."""
+    return "h" in names(variant.mask)
+
+
+def _with_memory(
+    spec: KernelSpec, arch: Arch, draft: HopperGradients, tile_m: int, stages: int, qk: int, v: int
+) -> HopperGradients:
+    """Return the roles with the stages of Q that fit."""
+    for q_stages in range(draft.q_stages, 1, -1):
+        roles = replace(draft, q_stages=q_stages)
+        regions = tuple(_regions(roles, tile_m, stages, qk, v))
+        # 1 KiB of the arch's limit is the system's, and stands before ours
+        if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
+            return replace(roles, shared=regions)
+    sizes = {region.name: region.bytes for region in regions}
+    raise refuse(
+        spec,
+        "backward.dkdv",
+        f"Shared memory {regions[-1].offset + regions[-1].bytes} B exceeds {arch.shared_memory} B on {arch.name}: "
+        f"K {sizes['k']} + V {sizes['v']} + Q {sizes['q']} + dO {sizes['dout']} ({stages} stages) + dS {sizes['ds']} + "
+        f"dQ {sizes['dq']} + barriers and rows",
+    )
+
+
+def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:
+    """Yield the regions of shared memory in order; matrices first, since these need the alignment."""
+    sizes = {
+        "k": _KEYS * qk * _ELEMENT_BYTES,
+        "v": _KEYS * v * _ELEMENT_BYTES,
+        "q": roles.q_stages * tile_m * qk * _ELEMENT_BYTES,
+        "dout": stages * tile_m * v * _ELEMENT_BYTES,
+        "ds": 2 * tile_m * _KEYS * _ELEMENT_BYTES,
+        "dq": roles.consumers * 64 * roles.dq_columns * 4,
+        "lse": roles.q_stages * tile_m * 4,
+        "delta": roles.q_stages * tile_m * 4,
+        "step": _STEPS * _STEP_BYTES,
+        "kv_full": _BARRIER_BYTES,
+        "q_full": roles.q_stages * _BARRIER_BYTES,
+        "q_empty": roles.q_stages * _BARRIER_BYTES,
+        "dout_full": stages * _BARRIER_BYTES,
+        "dout_empty": stages * _BARRIER_BYTES,
+        "dq_full": roles.consumers * _BARRIER_BYTES,
+        "dq_empty": roles.consumers * _BARRIER_BYTES,
+    }
+    offset = 0
+    for name, size in sizes.items():
+        yield Region(name, offset, size)
+        offset += size

@@ -1,0 +1,254 @@
+"""Plan → what the template of the CUDA backward is filled with: lines of code under names, no decision of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from attngen.plan.hopper_backward import by_head
+from attngen.plan.model import Part, Plan
+from attngen.render.cuda_gradients import factor, probabilities, query_tiles, query_word
+from attngen.render.cuda_math import Steps, Tiles, elements
+from attngen.render.cuda_view import RegionView, argument_lines, constant, padding, uses
+from attngen.render.header import command, summary
+
+_REGION_TEXTS = {
+    "k": "K, then dK on its way out", "v": "V, then dV on its way out", "q": "Q, a tile per stage",
+    "dout": "dO, a tile per stage", "ds": "dS of two steps", "dq": "dQ on its way out",
+    "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
+    "step": "which queries each step is about",
+}  # fmt: skip
+_WRITTEN = {
+    "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
+    "dkdv": frozenset({"dk", "dv", "dq_sum"}),
+    "dq": frozenset({"dq"}),
+    "classify_dkdv": frozenset({"tile_map"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyClassifier:
+    """The kernel that computes the tile map."""
+
+    symbol: str
+    threads: int
+    argument_lines: tuple[str, ...]
+    uses_packed: bool
+    uses_hk: bool
+    hoisted: tuple[str, ...]
+    element_lines: tuple[str, ...]
+    visible: str
+
+
+@dataclass(frozen=True, slots=True)
+class CudaBackwardView:
+    """Everything that ``backward.cu.j2`` names beside the plan itself."""
+
+    template: str
+    command: str
+    summary: str
+    uses_expressions: bool
+    width_qk: int
+    padding_qk: str
+    width_v: int
+    padding_v: str
+    regions: tuple[RegionView, ...]
+    swizzle: int
+    swizzled_row: str
+    preprocess: Part
+    preprocess_lines: tuple[str, ...]
+    lanes_of_row: int
+    chunks_of_row: int
+    row_of_out: str
+    row_of_dout: str
+    dkdv: Part
+    dkdv_lines: tuple[str, ...]
+    uses_begins: bool
+    key_box: str
+    query_box: str
+    row_entry: str
+    uses_q_tiles: bool
+    uses_whole_tiles: bool
+    by_head: bool
+    span_lines: tuple[str, ...]
+    count: str
+    tile_lines: tuple[str, ...]
+    whole: str
+    word_lines: tuple[str, ...]
+    sum_tile: Callable[[str, str], str]
+    uses_kv: bool
+    uses_h: bool
+    uses_q_first: bool
+    block_lines: tuple[str, ...]
+    weight_text: str
+    weight_comment: str
+    partial: Steps
+    full: Steps
+    exponent: str
+    slope: bool
+    slope_is_finite: bool
+    packs_early: bool
+    packed_weights: bool
+    factor_lines: tuple[str, ...]
+    factor: str
+    dk_rows: str
+    dv_rows: str
+    dq: Part
+    dq_lines: tuple[str, ...]
+    dq_uses_hk: bool
+    dq_factor_lines: tuple[str, ...]
+    dq_factor: str
+    dq_row: str
+    dq_padded: bool
+    classifier: KeyClassifier | None
+
+
+def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
+    """Return the view of a plan."""
+    roles = plan.gradients
+    assert roles is not None
+    parts = {part.name: part for part in plan.parts}
+    dkdv, dq = plan.of_part(parts["dkdv"]), plan.of_part(parts["dq"])
+    found, code = query_tiles(dkdv), probabilities(dkdv)
+    listed = query_word(dkdv) if plan.driver != "ranges" else ()
+    factor_lines, factor_text = factor(dkdv, code.factor)
+    dq_factor_lines, dq_factor = factor(dq, code.factor)
+    steps = "\n".join([code.partial.text, code.full.text, code.exponent])
+    spans = "\n".join([*found.lines, *found.values.values(), *listed])
+    everywhere = "\n".join([steps, spans, *factor_lines])
+    chunks = plan.head_dim_v // 8
+    slope = " times the derivative of the score" if code.slope else ""
+    return CudaBackwardView(
+        template=template,
+        command=command(plan),
+        summary=summary(plan),
+        uses_expressions=plan.variant.masked or plan.variant.score is not None or not plan.fast_math,
+        width_qk=plan.columns_qk[0].width,
+        padding_qk=padding(plan.columns_qk[0]),
+        width_v=plan.columns_v[0].width,
+        padding_v=padding(plan.columns_v[0]),
+        regions=tuple(
+            RegionView(constant(r.name), r.offset, f"{r.bytes} B: {_REGION_TEXTS.get(r.name, 'barriers')}")
+            for r in roles.shared
+        ),
+        swizzle={64: 1, 32: 2}[roles.box_columns],
+        swizzled_row="(row % 8)" if roles.box_columns == 64 else "(row / 2 % 4)",
+        preprocess=parts["preprocess"],
+        preprocess_lines=_lines(plan, parts["preprocess"]),
+        lanes_of_row=max(1 << (chunks - 1).bit_length(), 1),
+        chunks_of_row=chunks,
+        row_of_out=_row(plan, "out", "row"),
+        row_of_dout=_row(plan, "dout", "row"),
+        dkdv=parts["dkdv"],
+        dkdv_lines=_lines(plan, parts["dkdv"]),
+        uses_begins=uses("q_begin", everywhere) or uses("k_begin", everywhere),
+        key_box="kBlockN - rows, k_begin + kv_start + rows" if plan.varlen else "kBlockN - rows, kv_start + rows, b",
+        query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
+        row_entry="h * static_cast<long long>(total_q) + q_begin + q"
+        if plan.varlen
+        else "(b * static_cast<long long>(heads) + h) * seqlen_q + q",
+        uses_q_tiles=plan.varlen and uses("q_tiles", spans),
+        uses_whole_tiles=uses("whole_tiles", spans),
+        by_head=by_head(plan.variant) or plan.driver == "tile_map",
+        span_lines=found.lines,
+        count=_count(found),
+        tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
+        whole=_inside(found),
+        word_lines=listed,
+        sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
+        uses_kv=uses("kv_first", steps),
+        uses_h=uses("h", steps),
+        uses_q_first=uses("q_first", steps),
+        block_lines=code.block,
+        weight_text=f"probabilities{slope}" if slope else "probabilities",
+        weight_comment=", and those of pairs that are not visible to 0" if plan.variant.masked else "",
+        partial=code.partial,
+        full=code.full,
+        exponent=code.exponent,
+        slope=code.slope,
+        slope_is_finite=code.slope_is_finite,
+        packs_early=roles.packed or code.slope,
+        packed_weights=roles.packed and code.slope,
+        factor_lines=factor_lines,
+        factor=factor_text,
+        dk_rows=_row(plan, "dk", "" if not plan.varlen else "k_begin", head="hk"),
+        dv_rows=_row(plan, "dv", "" if not plan.varlen else "k_begin", head="hk"),
+        dq=parts["dq"],
+        dq_lines=_lines(plan, parts["dq"]),
+        dq_uses_hk=uses("hk", "\n".join([*dq_factor_lines, dq_factor])),
+        dq_factor_lines=dq_factor_lines,
+        dq_factor=dq_factor,
+        dq_row=_row(plan, "dq", "(q_begin + q_start + row)" if plan.varlen else "(q_start + row)"),
+        dq_padded=roles.sum_columns > plan.head_dim_qk,
+        classifier=_classifier(plan, parts["classify_dkdv"]) if "classify_dkdv" in parts else None,
+    )
+
+
+def _lines(plan: Plan, part: Part) -> tuple[str, ...]:
+    return argument_lines(plan, part.arguments, written=_WRITTEN[part.name])
+
+
+def _row(plan: Plan, name: str, row: str, head: str = "h") -> str:
+    """Return where a row of a head begins, after the name of its pointer; without a row, where the head does."""
+    batch = "" if plan.varlen else f"b * stride_{name}_b + "
+    rows = f" + {row} * stride_{name}_s" if row else ""
+    pointer = "" if name in ("out", "dout") else f"{name}_ptr + "
+    return f"{pointer}{batch}{head} * stride_{name}_h{rows}"
+
+
+def _sum_tile(plan: Plan, h: str, tile: str) -> str:
+    """Return which of all tiles of sums is that of a head and a tile of queries."""
+    tile = f"({tile})" if " " in tile else tile
+    if plan.varlen:  # a sequence has a tile more than its rows fill, so that all begin with a tile of their own
+        return f"({h} * static_cast<long long>(total_q / kBlockM + batch) + q_begin / kBlockM + b + {tile})"
+    return f"((b * static_cast<long long>(heads) + {h}) * q_tiles + {tile})"
+
+
+def _classifier(plan: Plan, part: Part) -> KeyClassifier:
+    code = elements(plan.of_part(part))
+    texts = "\n".join([*code.hoisted, *code.lines, code.visible])
+    return KeyClassifier(
+        symbol=part.symbol,
+        threads=32 * part.num_warps,
+        argument_lines=_lines(plan, part),
+        uses_packed=uses("q_begin", texts) or uses("k_begin", texts),
+        uses_hk=uses("hk", texts),
+        hoisted=code.hoisted,
+        element_lines=code.lines,
+        visible=code.visible,
+    )
+
+
+# --- ranges of tiles ----------------------------------------------------------------------------------------
+
+
+def _pairs(found: Tiles, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(found.values[lo], found.values[hi]) for lo, hi in pairs]
+
+
+def _length(lo: str, hi: str) -> str:
+    return f"max({hi} - {lo}, 0)" if lo != "0" else f"max({hi}, 0)"
+
+
+def _count(found: Tiles) -> str:
+    """Return the number of visible tiles; ranges are disjoint."""
+    return " + ".join(_length(lo, hi) for lo, hi in _pairs(found, found.visible)) or "0"
+
+
+def _inside(found: Tiles) -> str:
+    tests = [f"tile >= {lo} && tile < {hi}" if lo != "0" else f"tile < {hi}" for lo, hi in _pairs(found, found.full)]
+    return tests[0] if len(tests) == 1 else " || ".join(f"({test})" for test in tests) or "false"
+
+
+def _tile_lines(found: Tiles) -> tuple[str, ...]:
+    """Return the lines that find a tile by its place, counted from the first visible one."""
+    (lo, hi), *others = _pairs(found, found.visible)
+    first = "place" if lo == "0" else f"{lo} + place"
+    if not others:
+        return (f"const int tile = {first};",)
+    lines = [f"int tile = {first}, before = {_length(lo, hi)};"]
+    for number, (low, high) in enumerate(others):
+        lines.append(f"if (place >= before) tile = {low} + place - before;")
+        if number < len(others) - 1:
+            lines.append(f"before += {_length(low, high)};")
+    return tuple(lines)

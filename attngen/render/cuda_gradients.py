@@ -1,0 +1,274 @@
+"""The user's mathematics in a CUDA backward: probabilities with the derivatives of their logits, and what sees a tile.
+
+A block keeps keys and goes along the queries. A lane holds elements of two keys, its rows, whose columns are queries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from attngen.lang.bands import Bands, bands, classify
+from attngen.lang.emit import Binding
+from attngen.lang.facts import index
+from attngen.lang.folding import ONE, PRODUCT, Slope, fold_logit, fold_slope, is_finite
+from attngen.lang.ir import Expr, Op, Type, names
+from attngen.lang.rows import own_intervals
+from attngen.lang.segments import segments
+from attngen.lang.simplify import FALSE, TRUE, minimum, mul
+from attngen.plan.model import Plan
+from attngen.render.cuda_math import Steps, Tiles, declarations, declared, from_zero, used
+from attngen.render.expressions import (
+    CUDA,
+    QUERIES,
+    SEQLEN_K,
+    corner_bindings,
+    emit_for,
+    emit_named,
+    facts_of,
+    hull_ends,
+    inward,
+    numbered,
+    scalar_bindings,
+    settled,
+)
+
+_Q, _KV = frozenset({"q"}), frozenset({"kv"})
+_KV_FIRST = index("kv_first")
+_ROW_NAMES = ("kv", "kv_packed", "row")
+_COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
+
+
+@dataclass(frozen=True, slots=True)
+class Probabilities:
+    """How products become probabilities: the steps of partial and of full tiles, and what ``exp2`` is taken of.
+
+    ``slope`` tells whether dS has a factor that differs from pair to pair, which the steps leave in ``slope[…]``, and
+    ``slope_is_finite`` whether zero times it is zero. dK and dQ are multiplied by ``factor`` at the end.
+    """
+
+    block: tuple[str, ...]
+    partial: Steps
+    full: Steps
+    exponent: str
+    slope: bool
+    slope_is_finite: bool
+    factor: Expr
+
+
+def probabilities(plan: Plan) -> Probabilities:
+    """Return the lines of a step."""
+    variant = plan.variant
+    logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
+    slope = fold_slope(logit, (), fast_math=plan.fast_math)
+    if "h" in names(slope.factor):  # dK sums over the heads of a group
+        slope = Slope(ONE, mul(slope.varying or ONE, slope.factor))
+    found, multiplier = [], ""
+    for partial in (True, False):
+        bound = _elements(plan)
+        roots = [logit.value, logit.multiplier, slope.varying or ONE]
+        scored = emit_for(plan, CUDA, roots, bound, inner="q")
+        hoisted, body = list(scored.hoisted), list(scored.body)
+        if slope.varying is not None:
+            body.append(f"slope[2 * row + j] = {scored.results[2]};")
+        if variant.score is not None:
+            body.append(f"x = {scored.results[0]};")
+        if partial:
+            taken = declared([*hoisted, *body])
+            columns, element, more = _masking(plan, bound, taken)
+            hoisted += [line for line in more if line not in hoisted]
+            body = [*columns, *body, *element]
+        found.append(_steps(hoisted, body))
+        multiplier = scored.results[1]
+    block = []
+    if variant.score is None:
+        block, multiplier = ["const float scale_log2e = softmax_scale * kLog2e;"], "scale_log2e"
+    return Probabilities(
+        block=tuple(block),
+        partial=found[0],
+        full=found[1],
+        exponent=_exponent(plan, multiplier),
+        slope=slope.varying is not None,
+        slope_is_finite=slope.varying is None or is_finite(slope.varying),
+        factor=slope.factor,
+    )
+
+
+def _exponent(plan: Plan, multiplier: str) -> str:
+    """Return the logarithm of a probability. It is at most 0, however large the logit is that was rounded."""
+    lse = "(j == 0 ? lse.x : lse.y)"
+    if plan.fast_math:
+        return f"x - {lse}" if multiplier == "1.0f" else f"fmaf(x, {multiplier}, -{lse})"
+    return f"nan_min(x * ({multiplier}) - {lse}, 0.0f)"
+
+
+def factor(plan: Plan, expr: Expr) -> tuple[tuple[str, ...], str]:
+    """Return the lines and the text of the factor of dK and dQ."""
+    code = emit_for(plan, CUDA, [expr], scalar_bindings(plan, CUDA))
+    return (*code.hoisted, *code.body), code.results[0]
+
+
+def _steps(hoisted: Sequence[str], body: Sequence[str]) -> Steps:
+    """Return the lines of a tile, each where it runs least often: for the tile, a key, a query, or each pair."""
+    row_names = set(_ROW_NAMES)
+    row, tile = [], []
+    for line in hoisted:
+        if row_names & set(re.findall(r"\w+", line)):
+            row.append(line)
+            row_names.update(declared([line]))
+        else:
+            tile.append(line)
+    varying = {"x", *row_names}
+    column, element = [], []
+    for line in body:
+        if varying & set(re.findall(r"\w+", line)):
+            element.append(line)
+            varying.update(declared([line]))
+        else:
+            column.append(line)
+    column = used(column, element)
+    row = used(row, element)
+    row = [*_key_lines("\n".join([*row, *element])), *row]
+    texts = set(re.findall(r"\w+", "\n".join(element)))
+    return Steps(
+        tile=tuple(used(tile, [*row, *column, *element])),
+        row=tuple(row),
+        row_values=tuple((type, name) for type, name in declarations(row) if name in texts),
+        key=(*_query_lines("\n".join([*column, *element])), *column),
+        element=tuple(element),
+    )
+
+
+def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the lines of a query that say which keys it sees, the lines of a pair, and those that need no query.
+
+    Ends are counted from the first key of a lane, so that a pair compares them with constants.
+    """
+    intervals, rest = own_intervals(plan.variant.mask, facts_of(plan))
+    ends: dict[str, Expr] = {}
+    seen, hidden = [], []
+    for number, interval in enumerate(intervals):
+        suffix = f"_{number}" if len(intervals) > 1 else ""
+        below, above = f"visible_from{suffix}", f"visible_to{suffix}"
+        if interval.lo is not None:
+            ends[below] = interval.lo
+        ends[above] = SEQLEN_K if interval.hi is None else minimum(interval.hi, SEQLEN_K)
+        seen.append(f"8 * row >= {below} && 8 * row < {above}" if below in ends else f"8 * row < {above}")
+        hidden.append(f"8 * row < {below} || 8 * row >= {above}" if below in ends else f"8 * row >= {above}")
+    exprs = [Op("sub", (from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
+    code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken, inner="q")
+    *texts, condition = code.results
+    columns = [f"const int {name} = {text};" for name, text in zip(ends, texts, strict=True)]
+    if len(seen) == 1 and rest == TRUE:
+        test = hidden[0]
+    else:
+        if len(seen) > 1:
+            seen = [" || ".join(f"({each})" if "&&" in each else each for each in seen)]
+        if rest != TRUE:
+            seen.append(f"({condition})" if "||" in condition or "?" in condition else condition)
+        test = f"!({' && '.join(f'({each})' if '||' in each else each for each in seen)})"
+    return [*code.body, *columns], [f"if ({test}) x = kMasked;"], list(code.hoisted)
+
+
+def _elements(plan: Plan) -> dict[str, Binding]:
+    """Return the bindings of a pair. Queries and keys beyond the end repeat the last one, so that loads stay inside."""
+    rows = {
+        "q": Binding("q_row", _Q, below=frozenset({"seqlen_q"})),
+        "q_pos": Binding("q_pos", _Q, below=frozenset({"seqlen_k"})),
+        "q_global": Binding("q_packed", _Q, below=frozenset({"total_q"})),
+        "kv": Binding("kv", _KV, below=frozenset({"seqlen_k", "total_k"})),
+        "kv_global": Binding("kv_packed", _KV, below=frozenset({"seqlen_k", "total_k"})),
+        PRODUCT.name: Binding("x", _Q | _KV),
+        _KV_FIRST.name: Binding("kv_first"),
+        "q_start": Binding("q_begin"),
+        "kv_start": Binding("k_begin"),
+    }
+    return scalar_bindings(plan, CUDA) | rows
+
+
+def _key_lines(texts: str) -> list[str]:
+    lines = []
+    if re.search(r"\bkv(_packed)?\b", texts):
+        lines.append(
+            "const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys behind the end repeat the last one"
+        )
+    if re.search(r"\bkv_packed\b", texts):
+        lines.append("const int kv_packed = k_begin + kv;")
+    return lines
+
+
+def _query_lines(texts: str) -> list[str]:
+    wanted = [name for name in _COLUMN_NAMES if re.search(rf"\b{name}\b", texts)]
+    lines = []
+    if wanted:
+        lines.append(
+            "const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one"
+        )
+    if "q_pos" in wanted:
+        lines.append("const int q_pos = q_row + (seqlen_k - seqlen_q);")
+    if "q_packed" in wanted:
+        lines.append("const int q_packed = q_begin + q_row;")
+    return lines
+
+
+# --- which queries see a tile of keys -----------------------------------------------------------------------
+
+
+def query_tiles(plan: Plan) -> Tiles:
+    """Return the ranges of tiles of queries that see a tile of keys, or the hull that a listing goes through."""
+    found = bands(plan.variant.mask, facts_of(plan), over="q")
+    if plan.driver != "ranges":
+        texts, lines = emit_named(plan, CUDA, hull_ends(plan, found, QUERIES), QUERIES)
+        lines += [f"const int {name} = {text};" for name, text in texts.items() if text != name]
+        return Tiles(_with_corners(lines), (("visible_lo", "visible_hi"),), (), texts)
+    bounded = Bands(found.visible, (), exact=True)
+    visible = list(segments(bounded, QUERIES.tile, QUERIES.length, facts_of(plan)).partial)
+    full = [inward(plan, interval, QUERIES) for interval in found.full]
+    ends = numbered("visible", visible) | numbered("full", full)
+    texts, lines = emit_named(plan, CUDA, {name: settled(plan, end, QUERIES) for name, end in ends.items()}, QUERIES)
+    fields = list(ends)
+    pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
+    corners = _with_corners(lines, list(texts.values()))
+    return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), texts)
+
+
+def _with_corners(lines: Sequence[str], others: Sequence[str] = ()) -> tuple[str, ...]:
+    if "kv_hi" not in "\n".join([*lines, *others]):
+        return tuple(lines)
+    # a tile behind the used keys has a key of its own all the same, which a mask may ask about
+    return ("const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);", *lines)
+
+
+def query_word(plan: Plan) -> tuple[str, ...]:
+    """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
+    if plan.driver == "tile_map":
+        rows = "b * stride_tile_map_b + h * stride_tile_map_h + kv_tile * stride_tile_map_kv"
+        return (
+            f"const int* tile_map = tile_map_ptr + {rows};",
+            "const uint32_t partial_word = tile_map[words + word];",
+            "const uint32_t visible_word = tile_map[word] | partial_word;",
+        )
+    may, must = classify(plan.variant.mask, facts_of(plan))
+    code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA, QUERIES), prefix="tiles_", inner="q")
+    asked = names(may) | names(must)
+    lines = ["const int candidate = 32 * word + lane;"]
+    if asked & {"q_lo", "q_hi", "q_pos_lo", "q_pos_hi"}:
+        lines.append("const int q_lo = candidate * kBlockM, q_hi = q_lo + (kBlockM - 1);")
+    if asked & {"q_pos_lo", "q_pos_hi"}:
+        lines.append("const int q_pos_lo = q_lo + (seqlen_k - seqlen_q), q_pos_hi = q_hi + (seqlen_k - seqlen_q);")
+    inside = "candidate >= visible_lo && candidate < visible_hi"
+    # a tile behind which queries end is one that the mask cuts, if it is not out of sight
+    behind = "(candidate + 1) * kBlockM > seqlen_q"
+    seen = inside if may == TRUE else f"{inside} && (({code.results[0]}) || {behind})"
+    whole = "false" if must == FALSE else f"({code.results[1]}) && !({behind})"
+    return _with_corners(
+        [
+            *lines,
+            *code.hoisted,
+            *code.body,
+            f"const bool seen = {seen};",
+            "const uint32_t visible_word = __ballot_sync(~0u, seen);",
+            f"const uint32_t partial_word = __ballot_sync(~0u, !({whole}));",
+        ]
+    )

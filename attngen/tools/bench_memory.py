@@ -1,0 +1,46 @@
+"""The memory that a backward takes beside what goes in and what comes out, and the bound that ours keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from attngen.plan.model import Plan
+from attngen.plan.tiles import padded_width
+
+_FLOAT32 = 4
+
+
+def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int:
+    """Return the bytes that a call held at most beside its results and all that was allocated before it.
+
+    Counts what torch's allocator was asked for on a GPU, without what it rounds up; the call must have run before, lest
+    what it keeps for later ones is counted.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    results = call()
+    torch.cuda.synchronize(device)
+    storages = {each.data_ptr(): each.nbytes() for each in (result.untyped_storage() for result in results)}
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"]) - before - sum(storages.values())
+
+
+def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
+    """Return the most bytes that a backward of ours may hold beside inputs and gradients in a dense call.
+
+    That is one float32 dQ, two float32 numbers for each query row (log-sum-exp and D), and a counter for each tile;
+    where query heads share KV heads, one float32 dK and dV, too. Rows and columns are padded to tiles. Maps of tiles
+    and the gradients of a variant's own tensors come on top of it.
+    """
+    tile_m = max((part.tile_m for part in plan.parts), default=plan.tile_m)
+    tile_n = max((part.tile_n for part in plan.parts), default=plan.tile_n)
+    q_tiles, kv_tiles = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    width_qk, width_v = padded_width(plan.columns_qk), padded_width(plan.columns_v)
+    rows, keys = batch * heads * q_tiles * tile_m, batch * kv_heads * kv_tiles * tile_n
+    numbers = rows * width_qk + 2 * rows + batch * heads * (q_tiles + kv_tiles)
+    if heads != kv_heads:
+        numbers += keys * (width_qk + width_v)
+    return _FLOAT32 * numbers

@@ -1,0 +1,41 @@
+// What the kernels of a backward need beside the softmax and the products.
+#pragma once
+
+#include "types.cuh"
+
+// Four 8 x 8 blocks of a product to shared memory, each transposed: lane l gives the address of column l % 8 of block
+// l / 8 (PTX ISA, "stmatrix").
+__device__ __forceinline__ void store_transposed(uint32_t to, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+      ::"r"(to), "r"(b0), "r"(b1), "r"(b2), "r"(b3)
+      : "memory");
+}
+
+// Adds floats of shared memory to global memory, in no fixed order (PTX ISA, "cp.reduce.async.bulk").
+__device__ __forceinline__ void add_floats(float* to, uint32_t from, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void wait_stores_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// The products of two pairs, added.
+template <typename Element>
+__device__ __forceinline__ float dot(uint32_t a, uint32_t b) {
+  const float2 x = unpack<Element>(a), y = unpack<Element>(b);
+  return fmaf(x.x, y.x, x.y * y.y);
+}
+
+// Writes zeros to `columns` of the rows that begin at `first` and, again, every `step` rows later; 16 bytes at a time.
+template <typename Element>
+__device__ __forceinline__ void clear_rows(
+    Element* rows, long long stride, int columns, int first, int end, int step, int height) {
+  for (int start = first; start < end; start += step) {
+    const int chunks = columns / 8;
+    for (int i = threadIdx.x; i < min(height, end - start) * chunks; i += blockDim.x) {
+      *reinterpret_cast<int4*>(rows + (start + i / chunks) * stride + i % chunks * 8) = {};
+    }
+  }
+}

@@ -1,0 +1,297 @@
+"""Races of backwards on the CPU: who is in them, how each is differentiated, its check, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngen.plan.model import Plan
+from attngen.runtime.arguments import bind
+from attngen.runtime.module import Kernel
+from attngen.runtime.reference import reference
+from attngen.runtime.registry import registry
+from attngen.spec import load_spec_text, preset
+from attngen.tools import bench_kernels, bench_peers
+from attngen.tools.bench_cases import bench_cases
+from attngen.tools.bench_check import GradientOracle
+from attngen.tools.bench_gradients import differentiated
+from attngen.tools.bench_kernels import Team, forwards_of, teams
+from attngen.tools.bench_memory import workspace, workspace_bound
+from attngen.tools.bench_peers import Tensors
+from attngen.tools.bench_race import Track
+from attngen.tools.bench_report import Result, Row
+from attngen.tools.bench_timing import Contestant
+from attngen.tools.bench_workloads import Workload
+from attngen.tools.build import Prepared, prepare
+from attngen.tools.interpreter import kernel_of
+from tests.tools.bench_support import StubPeer, TickClock, racing
+
+SPEC = """
+schema: 1
+package: mine
+arch: [sm90a]
+kernels:
+  - {variant: [full, causal], head_dim: {qk: 32, v: 16}, dtype: fp16, passes: [forward, backward]}
+  - {variant: full, head_dim: {qk: 32, v: 16}, dtype: fp16, layout: varlen, passes: [forward, backward]}
+  - {variant: alibi, head_dim: 32, dtype: fp16, passes: backward}
+"""
+
+
+@pytest.fixture
+def prepared() -> list[Prepared]:
+    return prepare(load_spec_text(SPEC))
+
+
+@pytest.fixture
+def team(prepared: list[Prepared]) -> Team:
+    kept = [one for one in prepared if one.plan.layout == "dense" and one.plan.direction == "backward"]
+    return next(team for team in teams(kept, prepared) if team.variant.name == "full")
+
+
+def of_seed(name: str, seqlen: int, dtype: torch.dtype = torch.float16) -> tuple[Workload, list[Tensors], list[Tensor]]:
+    """Return a case with two sets of leaves, and gradients of the output for each."""
+    torch.manual_seed(3)
+    work, inputs = racing(preset(name), name, seqlen, dtype)
+    leaves = [Tensors(*(t.requires_grad_() for t in one.bshd)) for one in inputs]
+    above = [torch.randn(2, seqlen, 4, 16, dtype=dtype) for _ in leaves]
+    return replace(work, case=replace(work.case, direction="backward")), leaves, above
+
+
+# --- how each is differentiated -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("clean_registry")
+@pytest.mark.parametrize("name", ["causal", "sliding_window", "alibi", "softcap", "packed_documents", "prefix_lm"])
+def test_the_oracle_agrees_with_autograd_of_the_reference(name: str) -> None:
+    work, (one, _), (dout, _) = of_seed(name, 70, torch.float32)
+    call = bind(
+        work.variant, *one.bshd, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd",
+        arguments=work.arguments,
+    )  # fmt: skip
+    found = torch.autograd.grad(reference(call, *one.bshd)[0], one.bshd, dout)
+    oracle = GradientOracle(work, *one.bshd, dout)
+    assert oracle.error(found) < 1e-5
+    for index in range(3):
+        spoiled = [1.001 * g if n == index else g for n, g in enumerate(found)]
+        assert oracle.error(spoiled) == pytest.approx(1e-3, rel=0.1)
+        spoiled[index] = torch.full_like(found[index], torch.nan)
+        assert oracle.error(spoiled) == float("inf")
+    assert oracle.problem(3.9e-3) is None  # the case is fp16
+    assert oracle.problem(4.1e-3) == "wrong: relative error 4.1e-03 exceeds 4e-03"
+
+
+def test_pieces_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, (one, _), (dout, _) = of_seed("causal", 50, torch.float32)
+    whole = GradientOracle(work, *one.bshd, dout)
+    monkeypatch.setattr("attngen.tools.bench_check._ELEMENTS", 7 * 50)
+    for a, b in zip(whole._wanted, GradientOracle(work, *one.bshd, dout)._wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_forward_runs_once_and_is_differentiated_again_and_again(heads_first: bool) -> None:
+    _, inputs, above = of_seed("full", 12)
+    ran: list[int] = []
+
+    def attend(number: int, leaves: tuple[Tensor, ...]) -> tuple[Tensor, str]:
+        ran.append(number)
+        q, _, v = leaves
+        return q[..., :16] * v.sum(), "the log-sum-exp"
+
+    leaves = [one.heads_first if heads_first else one.bshd for one in inputs]
+    calls = [lambda n=n, each=each: attend(n, (each[0], each[0], each[2])) for n, each in enumerate(leaves)]
+    as_bshd: Callable[[Any], Any] = (lambda t: t.transpose(1, 2)) if heads_first else (lambda t: t)
+    with torch.no_grad():  # as races run
+        contestant = differentiated(Contestant("one", calls, as_bshd=as_bshd, leaves=[(a, c) for a, _, c in leaves]),
+                                    above)  # fmt: skip
+        found = [call() for call in contestant.calls for _ in range(2)]
+    assert ran == [0, 1]
+    for (dq, dv), one, dout in zip([contestant.as_bshd(f) for f in found[::2]], inputs, above, strict=True):
+        assert torch.equal(dq[..., :16], (dout * one.v.sum()))
+        assert not dq[..., 16:].any()
+        torch.testing.assert_close(dv, (dout * one.q[..., :16]).sum().expand_as(dv), rtol=1e-2, atol=1e-2)
+    assert all(one.q.grad is None for one in inputs)
+
+
+def test_what_autograd_does_not_know_is_no_contestant() -> None:
+    _, inputs, _ = of_seed("full", 12)
+    plain = Contestant("one", [lambda one=one: one.q.detach() for one in inputs], leaves=[one.bshd for one in inputs])
+    with pytest.raises(RuntimeError, match="require grad"):
+        differentiated(plain, [torch.randn(2, 12, 4, 32)] * 2).first()
+
+
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_sdpa_is_differentiated_in_its_own_order_of_axes(name: str) -> None:
+    work, inputs, above = of_seed(name, 40, torch.float32)
+    assert work.terms is not None
+    forward = bench_peers.Sdpa("SDPA", "MATH").enter(work, work.terms, inputs)
+    found = differentiated(forward, above).first()
+    assert [g.shape for g in found] == [t.shape for t in inputs[0].bshd]
+    assert GradientOracle(work, *inputs[0].bshd, above[0]).error(found) < 1e-5
+
+
+# --- who is in the race -------------------------------------------------------------------------------------
+
+
+def test_a_backward_has_its_forwards_and_a_team_of_its_own(prepared: list[Prepared]) -> None:
+    dense = [one for one in prepared if bench_kernels.reason_against(one.plan, 90) is None]
+    found = {(team.direction, team.variant.name): team for team in teams(dense, prepared, 90)}
+    assert list(found) == [
+        (direction, name) for name in ("full", "causal") for direction in ("forward", "backward")
+    ] + [("backward", "alibi")]  # fmt: skip
+    for (direction, name), team in found.items():
+        assert list(team.members) == ["attngen triton"]
+        followed = [one.plan.name for one in team.forwards]
+        if direction == "forward" or name == "alibi":
+            assert followed == []
+        else:
+            assert followed == [one.plan.name for one in found["forward", name].members.values()]
+    (alibi,) = [one for one in prepared if one.plan.variant.name == "alibi"]
+    assert forwards_of(alibi.plan, prepared, 90) == []
+    one = next(one for one in prepared if one.plan.direction == "backward" and one.plan.layout == "dense")
+    assert forwards_of(one.plan, prepared, 80) == []  # another GPU
+    assert bench_kernels.reason_against(one.plan, 90, ("forward",)) == "only forward kernels are asked for"
+
+
+def track(*peers: Any, **more: Any) -> Track:
+    generator = torch.Generator().manual_seed(5)
+    return Track(torch.device("cpu"), 1, TickClock(), peers, 3, True, generator, lambda moment: None, **more)
+
+
+def measured(at: Track, team: Team) -> tuple[dict[str, Result], Row]:
+    (case,) = bench_cases("full", "fp16", 32, 16, tokens=48, seqlens=(24,), direction="backward")
+    members = (*team.members.values(), *team.forwards)
+    kernels: dict[str, Kernel] = {one.plan.name: kernel_of(one.plan) for one in members}
+    with torch.no_grad():
+        row = at.measure(team, kernels, {}, case)
+    return {result.contestant: result for result in row.results}, row
+
+
+class Wrong(torch.autograd.Function):
+    """The identity with a gradient that a test asks for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(above), None
+
+
+def raising(above: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.\nand advice")
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_case_with_contestants_of_all_kinds(team: Team) -> None:
+    results, row = measured(
+        track(
+            StubPeer("good"),
+            StubPeer("absent", absent="not installed"),
+            StubPeer("wrong", lambda out: Wrong.apply(out, lambda above: above * 1.01)),
+            StubPeer("nan", lambda out: Wrong.apply(out, lambda above: above * torch.nan)),
+            StubPeer("large", lambda out: Wrong.apply(out, raising)),
+            StubPeer("forward only", lambda out: out.detach()),
+        ),
+        team,
+    )
+    assert {name: result.status for name, result in results.items()} == {
+        "good": "measured", "absent": "unsupported", "wrong": "failed", "nan": "failed", "large": "unsupported",
+        "forward only": "unsupported", "attngen triton": "measured",
+    }  # fmt: skip
+    assert str(results["wrong"].reason).startswith("wrong: relative error 1.0e-02 exceeds 4e-03")
+    assert results["nan"].reason == "wrong: relative error inf exceeds 4e-03"
+    assert results["large"].reason == "OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB."
+    assert "does not require grad" in str(results["forward only"].reason)
+    ours = results["attngen triton"]
+    assert ours.kernel == team.members["attngen triton"].plan.name
+    assert ours.error is not None
+    assert ours.error < 2e-3
+    assert ours.workspace is None  # nobody counts memory here
+    assert row.pairs == 2 * 64 * 24 * 24
+    assert ours.tflops == pytest.approx(2 * row.pairs * (3 * 32 + 2 * 16) / 10e-3 / 1e12)
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_ours_is_called_with_its_own_backward_and_forward(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    found = bench_kernels.attention
+
+    def attention(*tensors: Tensor, variant: str, package: str, **arguments: Any) -> Any:
+        seen.append([kernel.direction for kernel in registry.find(variant, package).kernels])
+        return found(*tensors, variant=variant, package=package, **arguments)
+
+    monkeypatch.setattr(bench_kernels, "attention", attention)
+    assert measured(track(), team)[0]["attngen triton"].status == "measured"
+    assert seen == [["backward", "forward"]]  # once for the one set of inputs
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_memory_is_counted_of_whoever_is_in_the_race(team: Team) -> None:
+    asked: list[int] = []
+
+    def count(call: Callable[[], Sequence[Tensor]]) -> int:
+        asked.append(len(call()))
+        return 1000 + len(asked)
+
+    results, _ = measured(track(StubPeer("good"), StubPeer("absent", absent="no"), workspace=count), team)
+    assert asked == [3, 3]
+    assert [results[name].workspace for name in ("good", "absent", "attngen triton")] == [1001, None, 1002]
+    assert results["good"].workspace_bound is None
+    bound = results["attngen triton"].workspace_bound
+    (plan,) = [member.plan for member in team.members.values()]
+    assert bound == workspace_bound(plan, batch=2, seqlen_q=24, seqlen_k=24, heads=64, kv_heads=64)
+
+
+def test_what_a_call_holds_beside_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak, held = 0, 5000
+
+    def allocate(size: int) -> None:
+        nonlocal peak, held
+        held += size
+        peak = max(peak, held)
+
+    def reset(device: torch.device) -> None:
+        nonlocal peak
+        peak = held
+
+    def call() -> tuple[Tensor, ...]:
+        found = torch.zeros(6, 10), torch.zeros(30)
+        allocate(240 + 120)
+        allocate(700)
+        allocate(-700)
+        return found[0].T, found[1], found[0][2:]  # a gradient may be a view, of one more than once
+
+    def statistics(device: torch.device) -> dict[str, int]:
+        return {"requested_bytes.all.current": held, "requested_bytes.all.peak": peak}
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
+    allocate(10**6)
+    allocate(-(10**6))
+    assert workspace(torch.device("cuda"), call) == 700
+
+
+def tiles(plan: Plan, m: int, n: int) -> Plan:
+    return replace(plan, parts=tuple(replace(part, tile_m=m, tile_n=n) for part in plan.parts))
+
+
+def test_the_bound_by_hand(team: Team) -> None:
+    (plan,) = [member.plan for member in team.members.values()]
+    sizes = {"batch": 3, "seqlen_q": 130, "seqlen_k": 65, "heads": 4, "kv_heads": 4}
+    rows, keys = 3 * 4 * 192, 3 * 4 * 128
+    dq, sums, counters = rows * 32, 2 * rows, 3 * 4 * (3 + 1)
+    assert workspace_bound(tiles(plan, 64, 128), **sizes) == 4 * (dq + sums + counters)
+    shared = workspace_bound(tiles(plan, 64, 128), **{**sizes, "kv_heads": 2})
+    assert shared == 4 * (dq + sums + counters + keys // 2 * (32 + 16))

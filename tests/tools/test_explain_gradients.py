@@ -1,0 +1,89 @@
+"""What ``attngen explain`` says of backwards: derivatives, and floors by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from attngen import cli
+from attngen.tools.explain import PlanExplanation, explain_spec
+from attngen.tools.explain_gradients import GradientFloors
+
+TILES = "{dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {tile: {m: 128, n: 64}, stages: 2, warps: 8}}"
+SPEC = f"""
+schema: 1
+package: mine
+kernels:
+  - {{variant: softcap, head_dim: {{qk: 64, v: 32}}, arch: sm90a, passes: backward, backward: {TILES}}}
+  - {{variant: full, head_dim: 64, arch: [sm90a, sm80], dtype: [bf16, fp32], passes: backward}}
+"""
+
+
+@pytest.fixture
+def explained(tmp_path: Path) -> dict[str, PlanExplanation]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SPEC)
+    return {one.plan.name: one for one in explain_spec(path, seqlens=(1024,))}
+
+
+@pytest.fixture
+def softcap(explained: dict[str, PlanExplanation]) -> GradientFloors:
+    (found,) = [one.gradients for name, one in explained.items() if "softcap" in name]
+    assert found is not None
+    return found
+
+
+def test_floors_by_hand(softcap: GradientFloors) -> None:
+    dkdv, dq = softcap.kernels
+    # Q Kᵀ and dSᵀ Q of 64 columns, dO Vᵀ and Pᵀ dO of 32
+    assert dkdv.flops == 2 * 32 * 64 * (64 + 64 + 32 + 32)
+    assert dkdv.parts == {"products": 192, "exponentials": 32 * 64 // 16}
+    assert dkdv.loaded == 32 * (64 + 32) * 2 + 32 * 2 * 4  # Q and dO, log-sum-exp and D
+    assert dkdv.kept == 2 * 64 * (64 + 32) * 2  # K, V, dK and dV
+    # Q Kᵀ and dS K of 64 columns, dO Vᵀ of 32
+    assert dq.flops == 2 * 128 * 64 * (64 + 64 + 32)
+    assert dq.parts == {"products": 640, "exponentials": 512}
+    assert dq.loaded == 64 * (64 + 32) * 2
+    assert dq.kept == 128 * (64 + 32 + 64) * 2 + 128 * 2 * 4
+    assert [low.binding for low in softcap.kernels] == [("products",)] * 2
+    assert dkdv.cached_share == pytest.approx(1 - 192 / (6400 / (4.8e12 / (132 * 1.98e9))))
+
+
+def test_a_head_takes_all_kernels_one_after_the_other(softcap: GradientFloors) -> None:
+    (head,) = softcap.heads
+    # a tile of 64 keys is seen by all of the 32 tiles of 32 queries but for 2 j, one of 128 queries sees 2 (i + 1)
+    assert head.steps == {"dkdv": sum(32 - 2 * j for j in range(16)), "dq": sum(2 * (i + 1) for i in range(8))}
+    dkdv, dq = softcap.kernels
+    sums = 1024 * (2 * 32 * 2 + 12) / 18.365
+    assert head.clocks == pytest.approx(272 * dkdv.clocks + 72 * dq.clocks + sums, abs=2)
+    flops = 2 * (1024 * 1025 / 2) * (3 * 64 + 2 * 32)
+    assert head.tflops == pytest.approx(flops / (head.us / 1e6) / 1e12)
+    assert head.us == pytest.approx(1e6 * head.clocks / (132 * 1.98e9))
+
+
+def test_memory_is_a_floor_of_few_steps(softcap: GradientFloors) -> None:
+    dkdv, _ = softcap.kernels
+    assert dkdv.call(steps=1000, blocks=4) == 1000 * dkdv.clocks
+    assert dkdv.call(steps=1, blocks=4) == pytest.approx(4 * dkdv.kept / 18.365, abs=1)
+
+
+def test_only_where_the_rates_are_known(explained: dict[str, PlanExplanation]) -> None:
+    with_floors = [name for name, one in explained.items() if one.gradients is not None]
+    assert len(explained) == 5
+    assert len(with_floors) == 2
+    assert all("sm90a" in name and "bf16" in name for name in with_floors)
+
+
+def test_what_is_printed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SPEC)
+    done = CliRunner().invoke(cli.group, ["explain", str(path), "softcap", "--seqlen", "1024"])
+    assert "  by s           1.0 / cap * (1.0 - tanh(s / cap) * tanh(s / cap)) * cap\n" in done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert ["floor", "of", "a", "step", "of", "dkdv", "in", "clocks:", "32", "queries", "x", "64", "keys"] in lines
+    assert ["bound", "by", "192", "products"] in lines
+    assert ["bound", "by", "640", "products"] in lines
+    (head,) = [line for line in lines if line[:3] == ["seqlen", "1024:", "steps"]]
+    assert head[3:8] == ["272", "of", "dkdv,", "72", "of"]
