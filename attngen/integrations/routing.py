@@ -233,7 +233,7 @@ def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, three
         return Candidate("causal_top_left" if is_causal else "full")
     if three and mask.dim() == 3:
         mask = mask.unsqueeze(1)
-    if mask.dim() > 4:
+    if mask.dim() not in (2, 3, 4):
         return f"the mask has {mask.dim()} dimensions"
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -210,6 +210,7 @@ def test_kvcache_appends_in_place(used: int | Tensor) -> None:
         ({"dropout_p": 0.1}, "dropout_p is not served: no kernel has dropout"),
         ({"softcap": -1.0}, "softcap must not be negative"),
         ({"window_size": (3,)}, r"window_size must be \(left, right\)"),
+        ({"window_size": (None, None)}, r"window_size must be \(left, right\), with -1 for no limit"),
         ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be float32 of shape \(4,\) or \(2, 4\)"),
         ({"alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be float32"),
         ({"softmax_scale": 0.0}, "softmax_scale must be a positive"),
@@ -233,6 +234,15 @@ def test_half_of_a_cache_update_is_refused() -> None:
         flash_attn.flash_attn_with_kvcache(q, k, v, k, cache_seqlens=1)
     with pytest.raises(CallError, match="need cache_seqlens"):
         flash_attn.flash_attn_with_kvcache(q, k, v, k, v)
+
+
+def test_lengths_that_a_cache_cannot_have_are_refused() -> None:
+    q, k, v = qkv(rows=3, keys=13)
+    with pytest.raises(CallError, match="room for 13 keys; 11 and 3 new ones are more"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, k[:, :3], v[:, :3], cache_seqlens=11)
+    for wrong in (torch.tensor([5], dtype=torch.int32), torch.tensor([5.0, 6.0])):
+        with pytest.raises(CallError, match=r"cache_seqlens must be a number, or int32 of shape \(2,\)"):
+            flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=wrong)
 
 
 def test_pages_and_wrong_packing_are_refused() -> None:
