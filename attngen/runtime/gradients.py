@@ -30,11 +30,10 @@ _MAP = ADDRESSES.index("tile_map")
 class GradientBuffers:
     """The memory of one backward: what the forward took and gave, the gradients of its results, and results.
 
-    ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; the sums of the
-    rows, (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``dq_sum`` is float32,
-    with as many elements as ``sums_of`` says, and need not be initialized. ``gradients`` holds a contiguous float32
-    tensor of zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of each part that reads
-    one.
+    ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; sums of rows,
+    (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``dq_sum`` is float32, with as
+    many elements as ``sums_of`` says, and need not be initialized. ``gradients`` holds a contiguous float32 tensor of
+    zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of each part that reads one.
     """
 
     q: Tensor

@@ -28,6 +28,20 @@ __device__ __forceinline__ float dot(uint32_t a, uint32_t b) {
   return fmaf(x.x, y.x, x.y * y.y);
 }
 
+// Transposes the 4 x 4 values that four neighbouring lanes hold: lane l gets value l % 4 of each.
+__device__ __forceinline__ void transpose(uint32_t (&x)[4], int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
+    (lane & 1 ? x[i] : x[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
+    (lane & 2 ? x[i] : x[i + 2]) = other;
+  }
+}
+
 // Writes zeros to `columns` of the rows that begin at `first` and, again, every `step` rows later; 16 bytes at a time.
 template <typename Element>
 __device__ __forceinline__ void clear_rows(
