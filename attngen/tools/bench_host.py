@@ -51,24 +51,25 @@ def main(spec: Path | None, rounds: int, json_path: Path | None) -> None:
 
 def measure(folder: Path, spec: Path | None, rounds: int) -> dict[str, Any]:
     """Return all figures; ``folder`` takes the wheel and its installation."""
-    from attngen.packaging.make import package
-
+    chosen = spec if spec is not None else _default_spec(folder)
     start = time.perf_counter()
-    made = package(spec if spec is not None else _default_spec(folder), folder / "dist")
+    command = [sys.executable, "-m", "attngen", "package", str(chosen), "-o", str(folder / "dist"), "--json"]
+    made = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    package, wheel = made["package"], made["files"][0]
     found: dict[str, Any] = {
-        "package": made.package, "wheel bytes": made.files[0].stat().st_size, "made in s": time.perf_counter() - start
+        "package": package, "wheel bytes": wheel["bytes"], "made in s": time.perf_counter() - start
     }  # fmt: skip
     site = folder / "site"
     start = time.perf_counter()
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
-    subprocess.run([*command, str(made.files[0])], check=True)
+    subprocess.run([*command, wheel["path"]], check=True)
     found["pip install s"] = time.perf_counter() - start
     shutil.copy(host_programs.__file__, site)
-    cold = [_run(site, "cold", made.package) for _ in range(PROCESSES)]
+    cold = [_run(site, "cold", package) for _ in range(PROCESSES)]
     found["cold start"] = {"attngen": _median(cold)}
     for peer in host_programs.PEERS:
         found["cold start"][peer] = _run(site, "peer", peer)
-    return {**found, **_run(site, "race", made.package, str(rounds))}
+    return {**found, **_run(site, "race", package, str(rounds))}
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
