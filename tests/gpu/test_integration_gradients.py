@@ -197,7 +197,7 @@ def test_sdpa_in_checkpointed_layers_under_autocast(reentrant: bool, only: Packa
     assert dict(routed.variants) == {"full": 2 + 2 * 2}, routed.report()
     assert len(plain) == len(kept) == 1 + sum(1 for _ in layers.parameters())
     for one, other in zip(kept, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
 
 
 # --- transformers -------------------------------------------------------------------------------------------
