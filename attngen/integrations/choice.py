@@ -19,7 +19,7 @@ from attngen.integrations.catalogue import variant
 from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
-from attngen.runtime.cache import LruCache
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import registry
 
@@ -47,7 +47,7 @@ class Candidate:
 
 
 #: Which candidate served the last call of a kind, by what a kernel is built for. A hint: the others are still tried.
-_LAST: LruCache[int] = LruCache(512)
+_LAST: RecentCache[int] = RecentCache(512)
 
 
 def attend(
@@ -71,20 +71,25 @@ def attend(
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend
     }  # fmt: skip
+    own = candidates[0].arguments.values()
+    learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *own))
     if torch.compiler.is_compiling():
         names = tuple(candidate.variant for candidate in candidates)
         layout = "dense" if packing is None else "varlen"
         dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
-        place, name = _built_at_trace(names, dtype, q.shape[-1], v.shape[-1], layout, device, spec)
+        known = _head_dims(names)
+        dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
+        place, name = _built_at_trace(names, dtype, *dims, layout, device, spec, learns)
         return _call(name, candidates[place].own(), q, k, v, packing, options)
     if not on_gpu(q) or backend == "reference":
-        first = candidates[0]
-        return _call(variant(first.variant), first.own(), q, k, v, packing, options)
-    kind = _kind(candidates, q, v, packing)
-    last = _LAST.get(kind) or 0
-    order = range(len(candidates)) if not last else (last, *(i for i in range(len(candidates)) if i != last))
+        chosen = candidates[0]
+        return _call(variant(chosen.variant), chosen.own(), q, k, v, packing, options)
+    kind = _kind(candidates, q, v, packing, learns)
+    last = first = _LAST.get(kind)
+    if first is None:
+        first = _with_backward(candidates, q, v, packing) if learns else 0
     error: NoKernelError | None = None
-    for place in order:
+    for place in (first, *(i for i in range(len(candidates)) if i != first)):
         chosen = candidates[place]
         try:
             found = _call(variant(chosen.variant), chosen.own(), q, k, v, packing, options)
@@ -119,9 +124,18 @@ def _call(
     )
 
 
-def _kind(candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None) -> tuple[Any, ...]:
+def _kind(
+    candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None, learns: bool
+) -> tuple[Any, ...]:
     names = tuple(candidate.variant for candidate in candidates)
-    return (names, q.dtype, q.shape[-1], v.shape[-1], packing is None, q.device.index, registry.generation)
+    return (names, q.dtype, q.shape[-1], v.shape[-1], packing is None, learns, q.device.index, registry.generation)
+
+
+def _with_backward(candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None) -> int:
+    """Return the first candidate that can be differentiated, or else the first."""
+    layout = "dense" if packing is None else "varlen"
+    places = (i for i, candidate in enumerate(candidates) if has_backward(candidate.variant, q, v, layout))
+    return next(places, 0)
 
 
 def _none_takes(candidates: Sequence[Candidate], spec: str, error: NoKernelError | None) -> NoKernelError:
@@ -157,49 +171,76 @@ def kernels_of(
     return found
 
 
-def has_backward(name: str, q: Tensor, v: Tensor) -> bool:
-    """Whether this device has a kernel for the gradients of a dense call; q and v are (…, head_dim)."""
+def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense") -> bool:
+    """Whether this device has a kernel for the gradients of a call; q and v are (…, head_dim)."""
     registry.refresh_if_built()
-    key = (name, q.dtype, q.shape[-1], v.shape[-1], q.device.index, registry.generation)
+    key = (name, q.dtype, q.shape[-1], v.shape[-1], layout, q.device.index, registry.generation)
     known = _BACKWARD.get(key)
     if known is None:
         capability = drivers.current().capability(q.device.index or 0)
         found = kernels_of(
             name, direction="backward", dtype=ATTENTION_DTYPES[q.dtype], head_dim_qk=q.shape[-1],
-            head_dim_v=v.shape[-1], layout="dense",
+            head_dim_v=v.shape[-1], layout=layout,
         )  # fmt: skip
         known = any(kernel.arch.runs_on(capability) for _, kernel in found)
         _BACKWARD.put(key, known)
     return known
 
 
-_BACKWARD: LruCache[bool] = LruCache(512)
+_BACKWARD: RecentCache[bool] = RecentCache(512)
+
+
+@torch.compiler.assume_constant_result
+def _head_dims(names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the head dimensions that any of these variants is built for."""
+    kernels = [k for _, package in registry.packages() for name in names for k in package.kernels(name)]
+    return tuple(sorted({dim for kernel in kernels for dim in (kernel.head_dim_qk, kernel.head_dim_v)}))
+
+
+def _number(size: int, known: tuple[int, ...]) -> int:
+    """Return a size that a trace may know by a symbol as the number that it is; 0 for one that is not known."""
+    for number in known:
+        if size == number:
+            return number
+    return 0
 
 
 @torch.compiler.assume_constant_result
 def _built_at_trace(
-    names: tuple[str, ...], dtype: str, head_dim_qk: int, head_dim_v: int, layout: str, device: str, spec: str
+    names: tuple[str, ...],
+    dtype: str,
+    head_dim_qk: int,
+    head_dim_v: int,
+    layout: str,
+    device: str,
+    spec: str,
+    learns: bool,
 ) -> tuple[int, str]:
     """Return the place of the candidate that a trace calls, and its full name. Runs on plain values.
 
-    On the CPU the variant alone has to be known, since the reference takes all dimensions.
+    A trace that ``learns`` takes the first candidate whose package can differentiate it too, if there is one. On the
+    CPU the variant alone has to be known, since the reference takes all dimensions.
     """
-    for place, name in enumerate(names):
-        if device == "cuda":
-            found = [
-                package
-                for package, _ in kernels_of(
-                    name, direction="forward", dtype=dtype, head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,
-                    layout=layout,
-                )
-            ]  # fmt: skip
-        else:
-            wanted = variant(name)
-            found = [
-                package.name
-                for _, package in registry.packages()
-                if any(kernel.variant == wanted for kernel in package.kernels(name))
-            ]
-        if found:
-            return place, f"{found[0]}/{name}"
+    form: dict[str, Any] = {
+        "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "layout": layout
+    }  # fmt: skip
+    for direction in ("backward", "forward") if learns and device == "cuda" else ("forward",):
+        for place, name in enumerate(names):
+            found = _packages_of(name, device, direction, form)
+            if found:
+                return place, f"{found[0]}/{name}"
     raise _none_takes([Candidate(name) for name in names], spec, None)
+
+
+def _packages_of(name: str, device: str, direction: str, form: Mapping[str, Any]) -> list[str]:
+    """Return the packages that have a forward of a variant, and its backward where ``direction`` says so."""
+    wanted = variant(name)
+    if device != "cuda":
+        return [
+            package.name
+            for _, package in registry.packages()
+            if any(kernel.variant == wanted for kernel in package.kernels(name))
+        ]
+    found = [package for package, _ in kernels_of(name, direction="forward", **form)]
+    trained = {package for package, _ in kernels_of(name, direction=direction, **form)}
+    return [package for package in found if package in trained]

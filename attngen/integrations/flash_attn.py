@@ -221,6 +221,10 @@ def flash_attn_with_kvcache(
     if cache_seqlens is not None:
         used = _lengths(cache_seqlens, q)
     if k is not None and v is not None and used is not None:
+        if isinstance(cache_seqlens, int) and cache_seqlens + k.shape[1] > k_cache.shape[1]:
+            raise CallError(
+                f"the cache has room for {k_cache.shape[1]} keys; {cache_seqlens} and {k.shape[1]} new ones are more"
+            )
         used = _append(k_cache, v_cache, k, v, used)
     candidates = _candidates(q, 0.0, causal, window_size, softcap, alibi_slopes, q.shape[0])
     return attend(
@@ -235,9 +239,14 @@ def _steppable(tensor: Tensor) -> Tensor:
 
 
 def _lengths(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
-    if isinstance(cache_seqlens, Tensor):
-        return cache_seqlens.to(torch.int32).contiguous()
-    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if not isinstance(cache_seqlens, Tensor):
+        return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if cache_seqlens.shape != (q.shape[0],) or cache_seqlens.is_floating_point():
+        raise CallError(
+            f"cache_seqlens must be a number, or int32 of shape ({q.shape[0]},), got {cache_seqlens.dtype} of shape "
+            f"{tuple(cache_seqlens.shape)}"
+        )
+    return cache_seqlens.to(torch.int32).contiguous()
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, used: Tensor) -> Tensor:
@@ -262,8 +271,8 @@ def _candidates(
     """Return the variants that compute what the arguments ask for, the most special one first."""
     if dropout_p:
         raise _refused("dropout_p", "no kernel has dropout; pass 0.0")
-    if len(window_size) != 2:
-        raise CallError(f"window_size must be (left, right), got {window_size!r}")
+    if window_size is None or len(window_size) != 2 or None in window_size:
+        raise CallError(f"window_size must be (left, right), with -1 for no limit, got {window_size!r}")
     left, right = (int(side) if 0 <= side < MAX_SEQLEN else NO_LIMIT for side in window_size)
     if causal:
         right = 0

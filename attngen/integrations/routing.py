@@ -26,7 +26,7 @@ from attngen.errors import CallError
 from attngen.integrations import choice
 from attngen.integrations.choice import Candidate, attend, has_backward
 from attngen.runtime.arguments import FLOAT32_MAX
-from attngen.runtime.cache import LruCache
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import registry
 
 SPEC = "sdpa"
@@ -43,7 +43,7 @@ _BIAS = {
 }
 
 #: What was decided for calls of one form: all that a decision depends on → why torch serves them, or nothing.
-_VERDICTS: LruCache[str] = LruCache(2048)
+_VERDICTS: RecentCache[str] = RecentCache(2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, three
         return Candidate("causal_top_left" if is_causal else "full")
     if three and mask.dim() == 3:
         mask = mask.unsqueeze(1)
-    if mask.dim() > 4:
+    if mask.dim() not in (2, 3, 4):
         return f"the mask has {mask.dim()} dimensions"
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])

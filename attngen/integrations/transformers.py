@@ -217,10 +217,9 @@ def _tensor_mask(
     dense = given.dense() if isinstance(given, StructuredMask) else given
     dense = dense[..., : k.shape[1]]
     if position_bias is not None:
-        if dense.dtype == torch.bool:
-            dense = torch.where(dense, position_bias, torch.finfo(position_bias.dtype).min)
-        else:
-            dense = dense + position_bias
+        if softcap is not None:
+            raise NoKernelError("no variant has both softcap and a position bias")
+        return _with_position_bias(dense, q, k, position_bias)
     if dense.dtype != torch.bool:
         if softcap is not None:
             raise NoKernelError(
@@ -238,6 +237,17 @@ def _tensor_mask(
     if allowed.stride(-1) != 1 and allowed.shape[-1] > 1:
         allowed = allowed.contiguous()
     return [Candidate(f"allowed{suffix}", {"allowed": allowed, **cap})]
+
+
+def _with_position_bias(dense: Tensor, q: Tensor, k: Tensor, position_bias: Tensor) -> list[Candidate]:
+    """Return the variant for a mask and a position bias as one tensor, through which the bias gets its gradient."""
+    if dense.dtype == torch.bool:
+        bias = torch.where(dense, position_bias, torch.finfo(position_bias.dtype).min)
+    else:
+        bias = dense + position_bias
+    unbounded = {"left": NO_LIMIT, "right": NO_LIMIT}
+    padding = partial(_padding, Structure(), q, k, None)
+    return [Candidate(f"span_bias_{_BIAS[bias.dtype]}", {**unbounded, "bias": _bias(bias, q, k)}, padding)]
 
 
 # --- masks --------------------------------------------------------------------------------------------------

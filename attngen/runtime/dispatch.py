@@ -17,7 +17,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, Packing, bind
-from attngen.runtime.cache import LruCache
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.explanation import Explanation
 from attngen.runtime.module import Kernel
 from attngen.runtime.prepared import PreparedCall
@@ -31,7 +31,7 @@ BACKENDS = ("triton", "cuda", "reference")
 #: Calls that are kept prepared; each takes a few kilobytes of host memory.
 PREPARED_CALLS = 2048
 
-_PREPARED: LruCache[PreparedCall] = LruCache(PREPARED_CALLS)
+_PREPARED: RecentCache[PreparedCall] = RecentCache(PREPARED_CALLS)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool)
 
@@ -169,14 +169,14 @@ def run(
         call, found = bind_call(*given)
         prepared = _prepare(call, found, addresses, variant, package, backend, arguments)
         _PREPARED.put(identity, prepared)
-    return prepared(addresses, softmax_scale, arguments, tile_map)
+    return prepared(q, addresses, softmax_scale, arguments, tile_map)
 
 
 def _asks_for_gradient(q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> bool:
     """Whether autograd would record a call."""
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
-    return any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
+    return bool(arguments) and any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
 
 
 def _differentiable(
@@ -197,7 +197,9 @@ def _differentiable(
 
 def _is_traced(tensor: Any) -> bool:
     """Whether a tensor has no data of its own, as those of tracers and of the meta device."""
-    return (type(tensor) not in _PLAIN and isinstance(tensor, Tensor)) or getattr(tensor, "is_meta", False)
+    if type(tensor) in _PLAIN:
+        return tensor.is_meta
+    return isinstance(tensor, Tensor)
 
 
 def _note(key: list[Any], tensor: Any) -> int:

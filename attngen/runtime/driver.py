@@ -22,15 +22,18 @@ _BLOCK_ALIGNMENT = 64
 
 
 class Frame:
-    """The values of a kernel's parameters, and pointers to them: one per thread, overwritten by each launch.
+    """The values of one kernel's parameters in memory, and pointers to them, which is what the driver takes.
 
-    The views share one block of memory and write numbers of one size each; indices count elements of that size.
+    The views share one block of memory and write numbers of one size each; indices count elements of that size. The
+    driver takes pointers rather than the block itself, since where the compiler put the parameters is its own affair:
+    ptxas aligns TMA descriptors in the constant bank as a whole, whose start is no multiple of 64.
     """
 
-    __slots__ = ("_buffer", "_pointers", "address", "bytes", "float32", "int8", "int32", "int64", "words")
+    __slots__ = ("_array", "_buffer", "address", "bytes", "float32", "int8", "int32", "int64", "pointers", "words")
 
-    def __init__(self) -> None:
-        size = -(-MAX_PARAMETER_BYTES // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+    def __init__(self, size: int, offsets: Sequence[int] = ()) -> None:
+        """``size`` bytes, and pointers to what lies at ``offsets``; ``pointers`` is the address of their array."""
+        size = -(-max(size, 1) // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
         self._buffer = (ctypes.c_char * (size + _BLOCK_ALIGNMENT))()
         start = -ctypes.addressof(self._buffer) % _BLOCK_ALIGNMENT
         raw = memoryview(self._buffer).cast("B")[start : start + size]
@@ -41,33 +44,8 @@ class Frame:
         self.int8 = raw.cast("b")
         self.float32 = raw.cast("f")
         self.address = ctypes.addressof(self._buffer) + start
-        self._pointers: dict[int, tuple[int, Any]] = {}
-
-    def pointers(self, key: int, offsets: tuple[int, ...]) -> int:
-        """Return the address of an array of pointers to the parameters at these offsets of the block.
-
-        ``key`` stands for the offsets, which it would take time to compare.
-        The driver takes parameters this way rather than packed, since where the compiler put them is its own affair:
-        ptxas aligns TMA descriptors in the constant bank as a whole, whose start is no multiple of 64.
-        """
-        known = self._pointers.get(key)
-        if known is None:
-            array = (ctypes.c_void_p * len(offsets))(*(self.address + offset for offset in offsets))
-            known = self._pointers[key] = (ctypes.addressof(array), array)
-        return known[0]
-
-
-class _Frames(threading.local):
-    def __init__(self) -> None:
-        self.frame = Frame()
-
-
-_FRAMES = _Frames()
-
-
-def frame() -> Frame:
-    """Return this thread's parameter block."""
-    return _FRAMES.frame
+        self._array = (ctypes.c_void_p * len(offsets))(*(self.address + offset for offset in offsets))
+        self.pointers = ctypes.addressof(self._array)
 
 
 class Driver(Protocol):
@@ -271,17 +249,15 @@ class CudaDriver:
     def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> None:
         """See ``Driver.launch``."""
         if self._current_device() == device and getattr(self._bound, "ready", False):
-            status = self._enqueue(function, grid, threads, shared, device, parameters)
+            stream = self._raw_stream(device)
+            (status,) = self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
         else:  # another device than the current one, or a thread that has not launched before
             with self._device(device):
-                status = self._enqueue(function, grid, threads, shared, device, parameters)
+                stream = self._raw_stream(device)
+                (status,) = self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
             self._bound.ready = True
         if status:
             self._refuse(status, grid, threads, shared)
-
-    def _enqueue(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> Any:
-        stream = self._raw_stream(device)
-        return self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)[0]
 
     def _refuse(self, status: Any, grid: int, threads: int, shared: int) -> None:
         raise LoadError(

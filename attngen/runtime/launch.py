@@ -1,7 +1,7 @@
 """A kernel launch prepared for one set of shapes: what stays the same is packed once, a call fills in the rest.
 
-A call then copies a template of a few hundred bytes, writes the addresses, the scalars and the descriptors into
-it, and launches.
+A call then takes a block of parameters, writes the scalars, and what differs from the block's last launch: addresses
+and the descriptors of tensors that have moved.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from attngen.errors import LoadError
 from attngen.runtime.arguments import Call, View, view
-from attngen.runtime.driver import Driver, Frame, frame
+from attngen.runtime.driver import Driver, Frame
 from attngen.runtime.module import Entry
-from attngen.runtime.packing import Parameter
+from attngen.runtime.packing import Layout, Parameter
 from attngen.runtime.tensormap import TensorMap, usable_strides, windowed
 
 #: Order of the addresses that a launch takes; those of the variant's tensors follow, in an order that the call chose.
@@ -227,8 +227,8 @@ class PreparedLaunch:
     """One kernel with one geometry on one device."""
 
     __slots__ = (
-        "_address_slots", "_descriptors", "_device", "_driver", "_function", "_grid", "_key", "_offsets",
-        "_scalar_slots", "_scale_slots", "_shared", "_size", "_template", "_threads",
+        "_address_slots", "_descriptors", "_device", "_driver", "_free", "_function", "_grid", "_layout",
+        "_scalar_slots", "_scale_slots", "_shared", "_template", "_threads",
     )  # fmt: skip
 
     def __init__(
@@ -249,7 +249,7 @@ class PreparedLaunch:
         named = (*addresses, *(f"tensor:{name}" for name in tensor_names))
         position = {name: i for i, name in enumerate(named)}
         scalar_position = {rule.name: i for i, rule in enumerate(call.rules)}
-        packed = Frame()
+        packed = Frame(entry.layout.size)
         self._address_slots: list[tuple[int, int]] = []
         self._descriptors: list[tuple[slice, TensorMap, int]] = []
         self._scale_slots: list[int] = []
@@ -274,35 +274,51 @@ class PreparedLaunch:
                     self._scalar_slots.append((writer, parameter.offset // size, scalar_position[name]))
                 case _:
                     _write(packed, parameter, geometry.number(parameter))
-        self._size = entry.layout.size
-        self._key, self._offsets = entry.key, entry.layout.offsets
-        self._template = bytes(packed.bytes[: self._size])
+        self._layout = entry.layout
+        self._template = bytes(packed.bytes)
+        #: Blocks that no launch is using, as many as launched at once at most. Threads take and return one atomically.
+        self._free: list[_Block] = []
         self._grid, self._threads, self._shared = blocks, entry.threads, entry.shared_memory
         self._driver, self._device = driver, device
         self._function = entry.function(driver, device)
 
     def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
         """Enqueue the kernel. ``addresses`` in the order of ``ADDRESSES``, ``scalars`` in order of declaration."""
-        block = frame()
-        size = self._size
-        block.bytes[:size] = self._template
-        words = block.words
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = _Block(self._layout, self._template, len(addresses))
+        frame = block.frame
+        if block.addresses != addresses:
+            self._address(block, addresses)
+        for index in self._scale_slots:
+            frame.float32[index] = scale
+        for writer, index, position in self._scalar_slots:
+            getattr(frame, writer)[index] = scalars[position]
+        self._driver.launch(self._function, self._grid, self._threads, self._shared, self._device, frame.pointers)
+        self._free.append(block)
+
+    def _address(self, block: _Block, addresses: Sequence[int]) -> None:
+        """Write the addresses of a launch into a block, and the descriptors of the tensors that lie elsewhere now."""
+        words, before = block.frame.words, block.addresses
         for index, position in self._address_slots:
             words[index] = addresses[position]
         for place, tensor_map, position in self._descriptors:
-            block.bytes[place] = tensor_map.at(addresses[position])
-        for index in self._scale_slots:
-            block.float32[index] = scale
-        for writer, index, position in self._scalar_slots:
-            getattr(block, writer)[index] = scalars[position]
-        self._driver.launch(
-            self._function,
-            self._grid,
-            self._threads,
-            self._shared,
-            self._device,
-            block.pointers(self._key, self._offsets),
-        )
+            address = addresses[position]
+            if before[position] != address:
+                block.frame.bytes[place] = tensor_map.at(address)
+        block.addresses = [*addresses]
+
+
+class _Block:
+    """The parameters of one launch, which keep their values until the next: most are the same then."""
+
+    __slots__ = ("addresses", "frame")
+
+    def __init__(self, layout: Layout, template: bytes, addresses: int) -> None:
+        self.frame = Frame(layout.size, layout.offsets)
+        self.frame.bytes[:] = template
+        self.addresses: list[int] = [-1] * addresses  # what the launch before was given
 
 
 def _write(packed: Frame, parameter: Parameter, value: int) -> None:

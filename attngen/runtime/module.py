@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from hashlib import sha256
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from attngen.formats import MANIFEST_FORMAT, VERSION
 from attngen.lang.variant import Variant
 from attngen.runtime.driver import Driver
 from attngen.runtime.packing import Layout, lay_out
-
-_ENTRIES = count()
 
 
 class Entry:
@@ -39,7 +36,6 @@ class Entry:
         self._rows = rows
         self._image = image
         self._functions: dict[int, Any] = {}
-        self.key = next(_ENTRIES)  # tells entries apart at the price of an integer
 
     @cached_property
     def layout(self) -> Layout:

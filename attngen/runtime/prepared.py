@@ -36,6 +36,7 @@ class PreparedCall:
         "_kept",
         "_kernel",
         "_launch",
+        "_like_q",
         "_lse_shape",
         "_map_shape",
         "_out_shape",
@@ -62,6 +63,7 @@ class PreparedCall:
         self._kernel = kernel
         self._out_shape, self._lse_shape = call.out_shape(), call.lse_shape()
         self._return_lse = call.return_lse
+        self._like_q = False  # whether the result has q's shape and strides: torch allocates such a tensor faster
         self._device, self._scale = call.device, call.scale
         self._driver, self._index = driver, device
         self._counted = kernel is not None and kernel.persistent
@@ -84,6 +86,7 @@ class PreparedCall:
         if kernel is None:
             return
         geometry = Geometry(kernel, call)
+        self._like_q = geometry.views["q"] == geometry.views["out"]
         if geometry.map is not None:
             self._map_shape = geometry.map.tensor_shape()
             if kernel.classifier is not None:
@@ -96,6 +99,7 @@ class PreparedCall:
 
     def __call__(
         self,
+        q: Tensor,
         addresses: list[int],
         softmax_scale: Any,
         arguments: Mapping[str, Any],
@@ -103,8 +107,8 @@ class PreparedCall:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the call. ``addresses`` as a launch takes them, with those of the results and of the map still 0."""
         scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
-        scalars = self.scalars(arguments)
-        out, lse = self._nothing() if self._launch is None else self.run(addresses, scale, scalars, tile_map)
+        scalars = self.scalars(arguments) if self._rules else ()
+        out, lse = self._nothing() if self._launch is None else self._run(q, addresses, scale, scalars, tile_map)
         return (out, lse) if self._return_lse else out
 
     def scalars(self, arguments: Mapping[str, Any]) -> list[Number]:
@@ -119,13 +123,16 @@ class PreparedCall:
                 values.append(given if value is None else rule.check(value, self._call.variant.name))
         return values
 
-    def run(
-        self, addresses: list[int], scale: float, scalars: Sequence[Number], tile_map: TileMap | None
+    def _run(
+        self, q: Tensor, addresses: list[int], scale: float, scalars: Sequence[Number], tile_map: TileMap | None
     ) -> tuple[Tensor, Tensor | None]:
         """Allocate the results, compute the tile map if there is to be one, and launch."""
         launch = self._launch
         assert launch is not None
-        out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
+        if self._like_q:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
         addresses[3] = out.data_ptr()
         lse = None
         if self._return_lse:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from attngen.dtypes import dtype as dtype_row
-from attngen.runtime.cache import LruCache
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.driver import Driver
 
 #: Limits of cuTensorMapEncodeTiled (CUDA driver API, "Tensor Map Object Management").
@@ -16,7 +16,10 @@ MAX_STRIDE_BYTES = 2**40
 MAX_EXTENT = 2**32
 MAX_BOX = 256
 
-_ENCODED: LruCache[bytes] = LruCache(4096)
+#: Descriptors that are kept, of 128 bytes each.
+MAX_ENCODED = 4096
+
+_ENCODED: RecentCache[bytes] = RecentCache(MAX_ENCODED)
 _TOKENS = count()
 
 

@@ -16,7 +16,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
-from attngen.runtime.cache import LruCache
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.gradients import (
     GradientBuffers,
     PreparedGradients,
@@ -29,7 +29,7 @@ from attngen.runtime.registry import registry
 from attngen.runtime.select import Request, no_kernel, select
 from attngen.runtime.tile_map import TileMap
 
-_PREPARED: LruCache[PreparedGradients] = LruCache(dispatch.PREPARED_CALLS)
+_PREPARED: RecentCache[PreparedGradients] = RecentCache(dispatch.PREPARED_CALLS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""The scripts of docs/examples run, each in a process of its own; where there is no GPU, on the eager reference."""
+"""The scripts of docs/examples run, each in a process of its own, on the eager reference.
+
+tests/gpu/test_examples.py runs them on a GPU, with the kernels that they need.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ ARGUMENTS = {"train_gpt": ["--tiny", "--steps", "3"]}
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path / "cache")}
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(path), *ARGUMENTS.get(path.stem, [])],
         capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,

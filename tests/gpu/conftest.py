@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,3 +37,20 @@ def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
             torch.cuda.synchronize()
         except RuntimeError as error:
             pytest.exit(f"{request.node.nodeid} lost the CUDA context: {error}", returncode=1)
+
+
+@pytest.fixture
+def only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Make the kernels of one shipped spec known, and no others."""
+    from attngen.runtime.registry import registry
+    from tests.gpu.packages import package
+
+    chosen = package(request.param)
+    before = [found for rank, found in registry.packages() if rank == "loaded"]
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path))  # the user's builds are not seen
+    registry.clear()
+    registry.add(chosen)
+    yield chosen
+    registry.clear()
+    for other in before:
+        registry.add(other)

@@ -5,9 +5,6 @@ Errors are compared with those that plain PyTorch makes in the same dtype, again
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,90 +12,31 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attngen import resources
 from attngen.errors import NoKernelError
 from attngen.integrations import flash_attn, sdpa
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import Package, package_of_kernels, registry
-from attngen.spec import load_spec
-from attngen.store.store import Store
-from attngen.tools.build import compile_kernels, prepare
-from tests.gpu.family import for_this_gpu
+from attngen.runtime.registry import Package
+from tests.gpu.packages import (
+    BATCH,
+    HEADS,
+    KV_HEADS,
+    exact,
+    flash_options,
+    larger,
+    model,
+    no_worse,
+    only_package,
+    qkv,
+)
 from tests.integrations import families, oracles
-from tests.integrations.families import DECODERS, MAKERS, PADDINGS, batch, gradients, logits
+from tests.integrations.families import DECODERS, MAKERS, PADDINGS, batch, logits
 from tests.integrations.test_flash_attn import OPTIONS as FLASH_OPTIONS
 from tests.integrations.test_sdpa import OPTIONS as SDPA_OPTIONS
 from tests.integrations.test_sdpa import described
 
 DTYPES = [torch.bfloat16, torch.float16]
-BATCH, HEADS, KV_HEADS = 2, 4, 2
-
-
-@cache
-def package(spec: str) -> Package:
-    """Compile what the cache lacks of a shipped spec, for the GPU that is here."""
-    here = [for_this_gpu(kernel) for kernel in prepare(load_spec(resources.specs_dir() / f"integrations/{spec}.yaml"))]
-    store = Store()
-    built, failures = compile_kernels(here, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    kernels = [read_kernel(store.path(built[kernel.plan.name].key)) for kernel in here]
-    return package_of_kernels(kernels, "tests/gpu/test_integrations")
-
-
-@pytest.fixture
-def only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Package]:
-    """Make the kernels of one spec known, and no others."""
-    chosen = package(request.param)
-    before = [found for rank, found in registry.packages() if rank == "loaded"]
-    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path))  # the user's builds are not seen
-    registry.clear()
-    registry.add(chosen)
-    yield chosen
-    registry.clear()
-    for other in before:
-        registry.add(other)
-
-
-def only_package(spec: str) -> Any:
-    return pytest.mark.parametrize("only", [spec], indirect=True)
-
-
-def has_backward(chosen: Package) -> bool:
-    return any(kernel.direction == "backward" for name in chosen.variants for kernel in chosen.kernels(name))
-
-
-def no_worse(found: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Assert that a result errs at most twice as much as plain PyTorch in the same dtype, or by one unit of it.
-
-    All have one shape; ``exact`` is in a wider dtype. A row that sees no key may be NaN in ``plain``.
-    """
-    assert found.shape == exact.shape
-    plain = plain.nan_to_num()
-    assert torch.isfinite(found).all()
-    unit = torch.finfo(found.dtype).eps * float(exact.abs().max())
-    allowed = max(2 * float((plain.to(exact.dtype) - exact).abs().max()), unit)
-    assert float((found.to(exact.dtype) - exact).abs().max()) <= allowed
-
-
-def qkv(rows: int, keys: int, dim: int, dtype: torch.dtype, *, heads_first: bool = False) -> list[Tensor]:
-    torch.manual_seed(rows * 1000 + keys)
-    shapes = [(BATCH, rows, HEADS, dim), (BATCH, keys, KV_HEADS, dim), (BATCH, keys, KV_HEADS, dim)]
-    made = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    return [t.transpose(1, 2).contiguous() for t in made] if heads_first else made
 
 
 # --- flash-attn's functions ---------------------------------------------------------------------------------
-
-
-def flash_options(given: dict[str, Any]) -> dict[str, Any]:
-    options = dict(given)
-    shape = options.pop("alibi", None)
-    if shape is not None:
-        torch.manual_seed(5)
-        options["alibi_slopes"] = torch.rand(shape, device="cuda") * 0.1
-    if "window_size" in options:  # some tiles wide
-        options["window_size"] = tuple(40 * side if 0 < side < 1000 else side for side in options["window_size"])
-    return options
 
 
 @only_package("flash_attn")
@@ -171,34 +109,7 @@ def test_flash_attn_says_what_to_build(only: Package) -> None:
     assert "attngen build " in str(caught.value)
 
 
-@only_package("flash_attn")
-@pytest.mark.parametrize("given", [{"causal": True}, {"window_size": (3, 2)}, {"softcap": 1.5}], ids=str)
-def test_flash_attn_gradients(given: dict[str, Any], only: Package) -> None:
-    if not has_backward(only):
-        pytest.skip("specs/integrations/flash_attn.yaml has no backward kernels")
-    options = flash_options(given)
-    inputs = [t.requires_grad_() for t in qkv(257, 300, 64, torch.bfloat16)]
-    weights = torch.randn(BATCH, 257, HEADS, 64, device="cuda").bfloat16()
-    found = torch.autograd.grad(flash_attn.flash_attn_func(*inputs, **options), inputs, weights)
-    exact = torch.autograd.grad(oracles.flash_attention(*inputs, **options)[0], inputs, weights.double())
-    plain = torch.autograd.grad(oracles.flash_attention(*inputs, **options, compute=torch.bfloat16)[0], inputs, weights)
-    for one, other, wanted in zip(found, plain, exact, strict=True):
-        no_worse(one, other, wanted.double())
-
-
 # --- scaled_dot_product_attention ---------------------------------------------------------------------------
-
-
-def larger(options: dict[str, Any], rows: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return options of the CPU's tests with masks for these lengths."""
-    options = dict(options)
-    mask = options.get("attn_mask")
-    if mask is not None:
-        sizes = {7: rows, 11: keys}
-        repeats = [-(-sizes.get(n, n) // n) for n in mask.shape]
-        mask = mask.repeat(repeats)[tuple(slice(sizes.get(n, n)) for n in mask.shape)].cuda()
-        options["attn_mask"] = mask if mask.dtype == torch.bool else mask.to(dtype)
-    return options
 
 
 @only_package("sdpa")
@@ -237,22 +148,6 @@ def test_sdpa_falls_back(only: Package) -> None:
 
 
 @only_package("sdpa")
-def test_sdpa_gives_gradients_either_way(only: Package) -> None:
-    inputs = [t.requires_grad_() for t in qkv(100, 100, 64, torch.bfloat16, heads_first=True)]
-    weights = torch.randn(BATCH, HEADS, 100, 64, device="cuda").bfloat16()
-    with sdpa() as routed:
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-        found = torch.autograd.grad(out, inputs, weights)
-    assert (routed.routed, routed.fell_back) == ((1, 0) if has_backward(only) else (0, 1)), routed.report()
-    plain_out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    plain = torch.autograd.grad(plain_out, inputs, weights)
-    exact_out = oracles.sdpa(*inputs, is_causal=True, enable_gqa=True)
-    exact = torch.autograd.grad(exact_out, inputs, weights.double())
-    for one, other, wanted in zip(found, plain, exact, strict=True):
-        no_worse(one, other, wanted.double())
-
-
-@only_package("sdpa")
 def test_sdpa_in_a_cuda_graph(only: Package) -> None:
     q, k, v = qkv(128, 128, 64, torch.bfloat16, heads_first=True)
     with sdpa() as routed:
@@ -267,21 +162,6 @@ def test_sdpa_in_a_cuda_graph(only: Package) -> None:
 
 
 # --- transformers -------------------------------------------------------------------------------------------
-
-
-@cache
-def model(family: str, implementation: str) -> Any:
-    return families.make(family, 64, implementation, "cuda", torch.bfloat16)
-
-
-@cache
-def exact(family: str) -> Any:
-    """Return the eager model in float32, of the same weights rounded to bf16."""
-    found = families.make(family, 64, "eager", "cuda")
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return found
 
 
 @only_package("transformers")
@@ -345,18 +225,6 @@ def test_packed_by_cu_seqlens(family: str, only: Package) -> None:
         alone = {"input_ids": ids[:, start:stop], "use_cache": False}
         plain, wanted = (one(**alone).logits for one in (model(family, "eager"), exact(family)))
         close(found[:, start:stop], plain, wanted)
-
-
-@only_package("transformers")
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "modernbert"])
-def test_gradients(family: str, only: Package) -> None:
-    if not has_backward(only):
-        pytest.skip("specs/integrations/transformers.yaml has no backward kernels")
-    given = batch(family, "left", "cuda", torch.bfloat16)
-    found, plain = (gradients(model(family, n), logits(model(family, n), given)) for n in ("attngen", "eager"))
-    wanted = gradients(exact(family), logits(exact(family), batch(family, "left", "cuda")))
-    for name, gradient in wanted.items():
-        close(found[name].flatten(), plain[name].flatten(), gradient.flatten())
 
 
 def close(found: Tensor, plain: Tensor, wanted: Tensor) -> None:

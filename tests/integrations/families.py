@@ -104,16 +104,20 @@ PADDINGS = ("none", "left", "right")
 
 
 def make(
-    family: str, head_dim: int, implementation: str, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> Any:
+    family: str, head_dim: int, implementation: str, device: str = "cpu", dtype: torch.dtype = torch.float32, *,
+    all_experts: bool = False,
+) -> Any:  # fmt: skip
     """Return a model in evaluation mode. Its weights are so large that attention is far from uniform.
 
-    The same family always has the same weights. T5 passes copies of its configuration on, so that the implementation
+    The same family always has the same weights. With ``all_experts`` every token goes to each of them, so that no
+    rounding sends one elsewhere. T5 passes copies of its configuration on, so that the implementation
     has to be known when the model is made.
     """
     attngen_transformers.register()
     cls, config = MAKERS[family](head_dim)
     config._attn_implementation = implementation
+    if all_experts and hasattr(config, "num_local_experts"):
+        config.num_experts_per_tok = config.num_local_experts
     torch.manual_seed(sum(map(ord, family)))
     model = cls(config).eval()
     for name, parameter in model.named_parameters():

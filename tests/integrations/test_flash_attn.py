@@ -12,6 +12,7 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import flash_attn
 from tests.integrations.oracles import flash_attention
+from tests.integrations.shipped import known
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 
@@ -118,6 +119,24 @@ def test_gradients(given: dict[str, Any]) -> None:
     near(found, torch.autograd.grad((wanted, wanted_lse), inputs, tuple(w.double() for w in weights)))
 
 
+@pytest.mark.parametrize(
+    "given", [{"causal": True}, {"window_size": (3, 2), "softcap": 1.5}, {"alibi": (HEADS,)}], ids=str
+)
+def test_lengths_and_batches_that_change_are_compiled_once(given: dict[str, Any]) -> None:
+    options = options_of(given)
+    torch._dynamo.reset()
+    with known("integrations/flash_attn"):
+
+        def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flash_attn.flash_attn_func(q * 2, k, v, **options)
+
+        compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+        for turn, (batch, length) in enumerate(((7, 12), (3, 30), (9, 5))):
+            inputs = [torch.randn(batch, length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                near(compiled(*inputs), program(*inputs))
+
+
 def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
     q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in qkv())
     assert q.stride(-1) != 1
@@ -191,6 +210,7 @@ def test_kvcache_appends_in_place(used: int | Tensor) -> None:
         ({"dropout_p": 0.1}, "dropout_p is not served: no kernel has dropout"),
         ({"softcap": -1.0}, "softcap must not be negative"),
         ({"window_size": (3,)}, r"window_size must be \(left, right\)"),
+        ({"window_size": (None, None)}, r"window_size must be \(left, right\), with -1 for no limit"),
         ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be float32 of shape \(4,\) or \(2, 4\)"),
         ({"alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be float32"),
         ({"softmax_scale": 0.0}, "softmax_scale must be a positive"),
@@ -214,6 +234,15 @@ def test_half_of_a_cache_update_is_refused() -> None:
         flash_attn.flash_attn_with_kvcache(q, k, v, k, cache_seqlens=1)
     with pytest.raises(CallError, match="need cache_seqlens"):
         flash_attn.flash_attn_with_kvcache(q, k, v, k, v)
+
+
+def test_lengths_that_a_cache_cannot_have_are_refused() -> None:
+    q, k, v = qkv(rows=3, keys=13)
+    with pytest.raises(CallError, match="room for 13 keys; 11 and 3 new ones are more"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, k[:, :3], v[:, :3], cache_seqlens=11)
+    for wrong in (torch.tensor([5], dtype=torch.int32), torch.tensor([5.0, 6.0])):
+        with pytest.raises(CallError, match=r"cache_seqlens must be a number, or int32 of shape \(2,\)"):
+            flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=wrong)
 
 
 def test_pages_and_wrong_packing_are_refused() -> None:

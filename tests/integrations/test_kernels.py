@@ -106,6 +106,20 @@ def test_wrong_arguments_are_not_taken_for_a_missing_kernel(gpu: FakeDriver) -> 
     assert not isinstance(caught.value, NoKernelError)
 
 
+def test_a_call_that_learns_takes_a_variant_that_has_a_backward(gpu: FakeDriver) -> None:
+    install("causal", package="presets")
+    pair = [kernel(variant("window"), direction=d, name=f"{d}_d64_window_dense") for d in ("forward", "backward")]
+    registry.add(package_of_kernels(pair, "memory"))
+    q, k, v = (t.requires_grad_() for t in qkv())
+    flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert launched(gpu) == ["window"]
+    with torch.no_grad():
+        flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert launched(gpu) == ["causal"]
+    flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(5, 0))
+    assert launched(gpu) == ["window"]
+
+
 # --- routing ------------------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,8 @@ def test_errors_are_torchs_own() -> None:
     with pytest.raises(RuntimeError) as wanted:
         TORCHS(Q, K, V, attn_mask=some_mask(7, 5))
     assert str(found.value) == str(wanted.value)
+    with sdpa(backend="reference"), pytest.raises(IndexError):
+        F.scaled_dot_product_attention(Q, K, V, attn_mask=some_mask(11))  # torch asks for two dimensions
 
 
 def test_report_of_each_call() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import sys
-import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from attngen.errors import LoadError
 from attngen.runtime import driver as drivers
-from attngen.runtime.driver import CudaDriver, Frame, frame
+from attngen.runtime.driver import CudaDriver, Frame
 
 
 class Status(enum.IntEnum):
@@ -134,26 +133,15 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
     return made
 
 
-def test_the_block_is_aligned_and_pointers_are_kept() -> None:
-    block = Frame()
-    assert block.address % 64 == 0
-    block.words[1] = 2**63
-    block.float32[5] = 0.5
-    address = block.pointers(1, (8, 20))
-    pointers = (ctypes.c_uint64 * 2).from_address(address)
+def test_a_frame_is_aligned_and_has_pointers_to_its_parameters() -> None:
+    frame = Frame(100, (8, 20))
+    assert frame.address % 64 == 0
+    assert len(frame.bytes) == 128
+    frame.words[1] = 2**63
+    frame.float32[5] = 0.5
+    pointers = (ctypes.c_uint64 * 2).from_address(frame.pointers)
     assert ctypes.c_uint64.from_address(pointers[0]).value == 2**63
     assert ctypes.c_float.from_address(pointers[1]).value == 0.5
-    assert block.pointers(1, (8, 20)) == address
-    assert block.pointers(2, (8, 20)) != address
-
-
-def test_each_thread_has_a_block_of_its_own() -> None:
-    found: list[Frame] = []
-    thread = threading.Thread(target=lambda: found.append(frame()))
-    thread.start()
-    thread.join()
-    assert found[0] is not frame()
-    assert frame() is frame()
 
 
 def test_load(stub: Stub) -> None:

@@ -256,6 +256,19 @@ def test_a_damaged_cubin_is_not_loaded(gpu: FakeDriver) -> None:
     assert not gpu.loads
 
 
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+def test_tensors_that_move_between_launches_of_one_shape(gpu: FakeDriver, loads: str) -> None:
+    """A block of parameters keeps what the launch before wrote: one tensor moves, then others, then all come back."""
+    install(kernel(window_variant(), loads=loads))
+    sets = [[t + step for t in tensors()] for step in range(3)]
+    for places in ((0, 0, 0), (1, 0, 0), (1, 2, 0), (0, 2, 1), (0, 0, 0), (2, 1, 2), (2, 1, 2)):
+        q, k, v = (sets[place][i] for i, place in enumerate(places))
+        both(q, k, v, variant="window", window=1 + sum(places), softmax_scale=0.1 * (1 + places[0]))
+    assert len(dispatch._PREPARED) == 1
+    if loads == "descriptor":
+        assert gpu.encoded == 9  # one for each tensor, however often it comes back
+
+
 def test_threads_do_not_share_a_parameter_block(gpu: FakeDriver) -> None:
     import threading
 

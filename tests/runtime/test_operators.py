@@ -86,6 +86,32 @@ def test_a_varlen_program_compiles() -> None:
     torch.testing.assert_close(torch.compile(program, fullgraph=True, backend="aot_eager")(q, k, v), program(q, k, v))
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_and_batches_that_change_are_compiled_once(packed: bool, learns: bool) -> None:
+    install(window_variant())
+
+    def program(q: Any, k: Any, v: Any, starts: Any, longest: int) -> Any:
+        options: dict[str, Any] = {"variant": "window", "window": 4}
+        if packed:
+            return attngen.attention_varlen(q, k, v, starts, starts, longest, longest, **options) * 2
+        return attngen.attention(q, k, v, **options) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+    for turn, (batch, length) in enumerate(((6, 12), (3, 30), (9, 5), (5, 21))):
+        inputs = [torch.randn(batch, length, heads, 8, requires_grad=learns) for heads in (4, 2, 2)]
+        starts = length * torch.arange(batch + 1, dtype=torch.int32)
+        given = [t.flatten(0, 1) for t in inputs] if packed else inputs
+        with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+            ours = compiled(*given, starts, length)
+        theirs = program(*given, starts, length)
+        torch.testing.assert_close(ours, theirs)
+        if learns:
+            for one, other in zip(*(torch.autograd.grad(t.sum(), inputs) for t in (ours, theirs)), strict=True):
+                torch.testing.assert_close(one, other)
+
+
 def test_gradients_flow_through_a_program() -> None:
     install(graded_variant())
     slope, shift = torch.rand(4, requires_grad=True), torch.zeros(20, dtype=torch.int32)

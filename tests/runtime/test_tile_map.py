@@ -7,7 +7,7 @@ import torch
 
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import Call, Packing, bind
-from attngen.runtime.cache import LruCache
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.tile_map import eager_tile_map
 from tests.runtime.support import variant
 
@@ -87,13 +87,14 @@ def test_lengths_of_their_own() -> None:
     assert not words[1, :, 2:].any()
 
 
-def test_the_cache_drops_what_was_not_used_for_longest() -> None:
-    cache: LruCache[str] = LruCache(2)
-    cache.put(1, "a")
-    cache.put(2, "b")
-    assert cache.get(1) == "a"
-    cache.put(3, "c")
-    assert (cache.get(1), cache.get(2), cache.get(3)) == ("a", None, "c")
-    assert len(cache) == 2
+def test_the_cache_keeps_what_was_used_last() -> None:
+    cache: RecentCache[int] = RecentCache(6)
+    for key in range(100):
+        cache.put(key, -key)
+        assert cache.get(0) == 0  # used all the time
+        assert cache.get(max(key - 1, 0)) == -max(key - 1, 0)
+        assert len(cache) <= 6
+    assert cache.get(50) is None
     cache.clear()
-    assert cache.get(1) is None
+    assert cache.get(99) is None
+    assert len(cache) == 0

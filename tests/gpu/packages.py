@@ -1,0 +1,99 @@
+"""The kernels of the specs of ``specs/integrations/``, and what their tests share."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngen import resources
+from attngen.runtime.module import read_kernel
+from attngen.runtime.registry import Package, package_of_kernels
+from attngen.spec import load_spec
+from attngen.store.store import Store
+from attngen.tools.build import compile_kernels, prepare
+from tests.gpu.family import for_this_gpu
+from tests.integrations import families
+
+BATCH, HEADS, KV_HEADS = 2, 4, 2
+
+
+@cache
+def package(spec: str) -> Package:
+    """Compile what the cache lacks of a shipped spec, for the GPU that is here."""
+    here = [for_this_gpu(kernel) for kernel in prepare(load_spec(resources.specs_dir() / f"integrations/{spec}.yaml"))]
+    store = Store()
+    built, failures = compile_kernels(here, store=store)
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    kernels = [read_kernel(store.path(built[kernel.plan.name].key)) for kernel in here]
+    return package_of_kernels(kernels, "tests/gpu/packages")
+
+
+def only_package(spec: str) -> Any:
+    """Mark a test of the kernels of one spec, which takes them as the fixture ``only``."""
+    return pytest.mark.parametrize("only", [spec], indirect=True)
+
+
+def no_worse(found: Tensor, plain: Tensor, exact: Tensor, times: float = 2, least: float = 0.0) -> None:
+    """Assert that a result errs at most ``times`` as much as plain PyTorch in the same dtype, or by one unit of it.
+
+    The unit is that of the largest value, or of ``least`` where that is larger. All have one shape; ``exact`` is in a
+    wider dtype. A row that sees no key may be NaN in ``plain``.
+    """
+    assert found.shape == exact.shape
+    plain = plain.nan_to_num()
+    assert torch.isfinite(found).all()
+    unit = torch.finfo(found.dtype).eps * max(float(exact.abs().max()), least)
+    allowed = max(times * float((plain.to(exact.dtype) - exact).abs().max()), unit)
+    assert float((found.to(exact.dtype) - exact).abs().max()) <= allowed
+
+
+def qkv(rows: int, keys: int, dim: int, dtype: torch.dtype, *, heads_first: bool = False) -> list[Tensor]:
+    """Return random q, k and v with fewer KV heads: (batch, seqlen, heads, head_dim), or heads first."""
+    torch.manual_seed(rows * 1000 + keys)
+    shapes = [(BATCH, rows, HEADS, dim), (BATCH, keys, KV_HEADS, dim), (BATCH, keys, KV_HEADS, dim)]
+    made = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    return [t.transpose(1, 2).contiguous() for t in made] if heads_first else made
+
+
+def flash_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return options of the CPU's tests with windows that are some tiles wide."""
+    options = dict(given)
+    shape = options.pop("alibi", None)
+    if shape is not None:
+        torch.manual_seed(5)
+        options["alibi_slopes"] = torch.rand(shape, device="cuda") * 0.1
+    if "window_size" in options:
+        options["window_size"] = tuple(40 * side if 0 < side < 1000 else side for side in options["window_size"])
+    return options
+
+
+def larger(options: dict[str, Any], rows: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return options of the CPU's tests with masks for these lengths."""
+    options = dict(options)
+    mask = options.get("attn_mask")
+    if mask is not None:
+        sizes = {7: rows, 11: keys}
+        repeats = [-(-sizes.get(n, n) // n) for n in mask.shape]
+        mask = mask.repeat(repeats)[tuple(slice(sizes.get(n, n)) for n in mask.shape)].cuda()
+        options["attn_mask"] = mask if mask.dtype == torch.bool else mask.to(dtype)
+    return options
+
+
+@cache
+def model(family: str, implementation: str, *, all_experts: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return a model on the GPU."""
+    return families.make(family, 64, implementation, "cuda", dtype, all_experts=all_experts)
+
+
+@cache
+def exact(family: str, *, all_experts: bool = False) -> Any:
+    """Return the eager model in float32, of the same weights rounded to bf16."""
+    found = families.make(family, 64, "eager", "cuda", all_experts=all_experts)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return found

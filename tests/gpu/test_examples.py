@@ -1,0 +1,37 @@
+"""The scripts of docs/examples on a GPU, where the drop-ins find the kernels of their specs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attngen import resources
+from attngen.tools.build import build
+from tests.gpu.packages import package
+
+ROOT = Path(__file__).parents[2]
+#: Scripts, and the spec that the documentation says to build for each.
+SCRIPTS = {
+    "route_sdpa": "sdpa", "ship_a_package": None, "train_gpt": None, "transformers_model": "transformers",
+    "use_flash_attn": "flash_attn",
+}  # fmt: skip
+ARGUMENTS = {"train_gpt": ["--tiny", "--steps", "3"]}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    spec = SCRIPTS[name]
+    if spec is not None:
+        package(spec)  # fails here, and not in the script, for another GPU than that of the spec
+        assert build(resources.specs_dir() / f"integrations/{spec}.yaml").failures == ()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs/examples" / f"{name}.py"), *ARGUMENTS.get(name, [])],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if name == "route_sdpa":
+        assert done.stdout.startswith("1 calls on attngen"), done.stdout
