@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attngen.runtime import counters
 from attngen.runtime.arguments import Call, Number, View, view
 from attngen.runtime.driver import Driver
 from attngen.runtime.launch import Geometry, PreparedLaunch
@@ -21,19 +22,20 @@ from attngen.runtime.module import Kernel, Part
 #: Order of the addresses that the kernels of a backward take; gradients and the variant's tensors follow.
 ADDRESSES = (
     "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "dout", "dlse", "dq", "dk",
-    "dv", "lse_log2", "delta", "dq_sum",
+    "dv", "lse_log2", "delta", "dq_sum", "tile_counter",
 )  # fmt: skip
-_MAP = ADDRESSES.index("tile_map")
+_MAP, _COUNTER = ADDRESSES.index("tile_map"), ADDRESSES.index("tile_counter")
 
 
 @dataclass(frozen=True)
 class GradientBuffers:
     """The memory of one backward: what the forward took and gave, the gradients of its results, and results.
 
-    ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; sums of rows,
-    (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``dq_sum`` is float32, with as
-    many elements as ``sums_of`` says, and need not be initialized. ``gradients`` holds a contiguous float32 tensor of
-    zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of each part that reads one.
+    ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; the sums of
+    rows, (2, *shape of the log-sum-exp) in float32, and ``lse`` and ``dlse`` are contiguous. ``dq_sum`` is float32,
+    with as many elements as ``sums_of`` says, and need not be initialized. ``gradients`` holds a contiguous float32
+    tensor of zeros for each tensor of the variant that gets a gradient, ``words`` the tile map of each part that reads
+    one.
     """
 
     q: Tensor
@@ -100,9 +102,14 @@ class PartGeometry(Geometry):
             "keys": kv_tiles * call.kv_heads * call.batch,
         }
 
-    def blocks_of_part(self) -> int:
-        """Blocks of the kernel."""
+    @property
+    def part_tiles(self) -> int:
+        """Tiles of work of the kernel, whatever they are."""
         return self.classifier_blocks if self.part.grid.endswith("_words") else self._blocks[self.part.grid]
+
+    def part_blocks(self, driver: Driver, device: int) -> int:
+        """Blocks of the kernel: one for each tile, or as many as run at once where each takes tile after tile."""
+        return min(self.part_tiles, driver.multiprocessors(device)) if self.part.persistent else self.part_tiles
 
 
 def geometries(kernel: Kernel, call: Call, views: Mapping[str, View], *, dlse: bool) -> list[PartGeometry]:
@@ -150,19 +157,21 @@ class PreparedGradients:
         self._launches = [
             (
                 map_owner(one.part.name),
-                PreparedLaunch(
-                    one.part.entry, one.blocks_of_part(), one, self._tensors, driver, device, addresses=self._names
-                ),
+                PreparedLaunch(one.part.entry, blocks, one, self._tensors, driver, device, addresses=self._names),
             )
             for one in found
-            if one.blocks_of_part()
+            if (blocks := one.part_blocks(driver, device))
         ]
+        self._counted = any(one.part.persistent for one in found)
+        self._driver, self._device = driver, device
 
     def __call__(self, call: Call, buffers: GradientBuffers, scale: float, scalars: Sequence[Number]) -> None:
         """Enqueue all kernels on the current stream."""
         named = buffers.named(call)
         given = [named.get(name) for name in self._names] + [call.tensors[name] for name in self._tensors]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        if self._counted:
+            addresses[_COUNTER] = counters.address(self._driver.stream(self._device), self._device)
         for owner, launch in self._launches:
             words = buffers.words.get(owner)
             addresses[_MAP] = 0 if words is None else words.data_ptr()
