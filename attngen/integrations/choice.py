@@ -16,6 +16,7 @@ from torch import Tensor
 from attngen import resources
 from attngen.errors import NoKernelError
 from attngen.integrations.catalogue import variant
+from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
@@ -34,12 +35,14 @@ NO_LIMIT = -1
 class Candidate:
     """A variant that computes what a call asks for, and the variant's own arguments.
 
-    ``late`` returns further arguments: tensors that are made only if the candidate's turn comes.
+    ``late`` returns further arguments: tensors that are made only if the candidate's turn comes. ``finish`` makes the
+    result of (out, lse) where the variant computes only a part of what is asked for.
     """
 
     variant: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     late: Callable[[], Mapping[str, Any]] | None = None
+    finish: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def own(self) -> Mapping[str, Any]:
         """Return all arguments of the variant."""
@@ -76,10 +79,9 @@ def attend(
         layout = "dense" if packing is None else "varlen"
         dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
         place, name = _built_at_trace(names, dtype, q.shape[-1], v.shape[-1], layout, device, spec)
-        return _call(name, candidates[place].own(), q, k, v, packing, options)
+        return _call(candidates[place], name, q, k, v, packing, options)
     if not on_gpu(q) or backend == "reference":
-        first = candidates[0]
-        return _call(variant(first.variant), first.own(), q, k, v, packing, options)
+        return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, options)
     kind = _kind(candidates, q, v, packing)
     last = _LAST.get(kind) or 0
     order = range(len(candidates)) if not last else (last, *(i for i in range(len(candidates)) if i != last))
@@ -87,7 +89,7 @@ def attend(
     for place in order:
         chosen = candidates[place]
         try:
-            found = _call(variant(chosen.variant), chosen.own(), q, k, v, packing, options)
+            found = _call(chosen, variant(chosen.variant), q, k, v, packing, options)
         except NoKernelError as refused:
             error = refused
             continue
@@ -103,20 +105,25 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def _call(
-    chosen: Any,
-    arguments: Mapping[str, Any],
+    candidate: Candidate,
+    chosen: str | Variant,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     packing: Packing | None,
     options: Mapping[str, Any],
 ) -> Any:
+    if candidate.finish is not None:
+        options = {**options, "return_lse": True}
+    found: Any
     if packing is None:
-        return dispatch.attention(q, k, v, variant=chosen, **options, **arguments)
-    starts_q, starts_k, longest_q, longest_k = packing
-    return dispatch.attention_varlen(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **arguments
-    )
+        found = dispatch.attention(q, k, v, variant=chosen, **options, **candidate.own())
+    else:
+        starts_q, starts_k, longest_q, longest_k = packing
+        found = dispatch.attention_varlen(
+            q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **candidate.own()
+        )
+    return found if candidate.finish is None else candidate.finish(*found)
 
 
 def _kind(candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None) -> tuple[Any, ...]:

@@ -38,6 +38,8 @@ class VariantView:
         parts = [f"Mask `{canonical(variant.mask)}`" if variant.masked else "Every query sees every key"]
         if variant.score is not None:
             parts.append(f"score `{canonical(variant.score)}`")
+        if variant.sink is not None:
+            parts.append(f"sink `{canonical(variant.sink)}`")
         default = " = ..." if variant.name == "full" else ""
         return cls(variant.name, default, (*tensors, *scalars), ", ".join(names), "; ".join(parts) + ".")
 

@@ -33,7 +33,7 @@ def triton_schedule(spec: KernelSpec, arch: Arch) -> Schedule:
         raise refuse(spec, "dtype", f"{spec.dtype} kernels do not exist yet; allowed: {', '.join(ATTENTION_DTYPES)}")
     if spec.softmax not in (None, "exact_max"):
         raise refuse(spec, "softmax", f"'{spec.softmax}' does not exist in Triton kernels; allowed: exact_max")
-    for field, value in (("warps", spec.roles), ("sinks", spec.sinks), ("dropout", spec.dropout)):
+    for field, value in (("warps", spec.roles), ("dropout", spec.dropout)):
         if value:
             raise refuse(spec, field, f"Triton kernels have no {field}; leave it out")
     if spec.softmax_scale is not None:

@@ -142,9 +142,8 @@ def _families(spec: KernelSpec) -> frozenset[str]:
 
 def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Return why the schedule cannot serve a spec at all, or None."""
-    for field, value in (("sinks", spec.sinks), ("dropout", spec.dropout)):
-        if value:
-            return _refuse(spec, field, f"CUDA kernels have no {field}; leave it out")
+    if spec.dropout:
+        return _refuse(spec, "dropout", "CUDA kernels have no dropout; leave it out")
     if not arch.wgmma:
         return _refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
     if spec.dtype not in _REDO_ABOVE:
@@ -250,7 +249,7 @@ def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int)
 
 def _searches(spec: KernelSpec) -> bool:
     """Whether the bounds of a tile are looked up in tensors, which takes some time."""
-    return bool(spec.variant.tensors) and bands_of(spec).exact
+    return bool(spec.variant.uses(spec.variant.mask, spec.variant.score)[1]) and bands_of(spec).exact
 
 
 def _with_memory(

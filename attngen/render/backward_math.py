@@ -13,7 +13,7 @@ from attngen.lang.simplify import mul
 from attngen.plan.arguments import extent_name
 from attngen.plan.backward_arguments import differentiable, gradient_pointer
 from attngen.plan.model import Plan
-from attngen.render.expressions import KEYS, QUERIES, TRITON, Along, emit_for, scalar_bindings
+from attngen.render.expressions import KEYS, QUERIES, TRITON, Along, atom, emit_for, scalar_bindings
 from attngen.render.triton_math import defined, statements
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
@@ -257,13 +257,3 @@ def _add(plan: Plan, tensor: _Tensor, value: str, tests: list[str]) -> str:
 
 #: Which index is inside which extent by what it means.
 _NEVER_OUTSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_heads")}
-
-
-def atom(text: str) -> str:
-    """Return a text as a factor: in parentheses unless it is a name, a literal, a call or a subscript."""
-    depth = 0
-    for character in text:
-        depth += (character in "([") - (character in ")]")
-        if depth == 0 and character == " ":
-            return f"({text})"
-    return text if not text.startswith(("-", "~")) else f"({text})"

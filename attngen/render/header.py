@@ -15,6 +15,8 @@ def summary(plan: Plan) -> str:
     parts = [f"mask `{canonical(variant.mask)}`"]
     if variant.score is not None:
         parts.append(f"score `{canonical(variant.score)}`")
+    if variant.sink is not None:
+        parts.append(f"sink `{canonical(variant.sink)}`")
     return f"Attention {plan.direction}, variant {variant.name}: {', '.join(parts)}."
 
 

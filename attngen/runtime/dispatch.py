@@ -23,6 +23,7 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.prepared import PreparedCall
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
+from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
 
 #: What ``backend=`` may say.
@@ -57,8 +58,8 @@ def attention(
     with ``layout='bhsd'``; heads is a multiple of kv_heads. ``variant`` names what was built (``package/variant``
     where the short name is ambiguous); its scalars and tensors are keywords. ``softmax_scale`` is 1/√head_dim unless
     given. ``seqused_k`` (batch,) int32 cuts each sequence's keys. With ``return_lse`` the natural log-sum-exp
-    (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf. ``tile_map`` is what
-    ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
+    (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf or its sink. ``tile_map``
+    is what ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
 
     Under ``torch.autocast`` float32 tensors on a GPU are taken in its dtype.
 
@@ -169,6 +170,8 @@ def run(
         call, found = bind_call(*given)
         prepared = _prepare(call, found, addresses, variant, package, backend, arguments)
         _PREPARED.put(identity, prepared)
+    if prepared.sinks_only:
+        return without_keys(bind_call(*given)[0])
     return prepared(addresses, softmax_scale, arguments, tile_map)
 
 

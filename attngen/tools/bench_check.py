@@ -63,6 +63,10 @@ def _head(call: Call, q: Tensor, k: Tensor, v: Tensor, b: int, h: int) -> Tensor
         visible = evaluate(call.variant.mask, names, call.tensors, torch.float64).broadcast_to(logits.shape)
         if call.variant.score is not None:
             logits = evaluate(call.variant.score, {**names, "s": logits}, call.tensors, torch.float64, guard=visible)
-        weights = torch.softmax(torch.where(visible, logits, -math.inf), dim=-1).nan_to_num(nan=0.0)  # dead rows
+        logits = torch.where(visible, logits, -math.inf)
+        if call.variant.sink is not None:
+            sink = evaluate(call.variant.sink, names, call.tensors, torch.float64).broadcast_to(*logits.shape[:2], 1)
+            logits = torch.cat([logits, sink], dim=-1)
+        weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)[..., : len(keys)]  # dead rows
         parts.append(weights[0] @ values)
     return torch.cat(parts)

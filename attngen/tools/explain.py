@@ -87,6 +87,7 @@ class PlanExplanation:
             "plan": plan.to_dict(),
             "mask": canonical(plan.variant.mask),
             "score": canonical(plan.variant.score) if plan.variant.score is not None else "s",
+            **({"sink": canonical(plan.variant.sink)} if plan.variant.sink is not None else {}),
             "bands": {
                 "visible": [{"lo": band.lo, "hi": band.hi} for band in self.visible],
                 "full": [{"lo": band.lo, "hi": band.hi} for band in self.full],
@@ -136,6 +137,7 @@ class PlanExplanation:
             ("variant", plan.variant.name),
             ("mask", canonical(plan.variant.mask)),
             ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
+            *([("sink", canonical(plan.variant.sink))] if plan.variant.sink is not None else []),
             ("takes", _takes(plan)),
             ("target", target),
             ("head_dim", _head_dims(plan)),

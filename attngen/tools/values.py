@@ -118,10 +118,10 @@ class _Chooser:
         return extent if isinstance(extent, int) else self._extents[extent]
 
     def _widen_extents(self, scalars: Mapping[str, Number]) -> None:
-        """Make extents that the call binds large enough for every index that mask and score can form."""
+        """Make extents that the call binds large enough for every index that an expression can form."""
         ranges = self._index_ranges() | {name: (value, value) for name, value in scalars.items()}
         ranges |= {tensor.name: self._limits(tensor) for tensor in self._variant.tensors}
-        for expression in (self._variant.mask, self._variant.score):
+        for expression in (self._variant.mask, self._variant.score, self._variant.sink):
             for node in walk(expression) if expression is not None else ():
                 if not isinstance(node, Load):
                     continue

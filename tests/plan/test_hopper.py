@@ -282,7 +282,6 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"loads": "pointer"}, r"loads: cuda kernels load through tensor descriptors; allowed: descriptor"),
         ({"alignment": "element"}, r"alignment: tensor descriptors need alignment 16, not 2"),
         ({"tile_map": "always"}, r"tile_map: cuda kernels classify tiles themselves; allowed: auto, never"),
-        ({"sinks": "true"}, r"sinks: CUDA kernels have no sinks"),
         ({"dropout": "true"}, r"dropout: CUDA kernels have no dropout"),
         ({"softmax_scale": 0.5}, r"softmax_scale: the scale is an argument of the call"),
         ({"head_dim": 72}, r"head_dim 72 is no multiple of 16 from 16 to 256; nearest: (64|80)"),
