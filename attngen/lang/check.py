@@ -13,6 +13,7 @@ from typing import Any
 
 from attngen.errors import Location, SpecError
 from attngen.lang.declarations import check_declarations, check_let_name
+from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, walk
 from attngen.lang.parser import Function, Scope, lower, parse_syntax
@@ -132,23 +133,35 @@ def compile_variant(
     let: Mapping[str, Any] | None = None,
     locate: Mapping[str, Location] | None = None,
     sink: str | float | None = None,
+    dropout: bool = False,
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
-    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None is none. ``let`` maps a
-    name to a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of
-    a field (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field serves otherwise.
+    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None is none; with
+    ``dropout`` the variant takes a rate and a state of random numbers beside its own arguments. ``let`` maps a name to
+    a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
+    (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field serves otherwise.
 
     Raises SpecError for the first thing that is wrong.
     """
-    return _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH)
+    variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH)
+    return _with_dropout(variant) if dropout else variant
 
 
 def restore_variant(data: Mapping[str, Any], scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> Variant:
     """Rebuild a variant from ``Variant.to_dict``; texts of the user come back as they were."""
-    texts = (data["mask"], data["score"], data.get("sink"))
-    variant = _compile(data["name"], *texts, scalars, tensors, data["let"], None, _RESTORED_LENGTH)
-    return replace(variant, mask_text=data["mask_text"], score_text=data["score_text"], sink_text=data.get("sink_text"))
+    if data.get("dropout"):
+        scalars, tensors = scalars[:-1], tensors[:-1]
+    expressions = (data["mask"], data["score"], data.get("sink"))
+    variant = _compile(data["name"], *expressions, scalars, tensors, data["let"], None, _RESTORED_LENGTH)
+    texts = {name: data.get(name) for name in ("mask_text", "score_text", "sink_text")}
+    return replace(_with_dropout(variant) if data.get("dropout") else variant, **texts)
+
+
+def _with_dropout(variant: Variant) -> Variant:
+    """Return a variant that drops probabilities, and takes what that needs at the call."""
+    scalars, tensors = (*variant.scalars, DROPOUT_P), (*variant.tensors, RNG_STATE)
+    return replace(variant, scalars=scalars, tensors=tensors, dropout=True)
 
 
 def _compile(

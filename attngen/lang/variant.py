@@ -72,7 +72,8 @@ class Variant:
 
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``.
     ``sink`` is FLOAT over batch and head: a logit that every row has beside those of its keys, without a value; None
-    for none. Constant scalars stand inlined in them and stay listed in ``scalars``. ``let`` keeps the named values of
+    for none. With ``dropout`` probabilities are dropped, at the rate and with the random numbers that the last scalar
+    and the last tensor name (``lang.dropout``). Constant scalars stand inlined in them and stay listed in ``scalars``. ``let`` keeps the named values of
     the spec, inlined as well, so that generated code can use the same names. The texts are the user's own.
     """
 
@@ -86,6 +87,7 @@ class Variant:
     let: tuple[tuple[str, Expr], ...] = ()
     sink: Expr | None = None
     sink_text: str | None = None
+    dropout: bool = False
 
     @property
     def masked(self) -> bool:
@@ -142,6 +144,7 @@ class Variant:
             "mask_text": self.mask_text,
             "score_text": self.score_text,
             **({} if self.sink is None else {"sink": canonical(self.sink), "sink_text": self.sink_text}),
+            **({"dropout": True} if self.dropout else {}),
         }
 
     @classmethod

@@ -42,6 +42,7 @@ k_rows v_rows dk_rows dv_rows dq_rows q_rows q_head dout_head dout_rows keys k_e
 full_count partial_count full_word factor row_tile row row_tiles dot contribution gradient
 nothing used kv_tile visit visits
 sink sink_log2e
+kept_pairs drop drop_pairs philox dropout_rate dropout_threshold dropout_scale dropout_seed dropout_offset numbers
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.

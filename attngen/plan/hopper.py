@@ -43,7 +43,8 @@ class _Choice:
 
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
-#: whose addresses take registers; a "score" does arithmetic on every logit, which three consumers hide better than two;
+#: whose addresses take registers; a "score" does arithmetic on every logit, which three consumers hide better than two, and
+#: so do the random numbers of dropout;
 #: a "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much.
 #: Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
 _TABLE = (
@@ -133,7 +134,7 @@ def _families(spec: KernelSpec) -> frozenset[str]:
             found.add("window")
     if gathers(spec.variant):
         found.add("gather")
-    if spec.variant.score is not None:
+    if spec.variant.score is not None or spec.variant.dropout:
         found.add("score")
     if reads_data_per_key(spec.variant):
         found.add("listed")
@@ -142,8 +143,6 @@ def _families(spec: KernelSpec) -> frozenset[str]:
 
 def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Return why the schedule cannot serve a spec at all, or None."""
-    if spec.dropout:
-        return _refuse(spec, "dropout", "CUDA kernels have no dropout; leave it out")
     if not arch.wgmma:
         return _refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
     if spec.dtype not in _REDO_ABOVE:

@@ -119,6 +119,10 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
             "pack_gqa",
             "a tile map lists the tiles of single heads; allowed: false, or true with tile_map: never",
         )
+    if pack_gqa and spec.variant.dropout:
+        raise refuse(
+            spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
+        )
     tile = hopper_tile(spec, arch, driver)
     roles = tile.roles
     warpgroups = roles.consumers + roles.specialized

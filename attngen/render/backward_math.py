@@ -111,6 +111,8 @@ def gradients(plan: Plan, form: Form, before: Sequence[str]) -> Gradients:
         f'{name} = tl.where(visible, {name}, float("-inf"))',
     ]
     derivative = _derivative(plan, form, name, "scale_log2e" if plain else scored.results[1], scored, slope, tensors)
+    if variant.dropout:
+        derivative = _dropped(form, derivative)
     for part in (lines, mask, derivative):
         _number_pairs(form, part, earlier=lines if part is not lines else [])
     texts = "\n".join([*hoisted, *lines, *mask, *derivative])
@@ -200,6 +202,18 @@ def _derivative(
     lines += [line for tensor in tensors for line in _contribute(plan, tensor, guard)]
     lines.append("ds = dlogit" if varying is None else f"ds = tl.where({guard}, dlogit * {varying}, 0.0)")
     return lines
+
+
+def _dropped(form: Form, derivative: Sequence[str]) -> list[str]:
+    """Return the lines from the logit to dS with dropout: what is dropped has a dP of 0 and no part in dV."""
+    unit = "b * heads + h" if form is BY_KEYS else "unit"
+    found = f"kept_pairs(dropout_seed, dropout_offset, {unit}, dropout_threshold, q_start, kv_start, BLOCK_M, BLOCK_N)"
+    lines = [
+        f"kept = {f'tl.trans({found})' if form is BY_KEYS else found}",
+        "dp = tl.where(kept, dp * dropout_scale, 0.0)",
+        *derivative,
+    ]
+    return [*lines, "p = tl.where(kept, p, 0.0)"] if form is BY_KEYS else lines
 
 
 def _elements(plan: Plan, form: Form) -> dict[str, Binding]:

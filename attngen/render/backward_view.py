@@ -140,7 +140,7 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
     if form is BY_KEYS:
         results = (
             *_results("dk", plan.columns_qk, plan.head_dim_qk, code.factor),
-            *_results("dv", plan.columns_v, plan.head_dim_v),
+            *_results("dv", plan.columns_v, plan.head_dim_v, "dropout_scale" if plan.variant.dropout else None),
         )
     else:
         results = _results("dq", plan.columns_qk, plan.head_dim_qk, code.factor)

@@ -20,6 +20,7 @@ from attngen.lang.eager import evaluate
 from attngen.lang.variant import Variant
 from attngen.runtime.anchor import with_zero_gradients
 from attngen.runtime.arguments import Call
+from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.sinks import sinks
 
 #: Elements of the score matrix that are held at a time: some megabytes for a CPU's caches, more to fill a GPU.
@@ -179,6 +180,9 @@ def _attend_rows(
         total = total + torch.exp(sink - peak)
         dead = dead & (sink == -math.inf)
     divisor = torch.where(dead, 1.0, total)
+    if call.variant.dropout:
+        stays = kept(call, sequence.index, slice(first, last), keys)
+        weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
     out = _weighted(weights, v, visible) / divisor
     lse = torch.where(dead, -math.inf, peak + torch.log(divisor)).squeeze(-1)
     return out.transpose(0, 1), lse

@@ -95,7 +95,6 @@ class KernelSpec:
     fast_math: bool = True
     softmax: str | None = None
     softmax_scale: float | None = None
-    dropout: bool = False
     deterministic: bool = False
     persistent: bool | None = None
     order: str | None = None
@@ -262,7 +261,6 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         fast_math=values["fast_math"],
         softmax=None if backward else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
-        dropout=_first(entry.dropout, declared.model.dropout),
         deterministic=values["deterministic"],
         persistent=values["persistent"],
         order=values["order"],
@@ -329,7 +327,7 @@ def _places(spec: Spec, index: int, chosen: dict[str, _Value], declared: Declare
     places = {name: item.location for name, item in chosen.items()}
     if entry.backward is not None:
         places["backward"] = spec.tree.locate(("kernels", index, "backward"))
-    for name in ("softmax", "softmax_scale", "dropout", "allow"):
+    for name in ("softmax", "softmax_scale", "allow"):
         in_entry = name in entry.model_fields_set
         places[name] = spec.tree.locate(("kernels", index, name)) if in_entry else declared.locate(name)
     return places

@@ -148,7 +148,7 @@ class VariantModel(Model):
     tensors: dict[SymbolName, TensorModel] = {}
     softmax: Softmax | None = None
     softmax_scale: Annotated[float, Field(gt=0)] | None = None
-    dropout: bool = Field(default=False, description="drop probabilities at the rate given at the call")
+    dropout: bool = Field(default=False, description="drop probabilities, at the rate `dropout_p` of the call")
 
 
 class HeadDimModel(Model):
@@ -239,7 +239,6 @@ class KernelModel(Model):
     fast_math: OneOrMany[bool] = Field(default=(True,), description="approximate tanh, exp2 and the like")
     softmax: OneOrMany[Softmax] | None = Field(default=None, description="instead of the variant's own")
     softmax_scale: Annotated[float, Field(gt=0)] | None = Field(default=None, description="fixed at build time")
-    dropout: bool | None = None
     backward: BackwardModel | None = Field(default=None, description="how the backward is computed")
     deterministic: OneOrMany[bool] = (False,)
     persistent: OneOrMany[bool] | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attngen.lang.eager import evaluate
 from attngen.runtime.arguments import Call
+from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.reference import lengths, names_of
 
 
@@ -24,6 +25,7 @@ class _Sequence:
     rows: slice
     visible: Tensor  # (h, rows, keys)
     names: dict[str, object]
+    index: int
 
 
 def plain(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,6 +55,9 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
     keys = scores.shape[-1]
     scores = _with_sink(call, scores, one.names, tensors)
     weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)[..., :keys]  # dead rows
+    if call.variant.dropout:
+        stays = kept(call, one.index, slice(0, scores.shape[1]), keys)
+        weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
     return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
 
 
@@ -98,10 +103,11 @@ def plain_gradients(
 def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return out of ``scaled_dot_product_attention``'s fused kernels under a dense mask.
 
-    None where these cannot serve: with a score or a sink, in float32 (where some round to TF32), off the GPU, or when
+    None where these cannot serve: with a score, a sink or dropout, in float32 (where some round to TF32), off the GPU, or when
     none of them takes the shapes. Rows that see nothing are undefined.
     """
-    if call.variant.score is not None or call.variant.sink is not None or q.dtype == torch.float32 or not q.is_cuda:
+    own = call.variant.score is not None or call.variant.sink is not None or call.variant.dropout
+    if own or q.dtype == torch.float32 or not q.is_cuda:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -159,5 +165,6 @@ def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[in
                 queries,
                 visible,
                 names,
+                b,
             ),
         )

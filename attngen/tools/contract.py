@@ -58,7 +58,7 @@ def expected(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Expected:
 def rows_without_keys(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return which rows see no key, in the shape of the log-sum-exp, by a reference without the sink."""
     with torch.no_grad():
-        bare = replace(call, variant=replace(call.variant, sink=None))
+        bare = replace(call, variant=replace(call.variant, sink=None, dropout=False))
         return reference(bare, q.detach(), k.detach(), v.detach(), compute=torch.float64)[1] == -math.inf
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import dtype as dtype_row
+from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Load, walk
 from attngen.lang.ranges import DTYPE_RANGES, Range
@@ -153,6 +154,8 @@ class _Chooser:
     def _scalar(self, scalar: Scalar) -> Number:
         if scalar.const is not None:
             return scalar.const
+        if scalar == DROPOUT_P and scalar.name not in self._given:  # a rate near 1 leaves nothing to compare
+            return {"least": 0.0, "most": 0.75}.get(self._values, 0.5 * self._uniform())
         if scalar.name in self._given:
             return self._given[scalar.name]
         low, high = self._resolved(scalar.min), self._resolved(scalar.max)
