@@ -67,7 +67,9 @@ def attention(
     and for what no built kernel takes.
     """
     if dropout:
-        raise NoKernelError(f"attention dropout is {dropout}, and no kernel has dropout: set it to 0, or model.eval()")
+        raise NoKernelError(
+            f"attention dropout is {dropout}, and no shipped variant drops: set it to 0, or model.eval()"
+        )
     q, k, v = (tensor.transpose(1, 2) for tensor in _same_dtype(query, key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

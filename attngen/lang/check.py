@@ -154,8 +154,10 @@ def restore_variant(data: Mapping[str, Any], scalars: Sequence[Scalar], tensors:
         scalars, tensors = scalars[:-1], tensors[:-1]
     expressions = (data["mask"], data["score"], data.get("sink"))
     variant = _compile(data["name"], *expressions, scalars, tensors, data["let"], None, _RESTORED_LENGTH)
-    texts = {name: data.get(name) for name in ("mask_text", "score_text", "sink_text")}
-    return replace(_with_dropout(variant) if data.get("dropout") else variant, **texts)
+    restored = replace(
+        variant, mask_text=data["mask_text"], score_text=data["score_text"], sink_text=data.get("sink_text")
+    )
+    return _with_dropout(restored) if data.get("dropout") else restored
 
 
 def _with_dropout(variant: Variant) -> Variant:

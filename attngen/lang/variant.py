@@ -73,8 +73,9 @@ class Variant:
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``.
     ``sink`` is FLOAT over batch and head: a logit that every row has beside those of its keys, without a value; None
     for none. With ``dropout`` probabilities are dropped, at the rate and with the random numbers that the last scalar
-    and the last tensor name (``lang.dropout``). Constant scalars stand inlined in them and stay listed in ``scalars``. ``let`` keeps the named values of
-    the spec, inlined as well, so that generated code can use the same names. The texts are the user's own.
+    and the last tensor name (``lang.dropout``). Constant scalars stand inlined in the expressions and stay listed in
+    ``scalars``. ``let`` keeps the named values of the spec, inlined as well, so that generated code can use the same
+    names. The texts are the user's own.
     """
 
     name: str

@@ -43,10 +43,10 @@ class _Choice:
 
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
-#: whose addresses take registers; a "score" does arithmetic on every logit, which three consumers hide better than two, and
-#: so do the random numbers of dropout;
-#: a "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much.
-#: Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
+#: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
+#: three consumers hide better than two; a "listed" mask loads a value for each key; a "window" is light and ends on the
+#: left, so that small tiles save much. Measured on an H200 where docs/performance.md says so; the rest follows from
+#: budgets.
 _TABLE = (
     _Choice("light", 64, 3, 128, "pingpong"),
     _Choice("gather", 128, 2, 64, "pingpong"),

@@ -46,6 +46,7 @@ def plan(spec: KernelSpec) -> Plan:
         aligned=alignment == 16,
         element_bytes=element.bytes,
         gathers=gathers(spec.variant),
+        dropout=spec.variant.dropout,
     )
     tile = _tile(spec, arch, default_tile(rows, max(widths)), widths, element.bytes)
     driver = driver_of(spec)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attngen.lang.eager import evaluate
 from attngen.runtime.arguments import Call, bind
+from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.reference import names_of
 from attngen.tools.bench_workloads import Workload
 
@@ -68,5 +69,7 @@ def _head(call: Call, q: Tensor, k: Tensor, v: Tensor, b: int, h: int) -> Tensor
             sink = evaluate(call.variant.sink, names, call.tensors, torch.float64).broadcast_to(*logits.shape[:2], 1)
             logits = torch.cat([logits, sink], dim=-1)
         weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)[..., : len(keys)]  # dead rows
+        if call.variant.dropout:
+            weights = torch.where(kept(call, b, shown, len(keys))[h], weights * rate_of(call)[1], 0.0)
         parts.append(weights[0] @ values)
     return torch.cat(parts)
