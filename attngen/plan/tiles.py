@@ -70,6 +70,7 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("listed", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
     # chosen such that ptxas neither spills nor makes products wait for each other
     ("dropped", 64, Tile(64, 32, 2, 4), Tile(64, 64, 2, 4)),
+    ("dropped", 96, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
     ("dropped", 128, Tile(64, 32, 2, 4), Tile(128, 64, 2, 8)),
     ("dropped", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
     ("gather", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),

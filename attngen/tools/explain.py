@@ -19,7 +19,7 @@ from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
 from attngen.spec import load_spec
 from attngen.tools.build import prepare
-from attngen.tools.explain_backward import backward_facts, derivatives
+from attngen.tools.explain_backward import DROPOUT, backward_facts, derivatives
 from attngen.tools.explain_floor import HeadFloor
 from attngen.tools.explain_hopper import HopperExplanation
 
@@ -138,6 +138,7 @@ class PlanExplanation:
             ("mask", canonical(plan.variant.mask)),
             ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
             *([("sink", canonical(plan.variant.sink))] if plan.variant.sink is not None else []),
+            *([("dropout", DROPOUT)] if plan.variant.dropout else []),
             ("takes", _takes(plan)),
             ("target", target),
             ("head_dim", _head_dims(plan)),

@@ -38,6 +38,16 @@ def memory_of(plan: Plan, part: Part) -> GradientMemory:
     )
 
 
+#: What dropout does, in a few words.
+DROPOUT = "of pairs whose 16-bit Philox number is below dropout_p * 65536"
+
+
+def _derivative(name: str, text: str) -> tuple[str, str]:
+    """Return label and text of a derivative, of the score unless it says that it is of the sink."""
+    of_sink = name.removeprefix("sink by ")
+    return f"by {of_sink}", text if of_sink == name else f"{text}, of the sink"
+
+
 _DOES = {
     "preprocess": "the log-sum-exp in units of log2, and D = rowsum(dO * O) - dLSE, of each query row",
     "classify_dkdv": "the map of the tiles of queries that each tile of keys is seen by",
@@ -55,7 +65,8 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
         ("mask", canonical(variant.mask)),
         ("score", canonical(variant.score) if variant.score is not None else "s"),
         *([("sink", canonical(variant.sink))] if variant.sink is not None else []),
-        *((name if name.startswith("sink") else f"by {name}", text) for name, text in derivatives(plan)),
+        *(_derivative(name, text) for name, text in derivatives(plan)),
+        *([("dropout", DROPOUT)] if variant.dropout else []),
         ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, backward"),
         ("gradients", ", ".join(["q", "k", "v", *(tensor.name for tensor in variant.tensors if tensor.grad)])),
     ]

@@ -155,7 +155,7 @@ class _Chooser:
         if scalar.const is not None:
             return scalar.const
         if scalar == DROPOUT_P and scalar.name not in self._given:  # a rate near 1 leaves nothing to compare
-            return {"least": 0.0, "most": 0.75}.get(self._values, 0.5 * self._uniform())
+            return {"least": 0.0, "most": 0.75}.get(self._values, int(512 * self._uniform()) / 1024)
         if scalar.name in self._given:
             return self._given[scalar.name]
         low, high = self._resolved(scalar.min), self._resolved(scalar.max)

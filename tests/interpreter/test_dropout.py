@@ -22,22 +22,32 @@ VARIANTS = {
         "      sinks: {dtype: float32, shape: [h], grad: true}\n"
     ),
 }
-each = pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-@each
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-def test_forward(interpreter: Interpreter, fields: str, layout: str) -> None:
-    declared = f"variants:\n  odd:\n    {fields}"
-    for tile in ("{m: 16, n: 16}", "{m: 32, n: 64}"):
-        assert interpreter.call("problems", spec("odd", declared=declared, layout=layout, tile=tile), 31) == ()
+@pytest.mark.parametrize(
+    ("name", "layout", "tile"),
+    [
+        ("causal", "dense", "{m: 16, n: 16}"),
+        ("classified", "varlen", "{m: 32, n: 32}"),
+        ("with all else", "dense", "{m: 32, n: 64}"),
+        ("with all else", "varlen", "{m: 16, n: 32}"),
+    ],
+)
+def test_forward(interpreter: Interpreter, name: str, layout: str, tile: str) -> None:
+    text = spec("odd", declared=f"variants:\n  odd:\n    {VARIANTS[name]}", layout=layout, tile=tile)
+    assert interpreter.call("problems", text, 31) == ()
 
 
-@each
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-def test_backward(interpreter: Interpreter, fields: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "dtype", "tile"),
+    [
+        ("classified", "dense", "fp16", "{m: 16, n: 32}"),
+        ("with all else", "dense", "fp16", "{m: 16, n: 32}"),
+        ("with all else", "varlen", "fp32", "{m: 32, n: 16}"),
+    ],
+)
+def test_backward(interpreter: Interpreter, name: str, layout: str, dtype: str, tile: str) -> None:
     """Its two kernels have tiles of their own."""
-    declared = f"variants:\n  odd:\n    {fields}"
-    for dtype, tile in (("fp16", "{m: 16, n: 32}"), ("fp32", "{m: 32, n: 16}")):
-        text = backward_spec("odd", declared=declared, layout=layout, dtype=dtype, tile=tile)
-        assert interpreter.call("gradient_problems", text.replace("dq: {tile: {m: 16", "dq: {tile: {m: 64"), 32) == ()
+    declared = f"variants:\n  odd:\n    {VARIANTS[name]}"
+    text = backward_spec("odd", declared=declared, layout=layout, dtype=dtype, tile=tile)
+    assert interpreter.call("gradient_problems", text.replace("dq: {tile: {m: 16", "dq: {tile: {m: 64"), 32) == ()
