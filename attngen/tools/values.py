@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import dtype as dtype_row
-from attngen.lang.dropout import DROPOUT_P
+from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Load, walk
 from attngen.lang.ranges import DTYPE_RANGES, Range
@@ -205,6 +205,8 @@ class _Chooser:
         return (first, int(min(most, first + self._calm * self._case.seqlen_k)))
 
     def _tensor(self, tensor: Tensor, shape: list[int]) -> torch.Tensor:
+        if tensor == RNG_STATE:
+            return torch.randint(-(2**63), 2**63 - 1, shape, generator=self._generator)
         dtype = getattr(torch, dtype_row(tensor.dtype).torch)
         kind = dtype_row(tensor.dtype).kind
         if kind == "bool":

@@ -92,9 +92,11 @@ def test_rates_are_those_of_sdpa(p: float, backend: str) -> None:
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_p=p
     ).float()[..., 0]
     spread = math.sqrt(p / (1 - p) / keys)
-    for found in (ours, theirs):
-        assert abs(float(found.mean()) - 1) <= 5 * spread / math.sqrt(found.numel()) + 4e-3  # and rounding
-        assert float(found.std()) == pytest.approx(spread, rel=0.1, abs=3e-3)
+    assert abs(float(ours.mean()) - 1) <= 5 * spread / math.sqrt(ours.numel()) + 2e-3  # and the rounding of outputs
+    assert float(ours.std()) == pytest.approx(spread, rel=0.1)
+    # SDPA's kernels may round the rate to a multiple of 1/256
+    assert float(theirs.mean()) == pytest.approx(float(ours.mean()), rel=3e-2)
+    assert float(theirs.std()) == pytest.approx(float(ours.std()), rel=0.1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
