@@ -128,7 +128,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
 def _families(spec: KernelSpec) -> frozenset[str]:
     """Return the families of the table that a kernel belongs to."""
     found = {"any"}
-    if is_light(spec.variant) and spec.layout == "dense":
+    if is_light(spec.variant) and spec.layout == "dense" and not spec.variant.dropout:
         found.add("light")
         if any(interval.lo is not None for interval in bands_of(spec).visible):
             found.add("window")
