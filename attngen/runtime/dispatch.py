@@ -185,7 +185,7 @@ def run(
 def _with_state(q: Any, variant: str | Variant, package: str | None, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a call that names a rate of dropout, with a state of random numbers if need be."""
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    return with_state(find(variant, package).variant, arguments, device)
+    return with_state(variant if isinstance(variant, Variant) else find(variant, package).variant, arguments, device)
 
 
 def _asks_for_gradient(q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> bool:
