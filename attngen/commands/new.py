@@ -33,6 +33,7 @@ _NOTES = """\
   # score: what becomes of the logit s. Names: b h hk q kv q_pos seqlen_q seqlen_k heads kv_heads, and those declared.
   # Operators: + - * / // % ** & | ^ << >> ~, comparisons, and or not, x if c else y, min max abs clamp floor ceil
   # exp exp2 log log2 tanh sigmoid silu sqrt rsqrt sin cos tan. Leave out mask or score where there is none.
+  # sink: a logit of each head that joins the softmax and has no value. dropout: true drops at the rate of the call.
 """
 
 _EXAMPLE = """\

@@ -72,6 +72,8 @@ def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
         ("variant", variant["name"]),
         ("mask", str(variant.get("mask_text") or variant.get("mask"))),
         ("score", str(score)),
+        *([("sink", str(variant.get("sink_text") or variant["sink"]))] if "sink" in variant else []),
+        *([("dropout", "at the rate dropout_p of the call")] if variant.get("dropout") else []),
         ("arch", f"{manifest['arch']}, needs a driver for CUDA {_cuda(manifest['min_driver'])}"),
         ("tile", f"{manifest['tile_m']} x {manifest['tile_n']}, {manifest['stages']} stages, "
                  f"{manifest['num_warps']} warps, {manifest['loads']} loads"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from attngen import resources
 from attngen.errors import NoKernelError
 from attngen.integrations.catalogue import variant
+from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
@@ -34,12 +35,14 @@ NO_LIMIT = -1
 class Candidate:
     """A variant that computes what a call asks for, and the variant's own arguments.
 
-    ``late`` returns further arguments: tensors that are made only if the candidate's turn comes.
+    ``late`` returns further arguments: tensors that are made only if the candidate's turn comes. ``finish`` makes the
+    result of (out, lse) where the variant computes only a part of what is asked for.
     """
 
     variant: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     late: Callable[[], Mapping[str, Any]] | None = None
+    finish: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def own(self) -> Mapping[str, Any]:
         """Return all arguments of the variant."""
@@ -80,10 +83,9 @@ def attend(
         known = _head_dims(names)
         dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
         place, name = _built_at_trace(names, dtype, *dims, layout, device, spec, learns)
-        return _call(name, candidates[place].own(), q, k, v, packing, options)
+        return _call(candidates[place], name, q, k, v, packing, options)
     if not on_gpu(q) or backend == "reference":
-        chosen = candidates[0]
-        return _call(variant(chosen.variant), chosen.own(), q, k, v, packing, options)
+        return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, options)
     kind = _kind(candidates, q, v, packing, learns)
     last = first = _LAST.get(kind)
     if first is None:
@@ -92,7 +94,7 @@ def attend(
     for place in (first, *(i for i in range(len(candidates)) if i != first)):
         chosen = candidates[place]
         try:
-            found = _call(variant(chosen.variant), chosen.own(), q, k, v, packing, options)
+            found = _call(chosen, variant(chosen.variant), q, k, v, packing, options)
         except NoKernelError as refused:
             error = refused
             continue
@@ -108,20 +110,25 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def _call(
-    chosen: Any,
-    arguments: Mapping[str, Any],
+    candidate: Candidate,
+    chosen: str | Variant,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     packing: Packing | None,
     options: Mapping[str, Any],
 ) -> Any:
+    if candidate.finish is not None:
+        options = {**options, "return_lse": True}
+    found: Any
     if packing is None:
-        return dispatch.attention(q, k, v, variant=chosen, **options, **arguments)
-    starts_q, starts_k, longest_q, longest_k = packing
-    return dispatch.attention_varlen(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **arguments
-    )
+        found = dispatch.attention(q, k, v, variant=chosen, **options, **candidate.own())
+    else:
+        starts_q, starts_k, longest_q, longest_k = packing
+        found = dispatch.attention_varlen(
+            q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **candidate.own()
+        )
+    return found if candidate.finish is None else candidate.finish(*found)
 
 
 def _kind(

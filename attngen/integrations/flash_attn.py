@@ -270,7 +270,7 @@ def _candidates(
 ) -> list[Candidate]:
     """Return the variants that compute what the arguments ask for, the most special one first."""
     if dropout_p:
-        raise _refused("dropout_p", "no kernel has dropout; pass 0.0")
+        raise _refused("dropout_p", "no shipped variant drops; pass 0.0")
     if window_size is None or len(window_size) != 2 or None in window_size:
         raise CallError(f"window_size must be (left, right), with -1 for no limit, got {window_size!r}")
     left, right = (int(side) if 0 <= side < MAX_SEQLEN else NO_LIMIT for side in window_size)

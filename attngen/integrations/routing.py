@@ -219,7 +219,7 @@ def _disagreement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_g
 
 def _option(dropout_p: float, is_causal: bool, mask: Tensor | None, scale: float | None) -> str | None:
     if dropout_p:
-        return f"dropout_p is {dropout_p}, and no kernel has dropout"
+        return f"dropout_p is {dropout_p}, and no shipped variant drops"
     if is_causal and mask is not None:
         return "there is a mask beside is_causal"
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale <= FLOAT32_MAX):

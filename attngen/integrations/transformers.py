@@ -15,6 +15,7 @@ Written for the interfaces of transformers 5.17 (``AttentionInterface``, ``Atten
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,9 @@ def attention(
     and for what no built kernel takes.
     """
     if dropout:
-        raise NoKernelError(f"attention dropout is {dropout}, and no kernel has dropout: set it to 0, or model.eval()")
+        raise NoKernelError(
+            f"attention dropout is {dropout}, and no shipped variant drops: set it to 0, or model.eval()"
+        )
     q, k, v = (tensor.transpose(1, 2) for tensor in _same_dtype(query, key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -81,15 +84,16 @@ def attention(
     elif isinstance(given, StructuredMask) and given.shape[-1] == k.shape[1]:
         structure = given.structure
     candidates = _structured(structure, q, k, packing, softcap, position_bias) if structure is not None else []
+    with_sinks: list[Candidate] = []
+    if structure is not None and candidates and softcap is None and position_bias is None and s_aux is not None:
+        with_sinks = _structured_with_sinks(structure, q, k, packing, s_aux)
     used = structure.used if structure is not None and candidates else None
     if not candidates:
         assert given is not None
         candidates = _tensor_mask(given, q, k, softcap, position_bias)
-    found: Any = attend(
-        candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=scaling, seqused_k=used,
-        return_lse=s_aux is not None,
-    )  # fmt: skip
-    out = found if s_aux is None else _with_sinks(found[0], found[1], s_aux)
+    if s_aux is not None:
+        candidates = with_sinks + [replace(each, finish=partial(_with_sinks, sinks=s_aux)) for each in candidates]
+    out: Tensor = attend(candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=scaling, seqused_k=used)
     return (out if packing is None else out.unsqueeze(0)), None
 
 
@@ -179,6 +183,23 @@ def _structured(
         if right == 0 and special is None:
             special = Candidate("sliding_window", window)
     return [general] if special is None else [special, general]
+
+
+def _structured_with_sinks(
+    structure: Structure, q: Tensor, k: Tensor, packing: Packing | None, sinks: Tensor
+) -> list[Candidate]:
+    """Return the variants with sinks of their own that compute a mask of this structure; none if there is none."""
+    if structure.chunk is not None or structure.doc is not None:
+        return []
+    left, right = structure.left, structure.right
+    given = {"sinks": sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)}
+    padding = partial(_padding, structure, q, k, packing)
+    general = Candidate("span_sink", {"left": left, "right": right, **given}, padding)
+    if structure.start is not None or right != 0:
+        return [general]
+    if left == NO_LIMIT:
+        return [Candidate("causal_sink", given), general]
+    return [Candidate("sliding_window_sink", {"window": left + 1, **given}), general]
 
 
 def _chunked(structure: Structure, q: Tensor, k: Tensor) -> list[Candidate]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from attngen.errors import Location, SpecError
 from attngen.lang.declarations import check_declarations, check_let_name
+from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, walk
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, walk
 from attngen.lang.parser import Function, Scope, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
@@ -26,6 +28,11 @@ _GROWING = frozenset((
     "bitand", "bitor", "bitxor", "invert", "min", "max", "select",
 ))  # fmt: skip
 _COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
+
+#: Names that differ from pair to pair, or from sequence to sequence though there may be no key: none of a sink.
+_NOT_OF_A_SINK = frozenset((
+    "s", "q", "kv", "q_pos", "q_global", "kv_global", "seqlen_q", "seqlen_k", "total_q", "total_k",
+))  # fmt: skip
 
 #: Canonical text of an inlined expression may be longer than what a user may write.
 _RESTORED_LENGTH = 2**20
@@ -125,37 +132,45 @@ def compile_variant(
     tensors: Sequence[Tensor] = (),
     let: Mapping[str, Any] | None = None,
     locate: Mapping[str, Location] | None = None,
+    sink: str | float | None = None,
+    dropout: bool = False,
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
-    ``mask`` None or True shows every key; ``score`` None is the logit itself. ``let`` maps a name to a text, or
-    ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
+    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None is none; with
+    ``dropout`` the variant takes a rate and a state of random numbers beside its own arguments. ``let`` maps a name to
+    a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
     (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field serves otherwise.
 
     Raises SpecError for the first thing that is wrong.
     """
-    return _compile(name, mask, score, scalars, tensors, let or {}, locate, MAX_LENGTH)
+    variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH)
+    return _with_dropout(variant) if dropout else variant
 
 
 def restore_variant(data: Mapping[str, Any], scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> Variant:
     """Rebuild a variant from ``Variant.to_dict``; texts of the user come back as they were."""
-    variant = _compile(data["name"], data["mask"], data["score"], scalars, tensors, data["let"], None, _RESTORED_LENGTH)
-    return Variant(
-        variant.name,
-        variant.mask,
-        variant.score,
-        variant.scalars,
-        variant.tensors,
-        data["mask_text"],
-        data["score_text"],
-        variant.let,
+    if data.get("dropout"):
+        scalars, tensors = scalars[:-1], tensors[:-1]
+    expressions = (data["mask"], data["score"], data.get("sink"))
+    variant = _compile(data["name"], *expressions, scalars, tensors, data["let"], None, _RESTORED_LENGTH)
+    restored = replace(
+        variant, mask_text=data["mask_text"], score_text=data["score_text"], sink_text=data.get("sink_text")
     )
+    return _with_dropout(restored) if data.get("dropout") else restored
+
+
+def _with_dropout(variant: Variant) -> Variant:
+    """Return a variant that drops probabilities, and takes what that needs at the call."""
+    scalars, tensors = (*variant.scalars, DROPOUT_P), (*variant.tensors, RNG_STATE)
+    return replace(variant, scalars=scalars, tensors=tensors, dropout=True)
 
 
 def _compile(
     name: str,
     mask: object,
     score: object,
+    sink: object,
     scalars: Sequence[Scalar],
     tensors: Sequence[Tensor],
     let: Mapping[str, Any],
@@ -188,7 +203,21 @@ def _compile(
             raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
         logit = to_float(logit)
         logit = None if logit == Var("s", Type.FLOAT) else logit
-    present = {node for root in (visible, logit) if root is not None for node in walk(root)}
+    scope.logit = False
+    resting: Expr | None = None
+    if sink is not None:
+        resting, snippet = expression("sink", sink)
+        if resting.type is Type.BOOL:
+            raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
+        if found := sorted(names(resting) & _NOT_OF_A_SINK):
+            raise snippet.error(
+                f"a sink is one logit of a head, whatever its queries and keys: '{found[0]}' is not allowed; "
+                "allowed: b, h, hk, heads, kv_heads and what is declared",
+                0,
+                len(snippet.text),
+            )
+        resting = to_float(resting)
+    present = {node for root in (visible, logit, resting) if root is not None for node in walk(root)}
     return Variant(
         name,
         visible,
@@ -198,6 +227,8 @@ def _compile(
         mask if isinstance(mask, str) else None,
         score if isinstance(score, str) else None,
         tuple((k, v) for k, v in scope.values.items() if v in present and not isinstance(v, Const | Var)),
+        resting,
+        sink if isinstance(sink, str) else None,
     )
 
 

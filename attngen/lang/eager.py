@@ -25,6 +25,8 @@ def evaluate(
     tensors: Mapping[str, torch.Tensor] | None = None,
     float_dtype: torch.dtype | None = None,
     guard: torch.Tensor | None = None,
+    *,
+    checked: bool = True,
 ) -> torch.Tensor:
     """Return the value of an expression, broadcast over the values of ``env``.
 
@@ -33,11 +35,12 @@ def evaluate(
     at all, for instance the mask under which a score is read.
 
     Raises IndexError, naming the tensor, for an index out of extent where the value is wanted; it is 0 elsewhere.
+    Unless ``checked``, it is 0 there too, as in kernels, and nothing waits for a GPU.
     Autograd flows to ``s``, to scalars and to float tensors.
     """
     import torch
 
-    evaluation = _Evaluation(env, tensors or {}, float_dtype or torch.float32, guard)
+    evaluation = _Evaluation(env, tensors or {}, float_dtype or torch.float32, guard, checked)
     with_guard: _Guards = ()
     return evaluation.value(expr, with_guard)
 
@@ -51,10 +54,12 @@ class _Evaluation:
         tensors: Mapping[str, torch.Tensor],
         float_dtype: torch.dtype,
         guard: torch.Tensor | None,
+        checked: bool,
     ) -> None:
         import torch
 
         self.torch = torch
+        self.checked = checked
         self.tensors = tensors
         self.types = {Type.BOOL: torch.bool, Type.INT: torch.int64, Type.FLOAT: float_dtype}
         given = [value for value in (*env.values(), *tensors.values()) if isinstance(value, torch.Tensor)]
@@ -80,10 +85,12 @@ class _Evaluation:
         torch = self.torch
         match node:
             case Const(value=value, type=type):
-                return torch.tensor(value, dtype=self.types[type], device=self.device)
+                return torch.full((), value, dtype=self.types[type], device=self.device)
             case Var(name=name, type=type):
-                value = torch.as_tensor(self.env[name], device=self.device).to(self.types[type])
-                return self._gate(value, guards)
+                value = self.env[name]
+                if not isinstance(value, torch.Tensor):  # filled in on a GPU, where a copy would wait
+                    return torch.full((), value, dtype=self.types[type], device=self.device)
+                return self._gate(value.to(self.device, self.types[type]), guards)
             case Load():
                 return self._load(node, guards)
             case Search():
@@ -118,7 +125,8 @@ class _Evaluation:
         inside = torch.ones_like(indices[0], dtype=torch.bool)
         for axis, index in enumerate(indices):
             within = (index >= 0) & (index < tensor.shape[axis])
-            self._require(node.tensor, axis, index, tensor.shape[axis], within, guards)
+            if self.checked:
+                self._require(node.tensor, axis, index, tensor.shape[axis], within, guards)
             inside = inside & within
         if tensor.numel() == 0:
             return torch.zeros(indices[0].shape, dtype=self.types[node.type], device=self.device)

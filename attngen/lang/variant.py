@@ -1,4 +1,4 @@
-"""A variant of attention as a value: its mask, its score and what they read. Frozen, comparable, JSON both ways."""
+"""A variant of attention as a value: mask, score, sink and what they read. Frozen, comparable, JSON both ways."""
 
 from __future__ import annotations
 
@@ -68,11 +68,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Variant:
-    """A mask and a score over declared scalars and tensors.
+    """A mask, a score and a sink over declared scalars and tensors.
 
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``.
-    Constant scalars stand inlined in both and stay listed in ``scalars``. ``let`` keeps the named values of the
-    spec, inlined as well, so that generated code can use the same names. The texts are the user's own.
+    ``sink`` is FLOAT over batch and head: a logit that every row has beside those of its keys, without a value; None
+    for none. With ``dropout`` probabilities are dropped, at the rate and with the random numbers that the last scalar
+    and the last tensor name (``lang.dropout``). Constant scalars stand inlined in the expressions and stay listed in
+    ``scalars``. ``let`` keeps the named values of the spec, inlined as well, so that generated code can use the same
+    names. The texts are the user's own.
     """
 
     name: str
@@ -83,6 +86,9 @@ class Variant:
     mask_text: str | None = None
     score_text: str | None = None
     let: tuple[tuple[str, Expr], ...] = ()
+    sink: Expr | None = None
+    sink_text: str | None = None
+    dropout: bool = False
 
     @property
     def masked(self) -> bool:
@@ -101,7 +107,7 @@ class Variant:
 
     @cached_property
     def ranges(self) -> dict[str, Range]:
-        """Inclusive numeric ranges of every name that mask and score may hold."""
+        """Inclusive numeric ranges of every name that the expressions may hold."""
         return declared_ranges(self.scalars, self.tensors)
 
     def tensor(self, name: str) -> Tensor:
@@ -119,8 +125,8 @@ class Variant:
         raise KeyError(name)
 
     def uses(self, *expressions: Expr | None) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the variable names and the tensor names that the expressions (by default mask and score) hold."""
-        chosen = [e for e in (expressions or (self.mask, self.score)) if e is not None]
+        """Return the variable names and the tensor names that the expressions (by default all) hold."""
+        chosen = [e for e in (expressions or (self.mask, self.score, self.sink)) if e is not None]
         variables = frozenset[str]().union(*(names(e) for e in chosen))
         loaded = frozenset[str]().union(*(tensors(e) for e in chosen))
         return variables, loaded
@@ -138,6 +144,8 @@ class Variant:
             "tensors": [_plain(asdict(tensor)) for tensor in self.tensors],
             "mask_text": self.mask_text,
             "score_text": self.score_text,
+            **({} if self.sink is None else {"sink": canonical(self.sink), "sink_text": self.sink_text}),
+            **({"dropout": True} if self.dropout else {}),
         }
 
     @classmethod

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attngen.formats import VERSION
+from attngen.lang.dropout import RNG_STATE
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Scalar, Variant
 from attngen.render.environment import environment
@@ -31,14 +32,20 @@ class VariantView:
     @classmethod
     def of(cls, variant: Variant) -> VariantView:
         """Return the view of a variant."""
-        tensors = [f"{tensor.name}: Tensor" for tensor in variant.tensors]
+        tensors = [f"{tensor.name}: Tensor" for tensor in variant.tensors if tensor != RNG_STATE]
         scalars = [_declared(scalar) for scalar in variant.arguments]
-        names = [f"`{tensor.name}`" for tensor in variant.tensors]
+        names = [f"`{tensor.name}`" for tensor in variant.tensors if tensor != RNG_STATE]
         names += [f"`{scalar.name}`" for scalar in variant.arguments]
         parts = [f"Mask `{canonical(variant.mask)}`" if variant.masked else "Every query sees every key"]
         if variant.score is not None:
             parts.append(f"score `{canonical(variant.score)}`")
+        if variant.sink is not None:
+            parts.append(f"sink `{canonical(variant.sink)}`")
+        if variant.dropout:
+            parts.append("dropout at the rate `dropout_p`")
         default = " = ..." if variant.name == "full" else ""
+        if variant.dropout:
+            scalars.append(f"{RNG_STATE.name}: Tensor | None = ...")
         return cls(variant.name, default, (*tensors, *scalars), ", ".join(names), "; ".join(parts) + ".")
 
 

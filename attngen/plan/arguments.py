@@ -41,6 +41,8 @@ dout dout_0 dout_1 dk dk_0 dk_1 dv dv_0 dv_1 dq dq_0 dq_1 dp ds dlogit lse_log2 
 k_rows v_rows dk_rows dv_rows dq_rows q_rows q_head dout_head dout_rows keys k_end q_end inner_heads head start
 full_count partial_count full_word factor row_tile row row_tiles dot contribution gradient
 nothing used kv_tile visit visits
+sink sink_log2e
+kept_pairs drop drop_pairs philox dropout_rate dropout_threshold dropout_scale dropout_seed dropout_offset numbers
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.

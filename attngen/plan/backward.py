@@ -76,6 +76,7 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         aligned=alignment == 16,
         element_bytes=element.bytes,
         gathers=gathers(spec.variant),
+        dropout=spec.variant.dropout,
     )
     drivers = {kind: driver_of(spec, "q" if kind.by_keys else "kv") for kind in (_DKDV, _DQ)}
     if rows == "wgmma":

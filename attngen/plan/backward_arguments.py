@@ -121,13 +121,14 @@ def _classifier(plan: Plan, grid: str) -> Iterator[Argument]:
 
 
 def differentiable(plan: Plan) -> tuple[str, ...]:
-    """Return the tensors of a plan's variant that get a gradient."""
+    """Return the tensors whose gradients the kernels of a plan compute."""
     return differentiable_of(plan.variant)
 
 
 def differentiable_of(variant: Variant) -> tuple[str, ...]:
-    """Return the variant's tensors that get a gradient."""
-    return tuple(tensor.name for tensor in variant.tensors if tensor.grad)
+    """Return the variant's tensors that get a gradient through the score; sinks get theirs behind the kernels."""
+    read = variant.uses(variant.score)[1] if variant.score is not None else frozenset()
+    return tuple(tensor.name for tensor in variant.tensors if tensor.grad and tensor.name in read)
 
 
 def _row_pointer(name: str) -> Argument:

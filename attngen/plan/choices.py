@@ -33,9 +33,8 @@ def triton_schedule(spec: KernelSpec, arch: Arch) -> Schedule:
         raise refuse(spec, "dtype", f"{spec.dtype} kernels do not exist yet; allowed: {', '.join(ATTENTION_DTYPES)}")
     if spec.softmax not in (None, "exact_max"):
         raise refuse(spec, "softmax", f"'{spec.softmax}' does not exist in Triton kernels; allowed: exact_max")
-    for field, value in (("warps", spec.roles), ("sinks", spec.sinks), ("dropout", spec.dropout)):
-        if value:
-            raise refuse(spec, field, f"Triton kernels have no {field}; leave it out")
+    if spec.roles:
+        raise refuse(spec, "warps", "Triton kernels have no roles; give a count")
     if spec.softmax_scale is not None:
         raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.persistent:

@@ -43,9 +43,10 @@ class _Choice:
 
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
-#: whose addresses take registers; a "score" does arithmetic on every logit, which three consumers hide better than two;
-#: a "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much.
-#: Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
+#: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
+#: three consumers hide better than two; a "listed" mask loads a value for each key; a "window" is light and ends on the
+#: left, so that small tiles save much. Measured on an H200 where docs/performance.md says so; the rest follows from
+#: budgets.
 _TABLE = (
     _Choice("light", 64, 3, 128, "pingpong"),
     _Choice("gather", 128, 2, 64, "pingpong"),
@@ -127,13 +128,13 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
 def _families(spec: KernelSpec) -> frozenset[str]:
     """Return the families of the table that a kernel belongs to."""
     found = {"any"}
-    if is_light(spec.variant) and spec.layout == "dense":
+    if is_light(spec.variant) and spec.layout == "dense" and not spec.variant.dropout:
         found.add("light")
         if any(interval.lo is not None for interval in bands_of(spec).visible):
             found.add("window")
     if gathers(spec.variant):
         found.add("gather")
-    if spec.variant.score is not None:
+    if spec.variant.score is not None or spec.variant.dropout:
         found.add("score")
     if reads_data_per_key(spec.variant):
         found.add("listed")
@@ -142,9 +143,6 @@ def _families(spec: KernelSpec) -> frozenset[str]:
 
 def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Return why the schedule cannot serve a spec at all, or None."""
-    for field, value in (("sinks", spec.sinks), ("dropout", spec.dropout)):
-        if value:
-            return _refuse(spec, field, f"CUDA kernels have no {field}; leave it out")
     if not arch.wgmma:
         return _refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
     if spec.dtype not in _REDO_ABOVE:
@@ -250,7 +248,7 @@ def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int)
 
 def _searches(spec: KernelSpec) -> bool:
     """Whether the bounds of a tile are looked up in tensors, which takes some time."""
-    return bool(spec.variant.tensors) and bands_of(spec).exact
+    return bool(spec.variant.uses(spec.variant.mask, spec.variant.score)[1]) and bands_of(spec).exact
 
 
 def _with_memory(

@@ -191,9 +191,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
-    for field, value in (("sinks", spec.sinks), ("dropout", spec.dropout)):
-        if value:
-            return refuse(spec, field, f"a backward in cuda has no {field}; leave it out")
+    if spec.variant.dropout:
+        return refuse(spec, "backward", "a backward in cuda has no dropout; allowed: triton")
     return None
 
 

@@ -83,6 +83,7 @@ def _triton_plan(spec: KernelSpec, arch: Arch) -> Plan:
         aligned=alignment == 16,
         element_bytes=element.bytes,
         gathers=gathers(spec.variant),
+        dropout=spec.variant.dropout,
     )
     tile = _tile(spec, arch, default_tile(rows, max(widths)), widths, element.bytes)
     driver = driver_of(spec)
@@ -155,6 +156,10 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
             spec,
             "pack_gqa",
             "a tile map lists the tiles of single heads; allowed: false, or true with tile_map: never",
+        )
+    if pack_gqa and spec.variant.dropout:
+        raise refuse(
+            spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
         )
     tile = hopper_tile(spec, arch, driver)
     roles = tile.roles

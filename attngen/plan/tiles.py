@@ -28,6 +28,9 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
     ("wgmma", 64, Tile(64, 64, 3, 4, 128)),
     ("wgmma", 128, Tile(64, 64, 3, 4)),
     ("wgmma", 256, Tile(64, 32, 3, 4)),
+    # random numbers take registers while they are made
+    ("dropped", 128, Tile(64, 64, 3, 4)),
+    ("dropped", 256, Tile(64, 32, 2, 8)),
     # every element of a tile loads a value of its own, whose addresses take two registers each
     ("gather", 64, Tile(64, 64, 3, 4)),
     ("gather", 128, Tile(64, 32, 2, 4)),
@@ -65,6 +68,11 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("listed", 128, Tile(16, 128, 2, 8), Tile(128, 64, 2, 8)),
     ("listed", 192, Tile(16, 32, 2, 4), Tile(64, 32, 2, 4)),
     ("listed", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    # chosen such that ptxas neither spills nor makes products wait for each other
+    ("dropped", 64, Tile(64, 32, 2, 4), Tile(64, 64, 2, 4)),
+    ("dropped", 96, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    ("dropped", 128, Tile(64, 32, 2, 4), Tile(128, 64, 2, 8)),
+    ("dropped", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
     ("gather", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("gather", 128, Tile(16, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("gather", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
@@ -83,12 +91,13 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
 )
 
 
-def family(arch: Arch, *, loads: str, aligned: bool, element_bytes: int, gathers: bool) -> str:
+def family(arch: Arch, *, loads: str, aligned: bool, element_bytes: int, gathers: bool, dropout: bool = False) -> str:
     """Return which rows of the table a kernel takes; ``gathers``: mask or score load a value for every pair."""
     if element_bytes == 4:
         return "fp32"
     if loads == "descriptor":
-        return "gather" if gathers else "wgmma" if arch.wgmma else "descriptor"
+        own = "dropped" if dropout else "wgmma"
+        return "gather" if gathers else own if arch.wgmma else "descriptor"
     return "pointer" if aligned else "unaligned"
 
 

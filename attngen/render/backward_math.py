@@ -13,7 +13,7 @@ from attngen.lang.simplify import mul
 from attngen.plan.arguments import extent_name
 from attngen.plan.backward_arguments import differentiable, gradient_pointer
 from attngen.plan.model import Plan
-from attngen.render.expressions import KEYS, QUERIES, TRITON, Along, emit_for, scalar_bindings
+from attngen.render.expressions import KEYS, QUERIES, TRITON, Along, atom, emit_for, scalar_bindings
 from attngen.render.triton_math import defined, statements
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
@@ -111,6 +111,8 @@ def gradients(plan: Plan, form: Form, before: Sequence[str]) -> Gradients:
         f'{name} = tl.where(visible, {name}, float("-inf"))',
     ]
     derivative = _derivative(plan, form, name, "scale_log2e" if plain else scored.results[1], scored, slope, tensors)
+    if variant.dropout:
+        derivative = _dropped(form, derivative)
     for part in (lines, mask, derivative):
         _number_pairs(form, part, earlier=lines if part is not lines else [])
     texts = "\n".join([*hoisted, *lines, *mask, *derivative])
@@ -202,6 +204,18 @@ def _derivative(
     return lines
 
 
+def _dropped(form: Form, derivative: Sequence[str]) -> list[str]:
+    """Return the lines from the logit to dS with dropout: what is dropped has a dP of 0 and no part in dV."""
+    unit = "b * heads + h" if form is BY_KEYS else "unit"
+    found = f"kept_pairs(dropout_seed, dropout_offset, {unit}, dropout_threshold, q_start, kv_start, BLOCK_M, BLOCK_N)"
+    lines = [
+        f"kept = {f'tl.trans({found})' if form is BY_KEYS else found}",
+        "dp = tl.where(kept, dp * dropout_scale, 0.0)",
+        *derivative,
+    ]
+    return [*lines, "p = tl.where(kept, p, 0.0)"] if form is BY_KEYS else lines
+
+
 def _elements(plan: Plan, form: Form) -> dict[str, Binding]:
     """Return the bindings inside a step. What a block keeps stays inside its sequence by repeating the last one."""
     nothing: frozenset[str] = frozenset()
@@ -257,13 +271,3 @@ def _add(plan: Plan, tensor: _Tensor, value: str, tests: list[str]) -> str:
 
 #: Which index is inside which extent by what it means.
 _NEVER_OUTSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_heads")}
-
-
-def atom(text: str) -> str:
-    """Return a text as a factor: in parentheses unless it is a name, a literal, a call or a subscript."""
-    depth = 0
-    for character in text:
-        depth += (character in "([") - (character in ")]")
-        if depth == 0 and character == " ":
-            return f"({text})"
-    return text if not text.startswith(("-", "~")) else f"({text})"

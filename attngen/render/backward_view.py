@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from attngen.plan.arguments import block_suffix
 from attngen.plan.backward_arguments import has_window, through_descriptor
 from attngen.plan.model import Columns, Part, Plan
-from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, atom, gradients
+from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, gradients
+from attngen.render.expressions import atom
 from attngen.render.header import command, summary
 from attngen.render.triton_math import Ranges, map_lines, ranges, words
 from attngen.render.triton_view import begins, column_offsets, head_address, parameter_list, precision_of
@@ -139,7 +140,7 @@ def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
     if form is BY_KEYS:
         results = (
             *_results("dk", plan.columns_qk, plan.head_dim_qk, code.factor),
-            *_results("dv", plan.columns_v, plan.head_dim_v),
+            *_results("dv", plan.columns_v, plan.head_dim_v, "dropout_scale" if plan.variant.dropout else None),
         )
     else:
         results = _results("dq", plan.columns_qk, plan.head_dim_qk, code.factor)

@@ -70,6 +70,14 @@ class Logits:
 
 
 @dataclass(frozen=True, slots=True)
+class Sink:
+    """The sink of the head of a row: the lines that compute it, and its text."""
+
+    lines: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     """Which tiles a box of rows sees: the lines that find it out, and the ends of ranges by the names of their
     fields."""
@@ -115,6 +123,16 @@ def logits(plan: Plan) -> Logits:
     elif not re.fullmatch(r"[\w.]+", multiplier):
         lines, multiplier = [*lines, f"const float scale_log2e = {multiplier};"], "scale_log2e"
     return Logits(tuple(lines), steps[0], steps[1], multiplier)
+
+
+def sink(plan: Plan, before: Iterable[str]) -> Sink | None:
+    """Return the sink of a row of the tile ``work``, or None; ``before`` are lines whose names are not used again."""
+    if plan.variant.sink is None:
+        return None
+    own = {"h": "h", "hk": "work.hk"} if plan.pack_gqa else {"h": "work.h", "hk": "(work.h / group)"}
+    bound = {name: Binding(text) for name, text in {"b": "work.b", **own}.items()}
+    code = emit_for(plan, CUDA, [plan.variant.sink], scalar_bindings(plan, CUDA) | bound, taken=declared(before))
+    return Sink((*code.hoisted, *code.body), code.results[0])
 
 
 def _steps(plan: Plan, tile: Sequence[str], row: Sequence[str], body: Sequence[str]) -> Steps:

@@ -10,7 +10,8 @@ from functools import partial
 from attngen.dtypes import dtype
 from attngen.plan.hopper import WORK_BYTES
 from attngen.plan.model import Argument, Columns, Plan
-from attngen.render.cuda_math import Steps, Tiles, elements, logits, queries, tiles, word
+from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
+from attngen.render.expressions import atom
 from attngen.render.header import argument_groups, command, summary
 
 _REGION_TEXTS = {
@@ -79,6 +80,7 @@ class CudaView:
     queries: Callable[[str], str]
     rows_left: str
     row_lines: Callable[[str], tuple[str, ...]]
+    head_lines: Callable[[str], tuple[str, ...]]
     first_head: str
     query_box: str
     seqlen_q: str
@@ -96,6 +98,7 @@ class CudaView:
     logit_partial: str
     logit_comment: str
     multiplier: str
+    sink: Sink | None
     classifier: ClassifierView | None
 
 
@@ -112,11 +115,12 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
+    work_lines = _work_lines(plan, [*code.work, texts], code.work)
     return CudaView(
         template=template,
         command=command(plan),
         summary=summary(plan),
-        uses_expressions=plan.variant.masked or plan.variant.score is not None,
+        uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
@@ -151,6 +155,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         queries=partial(queries, plan),
         rows_left=f"({left}) * group" if plan.pack_gqa else left,
         row_lines=partial(_row_lines, plan),
+        head_lines=partial(_head_lines, plan),
         first_head="0" if plan.pack_gqa else "work.h",
         query_box=_query_box(plan),
         seqlen_q="work.seqlen_q" if plan.varlen else "seqlen_q",
@@ -160,7 +165,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
         pending_stage="held_stage" if hopper.skips else "v_stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
-        work_lines=_work_lines(plan, [*code.work, texts], code.work),
+        work_lines=work_lines,
         partial=code.partial,
         full=code.full,
         uses_kv=uses("kv_first", texts),
@@ -168,6 +173,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",
         logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
         multiplier=code.multiplier,
+        sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.classifier else None,
     )
 
@@ -269,7 +275,17 @@ def _loader_lines(plan: Plan, listed: Sequence[str]) -> tuple[str, ...]:
 def _row_lines(plan: Plan, row: str) -> tuple[str, ...]:
     """Return the lines that name the query of a row of a tile of work and, if heads share the rows, its head."""
     line = f"const int q = work.q_start + {queries(plan, row)};"
-    return (line, f"const int h = (work.hk << group_bits) + ({row} & group - 1);") if plan.pack_gqa else (line,)
+    return (line, *_head_lines(plan, row))
+
+
+def _head_lines(plan: Plan, row: str) -> tuple[str, ...]:
+    """Return the line that names the head of a row of a tile of work, if heads share the rows."""
+    return (f"const int h = (work.hk << group_bits) + ({row} & group - 1);",) if plan.pack_gqa else ()
+
+
+def _sink(plan: Plan, before: Sequence[str]) -> Sink | None:
+    found = sink(plan, before)
+    return None if found is None else Sink(found.lines, atom(found.text))
 
 
 def _query_box(plan: Plan) -> str:

@@ -258,3 +258,13 @@ def _is_wide(plan: Plan, value: Expr) -> bool:
     wide = {scalar.name for scalar in plan.variant.scalars if scalar.dtype == "int64"}
     wide |= {tensor.name for tensor in plan.variant.tensors if tensor.dtype == "int64"}
     return holds_int64(value) or not wide.isdisjoint(names(value) | tensors(value))
+
+
+def atom(text: str) -> str:
+    """Return a text as a factor: in parentheses unless it is a name, a literal, a call or a subscript."""
+    depth = 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if depth == 0 and character == " ":
+            return f"({text})"
+    return text if not text.startswith(("-", "~")) else f"({text})"

@@ -15,6 +15,10 @@ def summary(plan: Plan) -> str:
     parts = [f"mask `{canonical(variant.mask)}`"]
     if variant.score is not None:
         parts.append(f"score `{canonical(variant.score)}`")
+    if variant.sink is not None:
+        parts.append(f"sink `{canonical(variant.sink)}`")
+    if variant.dropout:
+        parts.append("dropout")
     return f"Attention {plan.direction}, variant {variant.name}: {', '.join(parts)}."
 
 

@@ -168,6 +168,14 @@ def math(plan: Plan, before: Iterable[str] = ()) -> Math:
     )
 
 
+def sink(plan: Plan, before: Iterable[str]) -> tuple[tuple[str, ...], str]:
+    """Return the lines behind the loops that compute the sink of the head, and its text; none where there is none."""
+    if plan.variant.sink is None:
+        return (), ""
+    code = emit_for(plan, TRITON, [plan.variant.sink], scalar_bindings(plan, TRITON), taken=defined(before))
+    return (*code.hoisted, *code.body), code.results[0]
+
+
 def _of_tile(scored: EmittedMany) -> str:
     """Return the logit of every pair, also where the score depends on row or key alone, or on none."""
     text = scored.results[0]

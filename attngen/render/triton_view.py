@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from attngen.plan.arguments import block_suffix, has_descriptor
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.render.expressions import atom
 from attngen.render.header import argument_groups, command, summary
-from attngen.render.triton_math import Body, Math, Ranges, classifier, math, ranges, words
+from attngen.render.triton_math import Body, Math, Ranges, classifier, math, ranges, sink, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class TritonView:
     step: Step
     ragged: str
     ragged_step: Step
+    sink_lines: tuple[str, ...]
+    sink: str
     element: str
     precision: str
     classifier: ClassifierView | None
@@ -105,6 +108,7 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     ragged_step = _step(plan, code, code.ragged, None, ragged=True)
     texts = [*spans.lines, *listed.lines, *code.hoisted]
     texts += [line for body in (code.whole, code.ragged) for line in (*body.score_lines, *body.mask_lines)]
+    sink_lines, sink_text = sink(plan, texts)
     return TritonView(
         template=template,
         command=command(plan),
@@ -123,6 +127,8 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         step=step,
         ragged=spans.ragged,
         ragged_step=ragged_step,
+        sink_lines=sink_lines,
+        sink=atom(sink_text),
         element=f"tl.{plan.dtype.triton_language}",
         precision=precision_of(plan),
         classifier=_classifier(plan, uses_q_pos=code.uses_q_pos) if plan.classifier else None,

@@ -21,7 +21,12 @@ class _Constant(torch.autograd.Function):
 
 
 def with_zero_gradients(out: Tensor, lse: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the results so that their gradients by the inputs exist and are zero, as those of an empty call are."""
+    """Return the results so that their gradients by the inputs exist and are zero, as those of an empty call are.
+
+    A log-sum-exp that has gradients, as that of sinks alone has, keeps them.
+    """
+    if lse is not None and lse.requires_grad:
+        return with_zero_gradients(out, None, inputs)[0], lse
     if out.requires_grad or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return out, lse
     anchored: tuple[Tensor, Tensor | None] = _Constant.apply(out, lse, *inputs)

@@ -17,6 +17,7 @@ import torch
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError, suggest
+from attngen.lang.dropout import RNG_STATE
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.ranges import DTYPE_RANGES
 from attngen.lang.variant import Bound, Scalar, Variant
@@ -356,7 +357,8 @@ def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
                 f"{variant.name}: unknown argument '{name}'{suggest(name, [*declared, *CALL_KEYWORDS])}; "
                 f"{_declaration(variant)}"
             )
-    required = [t.name for t in variant.tensors] + [s.name for s in variant.arguments if s.default is None]
+    required = [t.name for t in variant.tensors if t != RNG_STATE]
+    required += [s.name for s in variant.arguments if s.default is None]
     missing = [name for name in required if arguments.get(name) is None]
     if missing:
         raise CallError(f"{variant.name}: missing {', '.join(map(repr, missing))}; {_declaration(variant)}")

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError, suggest
+from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, Packing, bind
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.dropout import with_state
 from attngen.runtime.explanation import Explanation
 from attngen.runtime.module import Kernel
 from attngen.runtime.prepared import PreparedCall
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
+from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
 
 #: What ``backend=`` may say.
@@ -57,8 +60,11 @@ def attention(
     with ``layout='bhsd'``; heads is a multiple of kv_heads. ``variant`` names what was built (``package/variant``
     where the short name is ambiguous); its scalars and tensors are keywords. ``softmax_scale`` is 1/√head_dim unless
     given. ``seqused_k`` (batch,) int32 cuts each sequence's keys. With ``return_lse`` the natural log-sum-exp
-    (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf. ``tile_map`` is what
-    ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
+    (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf or its sink. ``tile_map``
+    is what ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
+
+    A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
+    tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
 
     Under ``torch.autocast`` float32 tensors on a GPU are taken in its dtype.
 
@@ -136,6 +142,8 @@ def run(
     tile_map: TileMap | None,
 ) -> Any:
     """Run a call now, whether it comes from a program or from an operator. ``packing`` is None for a dense call."""
+    if DROPOUT_P.name in arguments:
+        arguments = _with_state(q, variant, package, arguments)
     given = (q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments)
     if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in _PLAIN and type(v) in _PLAIN):
         call, found = bind_call(*given)
@@ -169,7 +177,15 @@ def run(
         call, found = bind_call(*given)
         prepared = _prepare(call, found, addresses, variant, package, backend, arguments)
         _PREPARED.put(identity, prepared)
+    if prepared.sinks_only:
+        return without_keys(bind_call(*given)[0])
     return prepared(q, addresses, softmax_scale, arguments, tile_map)
+
+
+def _with_state(q: Any, variant: str | Variant, package: str | None, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call that names a rate of dropout, with a state of random numbers if need be."""
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    return with_state(variant if isinstance(variant, Variant) else find(variant, package).variant, arguments, device)
 
 
 def _asks_for_gradient(q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> bool:
@@ -355,6 +371,7 @@ def tile_map(
     if cu_seqlens_q is not None:
         packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
     values = k if v is None else v
+    arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}))
     call, found = bind_call(q, k, values, packing, variant, None, seqused_k, False, layout, backend, package, arguments)
     if not _on_gpu(q) or backend == "reference" or call.empty:
         return TileMap(call.variant.name)
@@ -404,6 +421,7 @@ def explain(
     packing = None
     if cu_seqlens_q is not None:
         packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
+    arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}))
     call, found = bind_call(
         q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
     )

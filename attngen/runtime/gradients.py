@@ -18,6 +18,7 @@ from attngen.runtime.arguments import Call, Number, View, view
 from attngen.runtime.driver import Driver
 from attngen.runtime.launch import Geometry, PreparedLaunch
 from attngen.runtime.module import Kernel, Part
+from attngen.runtime.sinks import add_gradients
 
 #: Order of the addresses that the kernels of a backward take; gradients and the variant's tensors follow.
 ADDRESSES = (
@@ -166,7 +167,7 @@ class PreparedGradients:
         self._driver, self._device = driver, device
 
     def __call__(self, call: Call, buffers: GradientBuffers, scale: float, scalars: Sequence[Number]) -> None:
-        """Enqueue all kernels on the current stream."""
+        """Enqueue the whole backward on the current stream."""
         named = buffers.named(call)
         given = [named.get(name) for name in self._names] + [call.tensors[name] for name in self._tensors]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
@@ -176,6 +177,12 @@ class PreparedGradients:
             words = buffers.words.get(owner)
             addresses[_MAP] = 0 if words is None else words.data_ptr()
             launch(addresses, scale, scalars)
+        finish(call, buffers)
+
+
+def finish(call: Call, buffers: GradientBuffers) -> None:
+    """Enqueue what comes behind the kernels of a backward: the gradients of sinks, which need no keys."""
+    add_gradients(call, buffers.lse, buffers.rows[1], buffers.gradients)
 
 
 def allocate(

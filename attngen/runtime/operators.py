@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
+from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
 from attngen.runtime.arguments import CALL_KEYWORDS
+from attngen.runtime.dropout import check_rate, draw
 from attngen.runtime.registry import registry
 from attngen.runtime.tile_map import TileMap
 
@@ -275,9 +277,11 @@ def _resolve(variant: str, package: str | None, given: tuple[str, ...]) -> tuple
     takes = (*tensors, *zip(signature.scalars, signature.defaults, strict=True))
     names = [argument for argument, _ in takes]
     for argument in given:
+        if argument == DROPOUT_P.name and argument not in names:
+            continue
         if argument not in names:
             raise CallError(f"{variant}: unknown argument '{argument}'{suggest(argument, (*names, *CALL_KEYWORDS))}")
-    missing = [argument for argument, default in takes if default is None and argument not in given]
+    missing = [argument for argument, default in takes if default is None and argument not in (*given, RNG_STATE.name)]
     if missing:
         raise CallError(f"{variant}: missing {', '.join(map(repr, missing))}")
     return namespace, name, takes
@@ -302,6 +306,11 @@ def call(
     if not isinstance(variant, str):
         raise CallError("a traced call must name its variant; a Variant as a value works in eager calls only")
     namespace, name, takes = _resolve(variant, package, tuple(arguments))
+    names = [argument for argument, _ in takes]
+    if DROPOUT_P.name in arguments and DROPOUT_P.name not in names:
+        check_rate(variant, arguments[DROPOUT_P.name])
+    if RNG_STATE.name in names and arguments.get(RNG_STATE.name) is None:
+        arguments = {**arguments, RNG_STATE.name: draw(q.device)}
     own = [arguments.get(argument, default) for argument, default in takes]
     words = None if tile_map is None else tile_map.words
     operators = getattr(torch.ops, namespace)

@@ -43,6 +43,7 @@ class PreparedCall:
         "_return_lse",
         "_rules",
         "_scale",
+        "sinks_only",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +65,8 @@ class PreparedCall:
         self._out_shape, self._lse_shape = call.out_shape(), call.lse_shape()
         self._return_lse = call.return_lse
         self._like_q = False  # whether the result has q's shape and strides: torch allocates such a tensor faster
+        #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
+        self.sinks_only = kernel is None and call.return_lse and call.variant.sink is not None
         self._device, self._scale = call.device, call.scale
         self._driver, self._index = driver, device
         self._counted = kernel is not None and kernel.persistent

@@ -20,6 +20,8 @@ from attngen.lang.eager import evaluate
 from attngen.lang.variant import Variant
 from attngen.runtime.anchor import with_zero_gradients
 from attngen.runtime.arguments import Call
+from attngen.runtime.dropout import kept, rate_of
+from attngen.runtime.sinks import sinks
 
 #: Elements of the score matrix that are held at a time: some megabytes for a CPU's caches, more to fill a GPU.
 CHUNK_ELEMENTS = {"cpu": 2**21}
@@ -48,7 +50,8 @@ def reference(
 
     ``compute`` is the dtype of all arithmetic: float32 unless the inputs are float64. With float64 both results stay
     float64, which makes an oracle; otherwise out has q's dtype and lse is float32. Rows without a visible key give
-    0 and −inf; so do rows of no sequence. Raises IndexError for a load out of extent that nothing guards.
+    0 and −inf, or the sink of their head if there is one; rows of no sequence give 0 and −inf. Raises IndexError for a
+    load out of extent that nothing guards.
     """
     compute = compute or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     out_dtype = torch.float64 if compute == torch.float64 else q.dtype
@@ -124,7 +127,8 @@ def _attend(call: Call, sequence: OneSequence, compute: torch.dtype) -> tuple[to
     rows, keys = sequence.q.shape[0], sequence.k.shape[0]
     if not rows or not keys or not call.heads:
         out = sequence.q.new_zeros((rows, call.heads, call.head_dim_v), dtype=compute)
-        return out, torch.full((call.heads, rows), -math.inf, dtype=compute, device=sequence.q.device)
+        lse = torch.full((call.heads, rows), -math.inf, dtype=compute, device=sequence.q.device)
+        return out, lse if call.variant.sink is None else sinks(call, compute)[sequence.index, :, None].expand_as(lse)
     chunk = CHUNK_ELEMENTS.get(call.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
     step = max(1, chunk // (call.heads * keys))
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_of(call, sequence))
@@ -163,13 +167,22 @@ def _attend_rows(
     scores = _scores(call.variant, logits, visible, names, tensors, compute)
     visible = visible & (scores != -math.inf)  # a score may hide a pair too
     scores = torch.where(visible, scores, -math.inf)
+    sink = None if call.variant.sink is None else sinks(call, compute)[sequence.index, :, None, None]
     peak = scores.detach().amax(dim=-1, keepdim=True)
+    if sink is not None:
+        peak = torch.maximum(peak, sink.detach())
     peak = torch.where(peak == -math.inf, 0.0, peak)
     # Twice: exp must see no −inf, whose gradient would be NaN against an infinite one from above.
     weights = torch.where(visible, torch.exp(torch.where(visible, scores - peak, 0.0)), 0.0)
     total = weights.sum(dim=-1, keepdim=True)
     dead = ~visible.any(dim=-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - peak)
+        dead = dead & (sink == -math.inf)
     divisor = torch.where(dead, 1.0, total)
+    if call.variant.dropout:
+        stays = kept(call, sequence.index, slice(first, last), keys)
+        weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
     out = _weighted(weights, v, visible) / divisor
     lse = torch.where(dead, -math.inf, peak + torch.log(divisor)).squeeze(-1)
     return out.transpose(0, 1), lse

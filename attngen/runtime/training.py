@@ -18,7 +18,6 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.gradients import (
-    GradientBuffers,
     PreparedGradients,
     allocate,
     differentiable,
@@ -27,6 +26,7 @@ from attngen.runtime.gradients import (
 )
 from attngen.runtime.registry import registry
 from attngen.runtime.select import Request, no_kernel, select
+from attngen.runtime.sinks import add_gradients
 from attngen.runtime.tile_map import TileMap
 
 _PREPARED: RecentCache[PreparedGradients] = RecentCache(dispatch.PREPARED_CALLS)
@@ -142,10 +142,10 @@ def differentiate(
         settings.package, arguments,
     )  # fmt: skip
     _check_asked(call, asked)
-    if call.empty:
-        return _nothing(call)
-    dout = torch.zeros_like(out) if dout is None else _aligned(dout)
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    if call.empty:
+        return _nothing(call, lse, dlse)
+    dout = torch.zeros_like(out) if dout is None else _aligned(dout)
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
     key = _key(settings, given, dlse, packing, seqused_k, tensors)
     prepared = _PREPARED.get(key)
@@ -168,7 +168,7 @@ def differentiate(
         _PREPARED.put(key, prepared)
     buffers = allocate(call, given, prepared.map_shapes, dlse, prepared.sums)
     prepared(call, buffers, call.scale, [call.scalars[rule.name] for rule in call.rules])
-    return buffers.dq, buffers.dk, buffers.dv, _cast(call, buffers)
+    return buffers.dq, buffers.dk, buffers.dv, _cast(call, buffers.gradients)
 
 
 def _deterministic() -> bool:
@@ -180,15 +180,21 @@ def _index(tensor: Tensor) -> int:
     return tensor.device.index or 0
 
 
-def _cast(call: Call, buffers: GradientBuffers) -> dict[str, Tensor]:
-    return {name: gradient.to(call.tensors[name].dtype) for name, gradient in buffers.gradients.items()}
+def _cast(call: Call, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: gradient.to(call.tensors[name].dtype) for name, gradient in gradients.items()}
 
 
-def _nothing(call: Call) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Return the gradients of a call without work."""
+def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Return the gradients of a call without work; a log-sum-exp of sinks alone passes its own on."""
     dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[call.dtype])
     dq, dk, dv = (torch.zeros(shape, dtype=dtype, device=call.device) for shape in gradient_shapes(call).values())
-    return dq, dk, dv, {name: torch.zeros_like(call.tensors[name]) for name in differentiable(call)}
+    gradients = {
+        name: torch.zeros(call.tensors[name].shape, dtype=torch.float32, device=call.device)
+        for name in differentiable(call)
+    }
+    if dlse is not None and dlse.numel():
+        add_gradients(call, lse, -dlse, gradients)
+    return dq, dk, dv, _cast(call, gradients)
 
 
 def _check_asked(call: Call, asked: Sequence[str]) -> None:
@@ -200,10 +206,12 @@ def _check_asked(call: Call, asked: Sequence[str]) -> None:
                 f"{call.variant.name}: tensor '{name}' asks for a gradient that its spec does not declare "
                 "(grad: true); detach it"
             )
-    if not asked or not torch.are_deterministic_algorithms_enabled():
+    scored = call.variant.uses(call.variant.score)[1] if call.variant.score is not None else frozenset()
+    unordered = [name for name in asked if name in scored]
+    if not unordered or not torch.are_deterministic_algorithms_enabled():
         return
     message = (
-        f"{call.variant.name}: the gradient of tensor '{asked[0]}' is added up in no fixed order, and "
+        f"{call.variant.name}: the gradient of tensor '{unordered[0]}' is added up in no fixed order, and "
         "torch.use_deterministic_algorithms(True) asks for one; detach it, or use backend='reference'"
     )
     if not torch.is_deterministic_algorithms_warn_only_enabled():

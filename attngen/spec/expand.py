@@ -95,8 +95,6 @@ class KernelSpec:
     fast_math: bool = True
     softmax: str | None = None
     softmax_scale: float | None = None
-    sinks: bool = False
-    dropout: bool = False
     deterministic: bool = False
     persistent: bool | None = None
     order: str | None = None
@@ -115,7 +113,8 @@ class KernelSpec:
     def to_dict(self) -> dict[str, Any]:
         """Return what is to be built as a JSON value: no places, no names of files, no formatting of expressions."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
-        data["variant"] = self.variant.to_dict() | {"mask_text": None, "score_text": None}
+        variant = self.variant.to_dict()
+        data["variant"] = {name: None if name.endswith("_text") else value for name, value in variant.items()}
         data["roles"] = asdict(self.roles) if self.roles else None
         data["backward"] = asdict(self.backward) if self.backward else None
         data["allow"] = list(self.allow)
@@ -262,8 +261,6 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         fast_math=values["fast_math"],
         softmax=None if backward else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
-        sinks=_first(entry.sinks, declared.model.sinks),
-        dropout=_first(entry.dropout, declared.model.dropout),
         deterministic=values["deterministic"],
         persistent=values["persistent"],
         order=values["order"],
@@ -329,7 +326,7 @@ def _places(spec: Spec, index: int, chosen: dict[str, _Value], declared: Declare
     places = {name: item.location for name, item in chosen.items()}
     if entry.backward is not None:
         places["backward"] = spec.tree.locate(("kernels", index, "backward"))
-    for name in ("softmax", "softmax_scale", "sinks", "dropout", "allow"):
+    for name in ("softmax", "softmax_scale", "allow"):
         in_entry = name in entry.model_fields_set
         places[name] = spec.tree.locate(("kernels", index, name)) if in_entry else declared.locate(name)
     return places

@@ -50,7 +50,7 @@ def _is_preset(spec: Spec, name: str) -> bool:
 def _unused_declarations(declared: DeclaredVariant) -> list[Remark]:
     """Return a remark for each scalar, tensor and let value that no expression of the variant names."""
     model = declared.model
-    texts = [str(model.mask), model.score or "", *model.let.values()]
+    texts = [str(model.mask), model.score or "", str(model.sink), *model.let.values()]
     texts += [str(extent) for tensor in model.tensors.values() for extent in tensor.shape]
     named = {name for text in texts for name in _NAME.findall(text)}
     root = ("variants", declared.variant.name)

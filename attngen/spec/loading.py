@@ -216,6 +216,8 @@ def _declare(name: str, model: VariantModel, node: tree.Node, file: Location) ->
         name,
         mask=model.mask,
         score=model.score,
+        sink=model.sink,
+        dropout=model.dropout,
         scalars=tuple(_scalar(key, scalar) for key, scalar in model.scalars.items() if not _is_learned(scalar)),
         tensors=(
             *(_tensor(key, tensor) for key, tensor in model.tensors.items()),

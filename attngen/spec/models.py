@@ -133,20 +133,22 @@ class TensorModel(Model):
 
 
 class VariantModel(Model):
-    """What is computed: which keys a query sees, and what becomes of the logit."""
+    """What is computed: which keys a query sees, what becomes of the logit, and what joins the softmax beside it."""
 
     description: str | None = Field(default=None, max_length=400)
     mask: MaskExpression | None = Field(
         default=None, description="true where the query sees the key; left out: everywhere"
     )
     score: Expression | None = Field(default=None, description="the logit, from s = scale * (q . k); left out: s")
+    sink: Expression | None = Field(
+        default=None, description="a logit of each head that joins the softmax and has no value; left out: none"
+    )
     let: dict[LetName, Expression] = Field(default={}, description="named intermediate values and functions, in order")
     scalars: dict[SymbolName, ScalarModel] = {}
     tensors: dict[SymbolName, TensorModel] = {}
     softmax: Softmax | None = None
     softmax_scale: Annotated[float, Field(gt=0)] | None = None
-    sinks: bool = Field(default=False, description="a learned logit for each head joins the softmax")
-    dropout: bool = Field(default=False, description="drop probabilities at the rate given at the call")
+    dropout: bool = Field(default=False, description="drop probabilities, at the rate `dropout_p` of the call")
 
 
 class HeadDimModel(Model):
@@ -239,8 +241,6 @@ class KernelModel(Model):
     fast_math: OneOrMany[bool] = Field(default=(True,), description="approximate tanh, exp2 and the like")
     softmax: OneOrMany[Softmax] | None = Field(default=None, description="instead of the variant's own")
     softmax_scale: Annotated[float, Field(gt=0)] | None = Field(default=None, description="fixed at build time")
-    sinks: bool | None = None
-    dropout: bool | None = None
     backward: BackwardModel | None = Field(default=None, description="how the backward is computed")
     deterministic: OneOrMany[bool] = (False,)
     persistent: OneOrMany[bool] | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attngen.lang.eager import evaluate
 from attngen.runtime.arguments import Call
+from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.reference import lengths, names_of
 
 
@@ -24,15 +25,24 @@ class _Sequence:
     rows: slice
     visible: Tensor  # (h, rows, keys)
     names: dict[str, object]
+    index: int
 
 
 def plain(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out and lse of plain PyTorch: every step rounds to q's dtype, save the score, which is float32.
 
-    Shapes as ``reference``. Rows that see nothing give 0 and −inf.
+    Shapes as ``reference``. Rows that see nothing give 0 and −inf, or their sink.
     """
 
     return _over_sequences(call, q, k, v, lambda one: _attend(call, one, call.tensors))
+
+
+def _with_sink(call: Call, scores: Tensor, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits (h, rows, keys) with one more behind them: the sink of the head, if there is one."""
+    if call.variant.sink is None:
+        return scores
+    sink = evaluate(call.variant.sink, names, tensors).to(scores.dtype).to(scores.device)
+    return torch.cat([scores, sink.broadcast_to(*scores.shape[:2], 1)], dim=-1)
 
 
 def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -42,7 +52,12 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
         names = {**one.names, "s": scores.float()}
         scores = evaluate(call.variant.score, names, tensors, guard=one.visible).to(one.q.dtype)
     scores = torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
-    weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)  # dead rows
+    keys = scores.shape[-1]
+    scores = _with_sink(call, scores, one.names, tensors)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)[..., :keys]  # dead rows
+    if call.variant.dropout:
+        stays = kept(call, one.index, slice(0, scores.shape[1]), keys)
+        weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
     return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
 
 
@@ -62,7 +77,7 @@ def plain_gradients(
 ) -> dict[str, Tensor]:
     """Return the gradients of plain PyTorch by q, k, v and the variant's tensors ``names``, in their dtypes.
 
-    Rows that see nothing pass none on.
+    Rows that see nothing pass none on, but for what their log-sum-exp owes to a sink.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in zip("qkv", (q, k, v), strict=True)}
     own = dict(call.tensors) | {name: call.tensors[name].detach().requires_grad_() for name in names}
@@ -76,8 +91,9 @@ def plain_gradients(
             above_lse = dlse[:, one.rows] if varlen else dlse[b]
             alive = one.visible.any(dim=-1)
             above = torch.where(alive[..., None], above.transpose(0, 1), 0.0)
-            results = (out, torch.where(alive, lse, 0.0))
-            found = gradients_of(results, list(leaves.values()), (above, torch.where(alive, above_lse, 0.0)))
+            summed = alive if call.variant.sink is None else torch.isfinite(lse)
+            results = (out, torch.where(summed, lse, 0.0))
+            found = gradients_of(results, list(leaves.values()), (above, torch.where(summed, above_lse, 0.0)))
             for name, gradient in zip(leaves, found, strict=True):
                 if gradient is not None:
                     total[name] += gradient.nan_to_num(nan=0.0)
@@ -87,10 +103,11 @@ def plain_gradients(
 def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return out of ``scaled_dot_product_attention``'s fused kernels under a dense mask.
 
-    None where these cannot serve: with a score, in float32 (where some round to TF32), off the GPU, or when none
-    of them takes the shapes. Rows that see nothing are undefined.
+    None where these cannot serve: with a score, a sink or dropout, in float32 (where some round to TF32), off the GPU,
+    or when none of them takes the shapes. Rows that see nothing are undefined.
     """
-    if call.variant.score is not None or q.dtype == torch.float32 or not q.is_cuda:
+    own = call.variant.score is not None or call.variant.sink is not None or call.variant.dropout
+    if own or q.dtype == torch.float32 or not q.is_cuda:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -125,10 +142,10 @@ def _over_sequences(
 
 
 def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, _Sequence]]:
-    """Yield the sequences that have both queries and keys, cut to their used keys."""
+    """Yield the sequences that have queries, and keys or a sink, cut to their used keys."""
     groups = call.heads // call.kv_heads
     for b, (rows, keys, q_offset, k_offset) in enumerate(lengths(call)):
-        if not rows or not keys:
+        if not rows or (not keys and call.variant.sink is None):
             continue
         if call.layout == "varlen":
             queries, used = slice(q_offset, q_offset + rows), slice(k_offset, k_offset + keys)
@@ -148,5 +165,6 @@ def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[in
                 queries,
                 visible,
                 names,
+                b,
             ),
         )

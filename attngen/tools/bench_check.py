@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attngen.lang.eager import evaluate
 from attngen.runtime.arguments import Call, bind
+from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.reference import names_of
 from attngen.tools.bench_workloads import Workload
 
@@ -140,5 +141,11 @@ def _rows(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: 
     visible = evaluate(call.variant.mask, names, call.tensors, torch.float64).broadcast_to(logits.shape)
     if call.variant.score is not None:
         logits = evaluate(call.variant.score, {**names, "s": logits}, call.tensors, torch.float64, guard=visible)
-    weights = torch.softmax(torch.where(visible, logits, -math.inf), dim=-1).nan_to_num(nan=0.0)  # dead rows
+    logits = torch.where(visible, logits, -math.inf)
+    if call.variant.sink is not None:
+        sink = evaluate(call.variant.sink, names, call.tensors, torch.float64).broadcast_to(*logits.shape[:2], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)[..., : len(keys)]  # dead rows
+    if call.variant.dropout:
+        weights = torch.where(kept(call, b, shown, len(keys))[h], weights * rate_of(call)[1], 0.0)
     return weights[0] @ values

@@ -3,13 +3,13 @@
 Check 1: the largest error is at most twice that of plain PyTorch in the same dtype (three times with a score of one's
 own), plus the rounding of the output and of exp2. Check 2: the root mean square error is at most 1.2 times that of
 SDPA, or of plain PyTorch where SDPA has no kernel. Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN,
-and a dead row is exactly 0 with a log-sum-exp of exactly −inf.
+and a dead row, which sees no key, is exactly 0 with a log-sum-exp of exactly −inf, or of its sink.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,12 @@ class Expected:
     plain_lse: Tensor
     peer_out: Tensor | None  # SDPA's
     rows: Tensor  # bool, as lse: rows that some sequence has
+    blind: Tensor | None = None  # bool, as lse: rows that see no key; None where their log-sum-exp tells, as it is −inf
+
+    @property
+    def dead(self) -> Tensor:
+        """Rows of sequences that see no key."""
+        return self.rows & (self.lse == -math.inf if self.blind is None else self.blind)
 
 
 def expected(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Expected:
@@ -45,7 +51,15 @@ def expected(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Expected:
     with torch.no_grad(), exact_float32():
         out, lse = reference(call, q, k, v, compute=torch.float64)
         plain_out, plain_lse = plain(call, q, k, v)
-        return Expected(out, lse, plain_out, plain_lse, sdpa(call, q, k, v), _rows(call, lse))
+        blind = None if call.variant.sink is None else rows_without_keys(call, q, k, v)
+        return Expected(out, lse, plain_out, plain_lse, sdpa(call, q, k, v), _rows(call, lse), blind)
+
+
+def rows_without_keys(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return which rows see no key, in the shape of the log-sum-exp, by a reference without the sink."""
+    with torch.no_grad():
+        bare = replace(call, variant=replace(call.variant, sink=None, dropout=False))
+        return reference(bare, q.detach(), k.detach(), v.detach(), compute=torch.float64)[1] == -math.inf
 
 
 class exact_float32:  # noqa: N801 (reads as a statement)
@@ -93,8 +107,9 @@ class Deviation:
 def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviation:
     """Compare results with what is expected of a call."""
     by_row = (lambda t: t.transpose(0, 1)) if call.layout == "varlen" else (lambda t: t.transpose(1, 2))
-    dead = wanted.rows & (wanted.lse == -math.inf)
+    dead = wanted.dead
     live = wanted.rows & ~dead
+    summed = wanted.rows & (wanted.lse != -math.inf)
     found, truth = by_row(out)[live].double(), by_row(wanted.out)[live]
     plain_error = (by_row(wanted.plain_out)[live].double() - truth).abs()
     peer = wanted.plain_out if wanted.peer_out is None else wanted.peer_out
@@ -103,10 +118,10 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
     scored = call.variant.score is not None
     factor = SCORED_MAX_ERROR_FACTOR if scored else MAX_ERROR_FACTOR
     rounding = torch.finfo(out.dtype).eps + 2 * _FLOAT32_UNIT
-    lse_error = (lse[live].double() - wanted.lse[live]).abs()
-    lse_allowed = LSE_TOLERANCE * (1 + largest(wanted.lse[live].abs()))
+    lse_error = (lse[summed].double() - wanted.lse[summed]).abs()
+    lse_allowed = LSE_TOLERANCE * (1 + largest(wanted.lse[summed].abs()))
     if scored:  # its functions may be approximate, as those of plain PyTorch round
-        lse_allowed += factor * largest((wanted.plain_lse[live].double() - wanted.lse[live]).abs())
+        lse_allowed += factor * largest((wanted.plain_lse[summed].double() - wanted.lse[summed]).abs())
     return Deviation(
         max_error=largest(error),
         max_allowed=factor * largest(plain_error) + rounding * largest(truth.abs()),
@@ -117,7 +132,7 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
         truth_squares=float(truth.square().sum()),
         elements=error.numel(),
         dead_rows=int(dead.sum()),
-        wrong=_inexact(by_row(out), lse, dead, live),
+        wrong=_inexact(by_row(out), lse, dead, live, summed),
     )
 
 
@@ -126,13 +141,13 @@ def largest(values: Tensor) -> float:
     return math.inf if values.isnan().any() else float(values.max()) if values.numel() else 0.0
 
 
-def _inexact(out: Tensor, lse: Tensor, dead: Tensor, live: Tensor) -> tuple[str, ...]:
+def _inexact(out: Tensor, lse: Tensor, dead: Tensor, live: Tensor, summed: Tensor) -> tuple[str, ...]:
     """Return what is wrong where results must be exact."""
     counts = {
         "rows that are not finite": ~torch.isfinite(out[live]).all(dim=-1),
-        "log-sum-exps that are not finite": ~torch.isfinite(lse[live]),
+        "log-sum-exps that are not finite": ~torch.isfinite(lse[summed]),
         "dead rows that are not 0": (out[dead] != 0).any(dim=-1),
-        "dead rows whose log-sum-exp is not -inf": lse[dead] != -math.inf,
+        "dead rows whose log-sum-exp is not -inf": lse[dead & ~summed] != -math.inf,
     }
     return tuple(f"{int(rows.sum())} {what}" for what, rows in counts.items() if rows.any())
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Bound, Scalar, Variant
 from attngen.plan.model import Plan
 from attngen.tools.cases import Case
@@ -25,6 +26,8 @@ def assumed(scalar: Scalar) -> Number:
     """Return the default of a scalar, or a value of middling size within its range."""
     if scalar.default is not None:
         return scalar.default
+    if scalar == DROPOUT_P:
+        return 0.1
     if scalar.dtype == "bool":
         return True
     value = 1.0 if scalar.dtype == "fp32" else _ASSUMED

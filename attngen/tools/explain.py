@@ -18,7 +18,7 @@ from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
 from attngen.spec import load_spec
 from attngen.tools.build import plans as plans_of
-from attngen.tools.explain_backward import backward_facts, derivatives
+from attngen.tools.explain_backward import DROPOUT, backward_facts, derivatives
 from attngen.tools.explain_floor import HeadFloor
 from attngen.tools.explain_gradients import GradientFloors
 from attngen.tools.explain_hopper import HopperExplanation
@@ -89,6 +89,7 @@ class PlanExplanation:
             "backend_reason": plan.backend_reason,
             "mask": canonical(plan.variant.mask),
             "score": canonical(plan.variant.score) if plan.variant.score is not None else "s",
+            **({"sink": canonical(plan.variant.sink)} if plan.variant.sink is not None else {}),
             "bands": {
                 "visible": [{"lo": band.lo, "hi": band.hi} for band in self.visible],
                 "full": [{"lo": band.lo, "hi": band.hi} for band in self.full],
@@ -141,6 +142,8 @@ class PlanExplanation:
             ("variant", plan.variant.name),
             ("mask", canonical(plan.variant.mask)),
             ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
+            *([("sink", canonical(plan.variant.sink))] if plan.variant.sink is not None else []),
+            *([("dropout", DROPOUT)] if plan.variant.dropout else []),
             ("takes", _takes(plan)),
             ("target", target),
             ("backend", f"{plan.backend}, {plan.backend_reason}"),

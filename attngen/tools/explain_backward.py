@@ -13,14 +13,14 @@ from attngen.plan.tiles import padded_width
 
 
 def derivatives(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what the score is differentiated by, ``s`` first, and the derivative."""
-    score = plan.variant.score
+    """Yield what the score is differentiated by, ``s`` first, and the derivative; then the same of the sink."""
+    score, sink = plan.variant.score, plan.variant.sink
     yield "s", "1.0" if score is None else canonical(differentiate(score, "s"))
-    if score is None:
-        return
-    for tensor in differentiable(plan):
-        for load, derivative in differentiate_loads(score, tensor):
-            yield canonical(load), canonical(derivative)
+    for name, expression in (("", score), ("sink by ", sink)):
+        if expression is not None:
+            for tensor in (one.name for one in plan.variant.tensors if one.grad):
+                for load, derivative in differentiate_loads(expression, tensor):
+                    yield f"{name}{canonical(load)}", canonical(derivative)
 
 
 def memory_of(plan: Plan, part: Part) -> GradientMemory:
@@ -36,6 +36,16 @@ def memory_of(plan: Plan, part: Part) -> GradientMemory:
         element_bytes=plan.dtype.bytes,
         names=("K", "V", "Q", "dO") if by_keys else ("Q", "dO", "K", "V"),
     )
+
+
+#: What dropout does, in a few words.
+DROPOUT = "of pairs whose 16-bit Philox number is below dropout_p * 65536"
+
+
+def _derivative(name: str, text: str) -> tuple[str, str]:
+    """Return label and text of a derivative, of the score unless it says that it is of the sink."""
+    of_sink = name.removeprefix("sink by ")
+    return f"by {of_sink}", text if of_sink == name else f"{text}, of the sink"
 
 
 _DOES = {
@@ -54,9 +64,11 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
         ("variant", variant.name),
         ("mask", canonical(variant.mask)),
         ("score", canonical(variant.score) if variant.score is not None else "s"),
-        *((f"by {name}", text) for name, text in derivatives(plan)),
+        *([("sink", canonical(variant.sink))] if variant.sink is not None else []),
+        *(_derivative(name, text) for name, text in derivatives(plan)),
+        *([("dropout", DROPOUT)] if variant.dropout else []),
         ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, backward"),
-        ("gradients", ", ".join(["q", "k", "v", *differentiable(plan)])),
+        ("gradients", ", ".join(["q", "k", "v", *(tensor.name for tensor in variant.tensors if tensor.grad)])),
     ]
     for part in plan.parts:
         lines.append((part.name, _DOES[part.name].format(tile_m=part.tile_m, tile_n=part.tile_n)))

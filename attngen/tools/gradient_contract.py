@@ -19,7 +19,7 @@ from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers, differentiable
 from attngen.runtime.reference import lengths, reference
 from attngen.tools.baseline import gradients_of, plain_gradients
-from attngen.tools.contract import SCORED_MAX_ERROR_FACTOR, Deviation, exact_float32, largest
+from attngen.tools.contract import SCORED_MAX_ERROR_FACTOR, Deviation, exact_float32, largest, rows_without_keys
 
 #: An element of a variant's own tensor sums over all pairs that read it, and so over the roundings of O and of the
 #: log-sum-exp, which plain PyTorch does not take from memory.
@@ -57,13 +57,14 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
         leaves |= {name: own[name].requires_grad_() for name in names}
         precise = replace(call, tensors=own)
         out, lse = reference(precise, leaves["q"], leaves["k"], leaves["v"], compute=torch.float64)
-        dead = lse == -math.inf
+        bare = lse == -math.inf  # nothing to differentiate
+        dead = bare if call.variant.sink is None else rows_without_keys(call, q, k, v)
         dout = torch.randn(out.shape, generator=generator).to(q.device, q.dtype)
         dlse = torch.randn(lse.shape, generator=generator).to(q.device)
         loud = dead.transpose(0, 1) if call.layout == "varlen" else dead.transpose(1, 2)
         dout = torch.where(loud[..., None], 1e4, dout.float()).to(q.dtype)
-        finite = torch.where(dead, 0.0, lse)
-        above = (dout.double(), torch.where(dead, 0.0, dlse).double())
+        finite = torch.where(bare, 0.0, lse)
+        above = (dout.double(), torch.where(bare, 0.0, dlse).double())
         found = gradients_of((out, finite), list(leaves.values()), above)
         truth = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
@@ -96,7 +97,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
     squares = peer_squares = truth_squares = 0.0
     elements = 0
     # Probabilities are taken from a log-sum-exp of float32, whose rounding is an error of the exponent.
-    exponent = 2 * _FLOAT32_UNIT * largest(wanted.lse[~wanted.dead].abs())
+    exponent = 2 * _FLOAT32_UNIT * largest(wanted.lse[torch.isfinite(wanted.lse)].abs())
     for name, found in results.items():
         truth = wanted.truth[name]
         error, plain_error = (found.double() - truth).abs(), (wanted.plain[name].double() - truth).abs()

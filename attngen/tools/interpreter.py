@@ -21,7 +21,7 @@ import torch
 from attngen.errors import CompileError
 from attngen.plan.model import Plan
 from attngen.runtime.arguments import Call
-from attngen.runtime.gradients import GradientBuffers, PartGeometry, geometries, map_owner, view_of
+from attngen.runtime.gradients import GradientBuffers, PartGeometry, finish, geometries, map_owner, view_of
 from attngen.runtime.launch import Geometry
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import Parameter
@@ -69,12 +69,13 @@ class Interpreted:
         self._run(self.kernel.entry, geometry.tiles, geometry, buffers)
 
     def differentiate(self, call: Call, buffers: GradientBuffers) -> None:
-        """Run the kernels of a backward, one after the other."""
+        """Run a backward: its kernels, one after the other, and what comes behind them."""
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
         for geometry in geometries(self.kernel, call, views, dlse=buffers.dlse is not None):
             blocks = geometry.part_tiles
             if blocks:
                 self._run(geometry.part.entry, blocks, geometry, buffers)
+        finish(call, buffers)
 
     def _run(self, entry: Entry, blocks: int, geometry: Geometry, buffers: Buffers | GradientBuffers) -> None:
         function: Any = getattr(self._module, entry.symbol)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import dtype as dtype_row
+from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Load, walk
 from attngen.lang.ranges import DTYPE_RANGES, Range
@@ -118,10 +119,10 @@ class _Chooser:
         return extent if isinstance(extent, int) else self._extents[extent]
 
     def _widen_extents(self, scalars: Mapping[str, Number]) -> None:
-        """Make extents that the call binds large enough for every index that mask and score can form."""
+        """Make extents that the call binds large enough for every index that an expression can form."""
         ranges = self._index_ranges() | {name: (value, value) for name, value in scalars.items()}
         ranges |= {tensor.name: self._limits(tensor) for tensor in self._variant.tensors}
-        for expression in (self._variant.mask, self._variant.score):
+        for expression in (self._variant.mask, self._variant.score, self._variant.sink):
             for node in walk(expression) if expression is not None else ():
                 if not isinstance(node, Load):
                     continue
@@ -153,6 +154,8 @@ class _Chooser:
     def _scalar(self, scalar: Scalar) -> Number:
         if scalar.const is not None:
             return scalar.const
+        if scalar == DROPOUT_P and scalar.name not in self._given:  # a rate near 1 leaves nothing to compare
+            return {"least": 0.0, "most": 0.75}.get(self._values, int(512 * self._uniform()) / 1024)
         if scalar.name in self._given:
             return self._given[scalar.name]
         low, high = self._resolved(scalar.min), self._resolved(scalar.max)
@@ -202,6 +205,8 @@ class _Chooser:
         return (first, int(min(most, first + self._calm * self._case.seqlen_k)))
 
     def _tensor(self, tensor: Tensor, shape: list[int]) -> torch.Tensor:
+        if tensor == RNG_STATE:
+            return torch.randint(-(2**63), 2**63 - 1, shape, generator=self._generator)
         dtype = getattr(torch, dtype_row(tensor.dtype).torch)
         kind = dtype_row(tensor.dtype).kind
         if kind == "bool":

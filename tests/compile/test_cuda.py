@@ -37,6 +37,8 @@ KERNELS: tuple[tuple[str, int, bool], ...] = (
     ("causal", 128, True),
     ("alibi", 64, True),  # a slope for each row
     ("dilated", 256, True),
+    ("causal_sink", 64, False),
+    ("sliding_window_sink", 64, True),  # a sink for each row
 )
 each = pytest.mark.parametrize(
     ("variant", "head_dim", "pack_gqa"), KERNELS, ids=[f"{v}-{d}{'-pack' * p}" for v, d, p in KERNELS]

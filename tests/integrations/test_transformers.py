@@ -60,7 +60,7 @@ EXPECTED = {
     "gemma2": ({"softcap", "softcap_window"}, {"span_softcap"}),
     "gemma3": ({"causal", "sliding_window"}, {"span"}),
     "qwen3": ({"causal"}, {"span"}),
-    "gpt_oss": ({"causal", "sliding_window"}, {"span"}),
+    "gpt_oss": ({"causal_sink", "sliding_window_sink"}, {"span_sink"}),
     "llama4": ({"causal", "chunked"}, {"span", "span_chunked"}),
     "modernbert": ({"full", "span"}, {"span"}),
     "whisper": ({"causal", "full"}, {"full", "span"}),
@@ -131,7 +131,7 @@ def test_packed_by_position_ids(family: str, served: list[str]) -> None:
     # Chunks are counted along the row, across sequences, as eager counts them: no structure has that.
     # GPT-OSS makes its masks without the positions, also for eager.
     wanted_variants = {
-        "gpt_oss": {"causal", "sliding_window"},
+        "gpt_oss": {"causal_sink", "sliding_window_sink"},
         "llama": {"packed_documents"}, "qwen3": {"packed_documents"}, "mistral": {"span_documents"},
         "gemma2": {"span_documents_softcap"}, "llama4": {"packed_documents", "allowed"},
     }.get(family, {"packed_documents", "span_documents"})  # fmt: skip
@@ -310,5 +310,5 @@ def test_dropout_is_refused() -> None:
     trained = families.make("llama", head_dim=8, implementation="attngen").train()
     for layer in trained.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    with pytest.raises(NoKernelError, match=r"attention dropout is 0\.1, and no kernel has dropout"):
+    with pytest.raises(NoKernelError, match=r"attention dropout is 0\.1, and no shipped variant drops"):
         logits(trained, given)

@@ -65,8 +65,6 @@ def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bo
             r"backward\.dkdv: Shared memory \d+ B exceeds \d+ B on sm90a: K \d+ \+ V \d+ \+ 4 stages x \(Q",
         ),
         ({"softmax": "lazy"}, r"test\.yaml:7: softmax: 'lazy' does not exist .* allowed: exact_max"),
-        ({"dropout": "true"}, r"dropout"),
-        ({"sinks": "true"}, r"sinks"),
         ({"warps": "{producer: 1, consumer: 2}"}, r"warps"),
         ({"persistent": "true"}, r"persistent"),
         ({"pack_gqa": "true"}, r"pack_gqa: Triton kernels give each query head tiles of its own; allowed: false"),

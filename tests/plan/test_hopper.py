@@ -282,8 +282,6 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"loads": "pointer"}, r"loads: cuda kernels load through tensor descriptors; allowed: descriptor"),
         ({"alignment": "element"}, r"alignment: tensor descriptors need alignment 16, not 2"),
         ({"tile_map": "always"}, r"tile_map: cuda kernels classify tiles themselves; allowed: auto, never"),
-        ({"sinks": "true"}, r"sinks: CUDA kernels have no sinks"),
-        ({"dropout": "true"}, r"dropout: CUDA kernels have no dropout"),
         ({"softmax_scale": 0.5}, r"softmax_scale: the scale is an argument of the call"),
         ({"head_dim": 72}, r"head_dim 72 is no multiple of 16 from 16 to 256; nearest: (64|80)"),
     ],
@@ -293,6 +291,13 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, object], message: s
     with pytest.raises(PlanError, match=message) as caught:
         on_hopper(**fields)  # type: ignore[arg-type]
     assert str(caught.value).startswith("test.yaml:")
+
+
+def test_packed_heads_with_dropout_are_refused() -> None:
+    declared = "variants: {dropped: {dropout: true}}\n"
+    with pytest.raises(PlanError, match="pack_gqa: random numbers serve rows of one head"):
+        on_hopper("dropped", declared=declared, pack_gqa="true")
+    assert on_hopper("dropped", declared=declared).variant.dropout
 
 
 def test_more_registers_than_a_launch_reserves_are_refused_with_their_sum() -> None:

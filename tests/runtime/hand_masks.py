@@ -22,6 +22,7 @@ class Hand:
 
     visible: Tensor
     score: Score
+    sink: Tensor | None = None  # (heads,): one more logit of each row, without a value
 
 
 def _grid(seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -44,6 +45,10 @@ def arguments(name: str, batch: int, heads: int, seqlen_q: int, seqlen_k: int, s
     match name:
         case "alibi":
             return {"slope": torch.rand(heads, generator=random)}
+        case "causal_sink":
+            return {"sinks": torch.randn(heads, generator=random)}
+        case "sliding_window_sink":
+            return {"window": 6, "sinks": torch.randn(heads, generator=random)}
         case "allowed":
             return {"allowed": torch.rand(batch, seqlen_q, seqlen_k, generator=random) < 0.4}
         case "causal_packed":
@@ -85,7 +90,7 @@ def hand(name: str, given: dict[str, Any], b: int, heads: int, seqlen_q: int, se
     match name:
         case "full":
             visible = everything
-        case "causal":
+        case "causal" | "causal_sink":
             visible = causal
         case "causal_top_left":
             visible = kv <= row
@@ -125,14 +130,14 @@ def hand(name: str, given: dict[str, Any], b: int, heads: int, seqlen_q: int, se
             score = lambda logits: logits + given["table"].to(logits.dtype)[:, entry]  # noqa: E731
         case "sink_window":
             visible = causal & ((kv < given["sinks"]) | (pos < kv + given["window"]))
-        case "sliding_window":
+        case "sliding_window" | "sliding_window_sink":
             visible = causal & (pos < kv + given["window"])
         case "softcap" | "softcap_window":
             visible = causal & (pos < kv + given["window"]) if name == "softcap_window" else causal
             score = lambda logits: given["cap"] * torch.tanh(logits / given["cap"])  # noqa: E731
         case _:
             raise AssertionError(f"preset '{name}' has no mask by hand: write one")
-    return Hand(visible.expand(heads, seqlen_q, seqlen_k), score)
+    return Hand(visible.expand(heads, seqlen_q, seqlen_k), score, given["sinks"] if name.endswith("_sink") else None)
 
 
 def by_hand(
@@ -147,6 +152,8 @@ def by_hand(
         logits = (q[:, h] @ k[:, h // groups].T) * scale
         scores = rule.score(logits.expand(heads, -1, -1))[h].masked_fill(~rule.visible[h], float("-inf"))
         lse = torch.logsumexp(scores, dim=-1)
+        if rule.sink is not None:
+            lse = torch.logaddexp(lse, rule.sink[h].to(lse.dtype))
         weights = torch.nan_to_num(torch.exp(scores - lse[:, None]), nan=0.0)
         outs.append(weights @ v[:, h // groups])
         lses.append(lse)

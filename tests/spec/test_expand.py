@@ -71,14 +71,14 @@ def test_a_kernel_overrides_its_variant():
     text = """\
     schema: 1
     arch: sm90a
-    variants: {a: {mask: true, softmax: lazy, softmax_scale: 0.5, dropout: true}}
+    variants: {a: {mask: true, softmax: lazy, softmax_scale: 0.5}}
     kernels:
       - {variant: a, head_dim: 64}
-      - {variant: a, head_dim: 64, softmax: exact_max, softmax_scale: 1, dropout: false}
+      - {variant: a, head_dim: 64, softmax: exact_max, softmax_scale: 1}
     """
     first, second = expand(load_spec_text(textwrap.dedent(text)))
-    assert (first.softmax, first.softmax_scale, first.dropout) == ("lazy", 0.5, True)
-    assert (second.softmax, second.softmax_scale, second.dropout) == ("exact_max", 1, False)
+    assert (first.softmax, first.softmax_scale) == ("lazy", 0.5)
+    assert (second.softmax, second.softmax_scale) == ("exact_max", 1)
     assert first.locate("softmax").line == 3
     assert second.locate("softmax").line == 6
 

@@ -39,6 +39,8 @@ MASKS: dict[str, tuple[Visible, dict[str, Any]]] = {
     "sink_window": (lambda b, i, p, j: j <= p and (j < 2 or j > p - 3), {"sinks": 2, "window": 3}),
     "chunked": (lambda b, i, p, j: j <= p and p // 4 == j // 4, {"chunk": 4}),
     "dilated": (lambda b, i, p, j: j in {p, p - 2, p - 4}, {"window": 3, "dilation": 2}),
+    "causal_sink": (lambda b, i, p, j: j <= p, {"sinks": torch.tensor([0.5, -1.0, 2.0])}),
+    "sliding_window_sink": (lambda b, i, p, j: p - 3 < j <= p, {"window": 3, "sinks": torch.tensor([0.5, -1.0, 2.0])}),
     "alibi": (lambda b, i, p, j: j <= p, {"slope": torch.tensor([0.5, 0.25, 0.125])}),
     "softcap": (lambda b, i, p, j: j <= p, {"cap": 2.0}),
     "softcap_window": (lambda b, i, p, j: p - 3 < j <= p, {"cap": 2.0, "window": 3}),

@@ -30,7 +30,7 @@ def right(name: str = "causal", layout: str = "dense", dtype: str = "fp16") -> t
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize("name", ["full", "causal", "softcap", "alibi", "packed_documents"])
+@pytest.mark.parametrize("name", ["full", "causal", "softcap", "alibi", "packed_documents", "causal_sink"])
 def test_a_rounded_reference_meets_it(name: str, layout: str, dtype: str) -> None:
     call, wanted, out, lse = right(name, layout, dtype)
     found = deviation(call, out, lse, wanted)

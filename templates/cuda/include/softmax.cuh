@@ -78,6 +78,24 @@ __device__ __forceinline__ void finish_sum(float (&sum)[2], float (&inverse)[2])
   }
 }
 
+// The same where each row has a sink: a logit without a value, in units of log2, that takes part in the sum and may
+// raise the reference. The inverses then also bring outputs to the new references.
+__device__ __forceinline__ void finish_sum(
+    const float (&sink)[2], float (&reference)[2], float (&sum)[2], float (&inverse)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    sum[row] += __shfl_xor_sync(~0u, sum[row], 1);
+    sum[row] += __shfl_xor_sync(~0u, sum[row], 2);
+    const float raised = fmaxf(reference[row], sink[row]);
+    const float alpha = exp2_approx(reference[row] - raised);
+    sum[row] = fmaf(sum[row], alpha, exp2_approx(sink[row] - raised));
+    reference[row] = raised;
+    float quotient;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(sum[row]));  // relative error 2^-23
+    inverse[row] = sum[row] == 0.0f ? 0.0f : alpha * quotient;
+  }
+}
+
 // Logarithm of the sum of exponentials of a row, natural; -inf for a row that saw no key.
 __device__ __forceinline__ float log_sum_exp(float reference, float sum) {
   return sum == 0.0f ? kMasked : (reference + log2f(sum)) * kLn2;

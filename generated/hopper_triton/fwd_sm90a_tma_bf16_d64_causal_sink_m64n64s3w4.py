@@ -1,0 +1,123 @@
+"""fwd_sm90a_tma_bf16_d64_causal_sink_m64n64s3w4
+
+Attention forward, variant causal_sink: mask `q_pos >= kv`, sink `sinks[h]`.
+Rendered from templates/triton/forward.py.j2 by `attngen build specs/hopper_triton.yaml`.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(64)  # query rows of a block
+BLOCK_N = tl.constexpr(64)  # keys of one step
+STAGES = tl.constexpr(3)  # K and V tiles in flight
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def online_softmax(x, scale, row_max, row_sum):
+    """Return (p, alpha, row_max, row_sum) after one more tile of logits ``x * scale``, which are in units of log2.
+
+    p = exp2(x * scale - row_max); what was accumulated before must be multiplied by alpha (Milakov and
+    Gimelshein 2018, "Online normalizer calculation for softmax").
+    """
+    new_max = tl.maximum(row_max, tl.max(x, 1) * scale)
+
+    # A row that saw no key yet has the maximum -inf, and (-inf) - (-inf) would be NaN.
+    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(x * scale - reference[:, None])
+    alpha = tl.exp2(row_max - reference)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def schedule_tile(block, q_tiles, units, section):
+    """Return (unit, q_tile) of a block: the units (batch x head) of one section share L2, longest tiles first."""
+    units_before = block // (section * q_tiles) * section
+    width = tl.minimum(section, units - units_before)
+    rest = block - units_before * q_tiles
+    return units_before + rest % width, q_tiles - 1 - rest // width
+
+
+@triton.jit
+def fwd_sm90a_tma_bf16_d64_causal_sink_m64n64s3w4(
+    q_desc, k_desc, v_desc,
+    out_ptr, lse_ptr, seqused_k_ptr, sinks_ptr,
+    stride_out_b, stride_out_s, stride_out_h,
+    extent_sinks_0,
+    batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
+    softmax_scale,
+    write_lse, has_seqused_k,
+):
+    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
+    b = unit // heads
+    h = unit % heads
+    hk = h // group
+    if has_seqused_k != 0:
+        seqlen_k = tl.load(seqused_k_ptr + b)
+    q_start = q_tile * BLOCK_M
+    q_index = q_start + tl.arange(0, BLOCK_M)
+    q_row = tl.minimum(q_index, seqlen_q - 1)  # rows beyond the end repeat the last one; they are not stored
+    q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
+    scale_log2e = softmax_scale * LOG2E
+
+    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    whole_tiles = seqlen_k // BLOCK_N
+    q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
+    q_pos_lo = q_start + (seqlen_k - seqlen_q)
+    q_pos_hi = q_hi + (seqlen_k - seqlen_q)
+    visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
+    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
+
+    # What a block keeps: its queries, and for each of them the running maximum, sum and output.
+    q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, 64], tl.float32)
+
+    # The whole tiles.
+    for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        s = tl.dot(q, tl.trans(k))
+        if tile >= full_hi:
+            visible = q_pos[:, None] >= kv_index[None, :]
+            s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        s = tl.dot(q, tl.trans(k))
+        visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # The sink: one more logit, without a value. A row that saw no key gives 0 and the sink.
+    sinks_h = tl.load(sinks_ptr + h.to(tl.int64))
+    sink_log2e = sinks_h * LOG2E
+    row_max, before = tl.maximum(row_max, sink_log2e), row_max
+    reference = tl.where(row_max == float("-inf"), 0.0, row_max)
+    alpha = tl.exp2(before - reference)
+    row_sum = row_sum * alpha + tl.exp2(sink_log2e - reference)
+    dead = row_sum == 0.0
+    normalize = tl.where(dead, 0.0, alpha / row_sum)
+    stored = q_index[:, None] < seqlen_q
+    out_rows = out_ptr + b * stride_out_b + h * stride_out_h + q_index[:, None] * stride_out_s
+    column = tl.arange(0, 64)
+    out = (acc * normalize[:, None]).to(tl.bfloat16)
+    tl.store(out_rows + column[None, :], out, mask=stored)
+    if write_lse != 0:
+        lse = tl.where(dead, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
+        tl.store(lse_ptr + unit.to(tl.int64) * seqlen_q + q_index, lse, mask=q_index < seqlen_q)

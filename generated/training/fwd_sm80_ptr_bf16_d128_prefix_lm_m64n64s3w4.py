@@ -1,0 +1,123 @@
+"""fwd_sm80_ptr_bf16_d128_prefix_lm_m64n64s3w4
+
+Attention forward, variant prefix_lm: mask `kv < prefix[b] or q_pos >= kv`.
+Rendered from templates/triton/forward.py.j2 by `attngen build specs/training.yaml`.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(64)  # query rows of a block
+BLOCK_N = tl.constexpr(64)  # keys of one step
+STAGES = tl.constexpr(3)  # K and V tiles in flight
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def online_softmax(x, scale, row_max, row_sum):
+    """Return (p, alpha, row_max, row_sum) after one more tile of logits ``x * scale``, which are in units of log2.
+
+    p = exp2(x * scale - row_max); what was accumulated before must be multiplied by alpha (Milakov and
+    Gimelshein 2018, "Online normalizer calculation for softmax").
+    """
+    new_max = tl.maximum(row_max, tl.max(x, 1) * scale)
+
+    # A row that saw no key yet has the maximum -inf, and (-inf) - (-inf) would be NaN.
+    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(x * scale - reference[:, None])
+    alpha = tl.exp2(row_max - reference)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def schedule_tile(block, q_tiles, units, section):
+    """Return (unit, q_tile) of a block: the units (batch x head) of one section share L2, longest tiles first."""
+    units_before = block // (section * q_tiles) * section
+    width = tl.minimum(section, units - units_before)
+    rest = block - units_before * q_tiles
+    return units_before + rest % width, q_tiles - 1 - rest // width
+
+
+@triton.jit
+def fwd_sm80_ptr_bf16_d128_prefix_lm_m64n64s3w4(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, prefix_ptr,
+    stride_q_b, stride_q_s, stride_q_h,
+    stride_k_b, stride_k_s, stride_k_h,
+    stride_v_b, stride_v_s, stride_v_h,
+    stride_out_b, stride_out_s, stride_out_h,
+    extent_prefix_0,
+    batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
+    softmax_scale,
+    write_lse, has_seqused_k,
+):
+    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
+    b = unit // heads
+    h = unit % heads
+    hk = h // group
+    if has_seqused_k != 0:
+        seqlen_k = tl.load(seqused_k_ptr + b)
+    q_start = q_tile * BLOCK_M
+    q_index = q_start + tl.arange(0, BLOCK_M)
+    q_row = tl.minimum(q_index, seqlen_q - 1)  # rows beyond the end repeat the last one; they are not stored
+    q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
+    scale_log2e = softmax_scale * LOG2E
+
+    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    whole_tiles = seqlen_k // BLOCK_N
+    q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
+    q_pos_lo = q_start + (seqlen_k - seqlen_q)
+    q_pos_hi = q_hi + (seqlen_k - seqlen_q)
+    prefix_b = tl.load(prefix_ptr + b.to(tl.int64))
+    visible_hi = tl.maximum(tl.minimum(tl.maximum(prefix_b, q_pos_hi + 1), seqlen_k) + BLOCK_N - 1, 0) // BLOCK_N
+    full_hi = tl.minimum(tl.maximum(tl.maximum(prefix_b, q_pos_lo + 1), 0) // BLOCK_N, whole_tiles)
+    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
+
+    # What a block keeps: its queries, and for each of them the running maximum, sum and output.
+    q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
+    k_head = k_ptr + b * stride_k_b + hk * stride_k_h
+    v_head = v_ptr + b * stride_v_b + hk * stride_v_h
+    q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    prefix_b_2 = tl.load(prefix_ptr + b.to(tl.int64))
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, 128], tl.float32)
+
+    # The whole tiles.
+    for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :])
+        s = tl.dot(q, tl.trans(k))
+        if tile >= full_hi:
+            visible = (kv_index[None, :] < prefix_b_2) | (q_pos[:, None] >= kv_index[None, :])
+            s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :])
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
+        kv_start = tile * BLOCK_N
+        kv_index = kv_start + tl.arange(0, BLOCK_N)
+        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        s = tl.dot(q, tl.trans(k))
+        visible = (kv_index[None, :] < seqlen_k) & ((kv_index[None, :] < prefix_b_2) | (q_pos[:, None] >= kv_index[None, :]))
+        s = tl.where(visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
+        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
+
+    # A row that saw no key gives 0 and -inf.
+    dead = row_sum == 0.0
+    normalize = tl.where(dead, 0.0, 1.0 / row_sum)
+    stored = q_index[:, None] < seqlen_q
+    out_rows = out_ptr + b * stride_out_b + h * stride_out_h + q_index[:, None] * stride_out_s
+    column = tl.arange(0, 128)
+    out = (acc * normalize[:, None]).to(tl.bfloat16)
+    tl.store(out_rows + column[None, :], out, mask=stored)
+    if write_lse != 0:
+        lse = tl.where(dead, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
+        tl.store(lse_ptr + unit.to(tl.int64) * seqlen_q + q_index, lse, mask=q_index < seqlen_q)
