@@ -9,6 +9,7 @@ from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.lang.folding import fold_logit, fold_slope
 from attngen.lang.ir import names
+from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
 from attngen.plan import naming
@@ -171,14 +172,12 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "the derivative of this score differs from pair to pair, which takes more registers than a consumer of "
             "cuda kernels has; allowed: triton",
         )
-    narrow = max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW
-    if _is_listed(spec.variant) and (narrow or spec.layout == "varlen"):
-        where = f"up to head_dim {_NARROW}" if narrow else "in layout varlen"
+    if _is_listed(spec.variant) or gathers(replace(spec.variant, mask=TRUE)):
         return refuse(
             spec,
             "backward",
-            f"{where}, a mask that reads a tensor for each key takes more registers than a consumer of cuda kernels "
-            "has; allowed: triton",
+            "a tensor that the mask reads for each key, or the score for each pair, takes more registers than a "
+            "consumer of cuda kernels has; allowed: triton",
         )
     if spec.deterministic:
         return refuse(

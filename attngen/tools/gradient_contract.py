@@ -41,7 +41,7 @@ class ExpectedGradients:
     truth: Mapping[str, Tensor]
     plain: Mapping[str, Tensor]
     dead: Tensor  # as lse: rows that see no key
-    row_error: float  # what float32 loses of D = rowsum(dO * O), times the largest query or key and the scale
+    row_error: float  # what is lost of D = rowsum(dO * O), times the largest query or key and the scale
 
 
 def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> ExpectedGradients:
@@ -79,15 +79,18 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
 
 
 def _row_error(call: Call, operands: tuple[Tensor, Tensor], dout: Tensor, out: Tensor, dead: Tensor) -> float:
-    """Return by how much dQ and dK of float32 may be off since D is a sum of products with a rounded O.
+    """Return by how much dQ and dK may be off since D is a sum of products with a rounded O.
 
-    Plain PyTorch sums P dP instead, whose errors cancel those of dP. In 16 bits its own roundings are larger.
+    Plain PyTorch sums P dP instead, whose errors cancel those of dP. In 16 bits its own roundings are larger, but where
+    probabilities do not add up to 1, so that D is left of a sum whose terms it rounds alike.
     """
-    if dout.dtype != torch.float32:
+    size = max(largest(t[torch.isfinite(t)].abs()) for t in operands) * call.scale
+    terms = (dout.double() * out)[~dead]
+    if dout.dtype == torch.float32:
+        return 4 * _FLOAT32_UNIT * largest(terms.abs().sum(-1)) * size
+    if call.variant.sink is None and not call.variant.dropout:
         return 0.0
-    terms = (dout.double() * out).abs().sum(-1)[~dead]
-    size = max(largest(t[torch.isfinite(t)].abs()) for t in operands)
-    return 4 * _FLOAT32_UNIT * largest(terms) * size * call.scale
+    return 4 * torch.finfo(dout.dtype).eps / 2 * largest(terms.square().sum(-1).sqrt()) * size
 
 
 def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGradients) -> Deviation:

@@ -116,7 +116,9 @@ def fwd_sm90a_tma_bf16_d128_sliding_window_sink_m64n64s3w4(
     row_max, before = tl.maximum(row_max, sink_log2e), row_max
     reference = tl.where(row_max == float("-inf"), 0.0, row_max)
     alpha = tl.exp2(before - reference)
-    row_sum = row_sum * alpha + tl.exp2(sink_log2e - reference)
+
+    # exactly 1 where the sink is the largest, though the product is fused into the difference
+    row_sum = row_sum * alpha + tl.where(sink_log2e == reference, 1.0, tl.exp2(sink_log2e - reference))
     dead = row_sum == 0.0
     normalize = tl.where(dead, 0.0, alpha / row_sum)
     stored = q_index[:, None] < seqlen_q

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from functools import cache, partial
 from pathlib import Path
@@ -264,10 +265,12 @@ def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     above = torch.randn_like(out)
     step = partial(torch.autograd.grad, out, leaves, above, retain_graph=True)
     step()
+    gc.collect()  # nothing of other tests may go meanwhile
     held = workspace(out.device, step)
     assert held > 0
     assert held <= maps + workspace_bound(
         plan, batch=2, seqlen_q=rows, seqlen_k=keys, heads=4, kv_heads=kv_heads
     )  # fmt: skip
-    if kernel.backend == "triton":
+    twin = name.removesuffix("descriptor") + "wgmma"
+    if kernel.backend == "triton" and twin not in ALL:  # which a call would take
         assert held <= maps + 2 * 4 * 2 * 4 * rows
