@@ -43,6 +43,10 @@ full_count partial_count full_word factor row_tile row row_tiles dot contributio
 nothing used kv_tile visit visits
 sink sink_log2e
 kept_pairs drop drop_pairs philox dropout_rate dropout_threshold dropout_scale dropout_seed dropout_offset numbers
+DsColumns DsRows KeyColumns KeyRows QueryColumns QueryRows Step advance_q buffer columns consumer count delta_numbers
+dq_phase exponentiate_step first first_column issue_dk issue_dp issue_dq issue_dv issue_s j key_rows keys_loaded
+kv_phase lse_numbers next_step other own pack_probabilities pair pairs place q_used ragged region release_dout
+row_numbers store_dq store_ds stride sum_tile sums sync_consumers tell thread threads tiles_of_all upper what both
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.

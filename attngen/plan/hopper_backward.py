@@ -169,8 +169,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(
             spec,
             "backward",
-            "the derivative of this score differs from pair to pair, which takes more registers than a consumer of "
-            "cuda kernels has; allowed: triton",
+            "the derivative of this score differs from pair to pair, or from head to head, which takes more registers "
+            "than a consumer of cuda kernels has; allowed: triton",
         )
     if _is_listed(spec.variant) or gathers(replace(spec.variant, mask=TRUE)):
         return refuse(
@@ -200,10 +200,10 @@ def _is_listed(variant: Variant) -> bool:
 
 
 def _has_slope(spec: KernelSpec) -> bool:
-    """Whether the derivative of the score differs from pair to pair."""
+    """Whether the derivative of the score differs from pair to pair, or among the heads that dK sums over."""
     variant = spec.variant
     slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=spec.fast_math), fast_math=spec.fast_math)
-    return slope.varying is not None
+    return slope.varying is not None or "h" in names(slope.factor)
 
 
 def _parts(plan: Plan) -> Iterator[Part]:

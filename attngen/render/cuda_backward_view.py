@@ -79,15 +79,10 @@ class CudaBackwardView:
     work_lines: tuple[str, ...]
     uses_q_first: bool
     block_lines: tuple[str, ...]
-    weight_text: str
     weight_comment: str
     partial: Steps
     full: Steps
     exponent: str
-    slope: bool
-    slope_is_finite: bool
-    packs_early: bool
-    packed_weights: bool
     factor_lines: tuple[str, ...]
     factor: str
     uses_b: bool
@@ -116,7 +111,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     steps = "\n".join([code.partial.text, code.full.text, code.exponent])
     spans = "\n".join([*found.lines, *found.values.values(), *listed])
     chunks = plan.head_dim_v // 8
-    slope = " times the derivative of the score" if code.slope else ""
     return CudaBackwardView(
         template=template,
         command=command(plan),
@@ -157,15 +151,10 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         work_lines=_work_lines(plan, steps),
         uses_q_first=uses("q_first", steps),
         block_lines=code.block,
-        weight_text=f"probabilities{slope}" if slope else "probabilities",
         weight_comment=", and those of pairs that are not visible to 0" if plan.variant.masked else "",
         partial=code.partial,
         full=code.full,
         exponent=code.exponent,
-        slope=code.slope,
-        slope_is_finite=code.slope_is_finite,
-        packs_early=roles.packed or code.slope,
-        packed_weights=roles.packed and code.slope,
         factor_lines=factor_lines,
         factor=factor_text,
         uses_b=not plan.varlen or uses("b", "\n".join([*factor_lines, factor_text])),

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
 from attngen.lang.facts import index
-from attngen.lang.folding import ONE, PRODUCT, Slope, fold_logit, fold_slope, is_finite
+from attngen.lang.folding import PRODUCT, fold_logit, fold_slope
 from attngen.lang.ir import Expr, Op, Type, names
 from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
-from attngen.lang.simplify import FALSE, TRUE, minimum, mul
+from attngen.lang.simplify import FALSE, TRUE, minimum
 from attngen.plan.model import Plan
 from attngen.render.cuda_math import Steps, Tiles, declarations, declared, from_zero, used
 from attngen.render.expressions import (
@@ -44,16 +44,14 @@ _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
 class Probabilities:
     """How products become probabilities: the steps of partial and of full tiles, and what ``exp2`` is taken of.
 
-    ``slope`` tells whether dS has a factor that differs from pair to pair, which the steps leave in ``slope[…]``, and
-    ``slope_is_finite`` whether zero times it is zero. dK and dQ are multiplied by ``factor`` at the end.
+    dK and dQ are multiplied by ``factor``, the derivative of the logit by the product, at the end: no plan lets it
+    differ from pair to pair.
     """
 
     block: tuple[str, ...]
     partial: Steps
     full: Steps
     exponent: str
-    slope: bool
-    slope_is_finite: bool
     factor: Expr
 
 
@@ -62,17 +60,12 @@ def probabilities(plan: Plan) -> Probabilities:
     variant = plan.variant
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
     slope = fold_slope(logit, (), fast_math=plan.fast_math)
-    if "h" in names(slope.factor):  # dK sums over the heads of a group
-        slope = Slope(ONE, mul(slope.varying or ONE, slope.factor))
     block: dict[str, None] = {}  # lines that are the same for all steps
     found, multiplier = [], ""
     for partial in (True, False):
         bound = _elements(plan)
-        roots = [logit.value, logit.multiplier, slope.varying or ONE]
-        scored = emit_for(plan, CUDA, roots, bound, inner="q")
+        scored = emit_for(plan, CUDA, [logit.value, logit.multiplier], bound, inner="q")
         hoisted, body = list(scored.hoisted), list(scored.body)
-        if slope.varying is not None:
-            body.append(f"slope[2 * row + j] = {scored.results[2]};")
         if variant.score is not None:
             body.append(f"x = {scored.results[0]};")
         if partial:
@@ -92,8 +85,6 @@ def probabilities(plan: Plan) -> Probabilities:
         partial=found[0],
         full=found[1],
         exponent=_exponent(plan, multiplier),
-        slope=slope.varying is not None,
-        slope_is_finite=slope.varying is None or is_finite(slope.varying),
         factor=slope.factor,
     )
 

@@ -189,13 +189,13 @@ def test_passes_are_chosen(
 
 
 def test_a_dry_run_of_backwards(spec: Path) -> None:
-    spec.write_text(SPEC.replace("head_dim: 64}", "head_dim: 64, passes: [forward, backward]}", 1))
+    spec.write_text(SPEC.replace("head_dim: 64, ", "head_dim: 64, passes: [forward, backward], ", 1))
     output = run(spec, "--dry-run", "--pass", "backward").stdout
     assert "mine: 5 cases" in output
     assert "alibi d64 bf16 h64/16 backward 16k" in output
     assert "left out: 2 kernels: only backward kernels are asked for" in output
     assert "mine: 10 cases" in run(spec, "--dry-run").stdout
-    spec.write_text(SPEC.replace("head_dim: 64}", "head_dim: 64, passes: backward}", 1))
+    spec.write_text(SPEC.replace("head_dim: 64, backend: triton}", "head_dim: 64, passes: backward}", 1))
     output = run(spec, "--dry-run").stdout
     assert "left out: 2 kernels: the spec has no dense forward that it could follow" in output
 

@@ -75,7 +75,7 @@ def test_fields_of_cuda_kernels_decide(fields: dict[str, object]) -> None:
 
 def test_what_no_backend_can_do_is_refused_with_the_reason_of_each() -> None:
     with pytest.raises(
-        PlanError, match=r"test\.yaml:\d: warps: cuda: 4 consumers are not allowed.*; triton: .*no warps"
+        PlanError, match=r"test\.yaml:\d: warps: cuda: 4 consumers are not allowed.*; triton: .*no roles"
     ):
         free(warps="{consumer: 4}")
     with pytest.raises(PlanError, match=r"fast_math: cuda: .*exp2.*; triton: .*allowed: false"):

@@ -56,8 +56,8 @@ def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bo
     ("fields", "message"),
     [
         (
-            {"passes": "backward", "backward": "{backend: cuda}"},
-            r"test\.yaml:8: backward: cuda has no backward yet; allowed: triton",
+            {"passes": "backward", "backward": "{backend: cuda, dq: {warps: 4}}"},
+            r"test\.yaml:8: backward\.dq: in cuda the kernel by tiles of keys computes dQ, too; leave it out",
         ),
         ({"passes": "backward", "backward": "{dq: {warps: 3}}"}, r"backward\.dq\.warps: 3 is not one of .* nearest: 2"),
         (

@@ -93,8 +93,8 @@ def test_a_whole_race(spec: Path) -> None:
 
 
 def test_backwards_follow_forwards(spec: Path) -> None:
-    spec.write_text(SPEC.replace("head_dim: {qk: 32, v: 16}, dtype: fp16}",
-                                 "head_dim: {qk: 32, v: 16}, dtype: fp16, passes: [forward, backward]}"))  # fmt: skip
+    spec.write_text(SPEC.replace("head_dim: {qk: 32, v: 16}, dtype: fp16,",
+                                 "head_dim: {qk: 32, v: 16}, dtype: fp16, passes: [forward, backward],"))  # fmt: skip
     sizes: dict[str, Any] = {"variants": ("full",), "tokens": 64, "seqlens": (32,), "rounds": 2}
     planned = dry_run(spec, Options(**sizes))
     assert [row.case.name for row in planned.rows] == ["full d32x16 fp16 32", "full d32x16 fp16 backward 32"]
