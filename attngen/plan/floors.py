@@ -132,6 +132,8 @@ def floor(plan: Plan) -> Floor:
 #: Products of a step of each kernel of a backward, as many columns wide or deep as q and k have, and as v has:
 #: Q Kᵀ, dO Vᵀ, and those that give dV and dK, or dQ.
 _PRODUCTS = {"dkdv": (2, 2), "dq": (2, 1)}
+#: In CUDA the kernel by tiles of keys gives dQ, too.
+_PRODUCTS_IN_CUDA = {"dkdv": (3, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +190,10 @@ def gradient_floor(plan: Plan, part: Part) -> GradientFloor | None:
     Rates are those of products of 16 bits on sm90a. Products run on the padding of head dims too, which memory does not
     hold.
     """
-    if part.name not in _PRODUCTS:
+    products = _PRODUCTS if plan.gradients is None else _PRODUCTS_IN_CUDA
+    if part.name not in products:
         return None
-    by_qk, by_v = _PRODUCTS[part.name]
+    by_qk, by_v = products[part.name]
     m, n, element = part.tile_m, part.tile_n, plan.dtype.bytes
     width = by_qk * sum(c.width for c in plan.columns_qk) + by_v * sum(c.width for c in plan.columns_v)
     query = (plan.head_dim_qk + plan.head_dim_v) * element + 8  # Q, dO, and two float32 numbers
@@ -202,5 +205,10 @@ def gradient_floor(plan: Plan, part: Part) -> GradientFloor | None:
 
 
 def row_sums_bytes(plan: Plan) -> int:
-    """Return the bytes that the sums of a query row read and write: O, dO, the log-sum-exp, two float32 numbers."""
-    return 2 * plan.head_dim_v * plan.dtype.bytes + 12
+    """Return the bytes of a query row outside of the kernels that multiply.
+
+    Its sums read O, dO and the log-sum-exp, and write two float32 numbers; where dQ is added up in float32, its sums
+    are cleared, and read again when dQ is written.
+    """
+    sums = 2 * 4 * plan.gradients.sum_columns + plan.head_dim_qk * plan.dtype.bytes if plan.gradients else 0
+    return 2 * plan.head_dim_v * plan.dtype.bytes + 12 + sums

@@ -8,7 +8,7 @@ from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.printing import canonical
 from attngen.plan.backward_arguments import differentiable
 from attngen.plan.budget import GradientMemory, gradient_memory
-from attngen.plan.model import Part, Plan
+from attngen.plan.model import HopperGradients, Part, Plan
 from attngen.plan.tiles import padded_width
 
 
@@ -57,6 +57,18 @@ _DOES = {
 }
 
 
+_DOES_IN_CUDA = {
+    "preprocess": f"{_DOES['preprocess']}; clears the sums of dQ",
+    "dkdv": f"{_DOES['dkdv']}; adds dQ to float32 sums",
+    "dq": "dQ of {tile_m} queries from its sums",
+}
+_OVERLAPS = {
+    "gradients": "runs under dQ and dK of the one before",
+    "dp": "runs under its dP",
+    "nothing": "runs under no product of its own warpgroup",
+}
+
+
 def backward_facts(plan: Plan) -> list[tuple[str, str]]:
     """Return label and text of everything but bands and efficiency, for people."""
     variant = plan.variant
@@ -70,14 +82,27 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
         ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, backward"),
         ("gradients", ", ".join(["q", "k", "v", *(tensor.name for tensor in variant.tensors if tensor.grad)])),
     ]
+    does = _DOES if plan.gradients is None else _DOES | _DOES_IN_CUDA
     for part in plan.parts:
-        lines.append((part.name, _DOES[part.name].format(tile_m=part.tile_m, tile_n=part.tile_n)))
-        if part.name in ("dkdv", "dq"):
+        lines.append((part.name, does[part.name].format(tile_m=part.tile_m, tile_n=part.tile_n)))
+        if plan.gradients is None and part.name in ("dkdv", "dq"):
             memory = memory_of(plan, part)
             lines += [
                 ("", f"{part.stages} stages, {part.num_warps} warps, loop: {part.driver}"),
                 ("", f"shared memory {memory.total} B of {plan.arch.shared_memory} B: {memory}"),
             ]
-    atomic = differentiable(plan)
+        elif plan.gradients is not None and part.name == "dkdv":
+            lines += _roles(part, plan.gradients)
+    atomic = ["dq"] if plan.gradients is not None else differentiable(plan)
     lines.append(("same bits", f"on every run, but for {', '.join(atomic)}" if atomic else "on every run"))
     return lines
+
+
+def _roles(part: Part, roles: HopperGradients) -> Iterator[tuple[str, str]]:
+    """Yield label and text of the warpgroups of the CUDA kernel of all products, and of its shared memory."""
+    yield "", f"producer: 1 warpgroup, {roles.producer_registers} registers a thread: loads, and adds dQ to its sums"
+    yield "", f"consumers: {roles.consumers} warpgroups of 64 keys, {roles.consumer_registers} registers a thread"
+    yield "", f"loop: {part.driver}; the softmax of a step {_OVERLAPS[roles.overlap]}"
+    yield "", f"in flight: {roles.q_stages} tiles of Q, {part.stages} of dO, 2 of dS"
+    sizes = ", ".join(f"{region.name} {region.bytes}" for region in roles.shared if region.bytes >= 1024)
+    yield "", f"shared memory {roles.shared_bytes} B: {sizes}"

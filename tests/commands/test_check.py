@@ -53,7 +53,8 @@ def test_errors_of_all_specs(tmp_path):
 
 
 def test_each_kernel_that_cannot_be_planned_is_told(tmp_path):
-    entries = "  - {variant: causal, head_dim: [64, 65]}\n  - {variant: full, head_dim: 64, backend: triton, epilogue: staged}\n"
+    entries = "  - {variant: causal, head_dim: [64, 65]}\n"
+    entries += "  - {variant: full, head_dim: 64, backend: triton, epilogue: staged}\n"
     result = run(write(tmp_path, f"schema: 1\narch: sm90a\nkernels:\n{entries}"))
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 2

@@ -37,7 +37,12 @@ package: mine
 arch: [sm90a]
 kernels:
   - {variant: [full, causal], head_dim: {qk: 32, v: 16}, dtype: fp16, backend: triton, passes: [forward, backward]}
-  - {variant: full, head_dim: {qk: 32, v: 16}, dtype: fp16, layout: varlen, backend: triton, passes: [forward, backward]}
+  - variant: full
+    head_dim: {qk: 32, v: 16}
+    dtype: fp16
+    layout: varlen
+    backend: triton
+    passes: [forward, backward]
   - {variant: alibi, head_dim: 32, dtype: fp16, passes: backward}
 """
 
