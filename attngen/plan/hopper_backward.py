@@ -27,8 +27,8 @@ _BARRIER_BYTES = 8
 _STEP_BYTES, _WORK_BYTES = 8, 32
 _SUMS = 8  # places of dQ that are remembered
 _ELEMENT_BYTES = 2
-_NARROW = 64  # head dims up to which a step has twice as many queries
-#: Registers of a thread of the producer and of a consumer, for narrow heads and for others.
+#: Registers of a thread of the producer and of a consumer, up to this head dim and beyond: dK and dV take most.
+_NARROW = 96
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
 #: Q, dO and the sums of dQ of the heads that run side by side: about half of the H200's L2, measured best on it.

@@ -1,0 +1,39 @@
+"""A backward in CUDA, compiled: its speed is kept, and its kernels are those of the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.compile import compile_source
+from attngen.compile.cuda import planned_wgmma
+from attngen.compile.inspect import count_instructions, parameter_places
+from attngen.compile.triton import MAX_SPILLS
+from attngen.render import render
+from tests.plan.specs import planned
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields"),
+    [
+        ("causal", {"head_dim": 128}),
+        ("full", {"head_dim": 64, "dtype": "fp16"}),
+        ("alibi", {"head_dim": 96, "layout": "varlen"}),
+        ("allowed", {"head_dim": 64}),  # and its classifier
+        ("causal_sink", {"head_dim": 80}),
+    ],
+)
+def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
+    plan = planned(variant, passes="backward", backward="{backend: cuda}", **fields)
+    assert plan.gradients is not None
+    artifact = compile_source(plan, render(plan))
+    resources = artifact.manifest["resources"]
+    assert 0 <= resources["spills"] <= MAX_SPILLS
+    assert resources["serialized_wgmma"] is False
+    assert resources["wgmma"] == planned_wgmma(plan) == count_instructions(artifact.cubin, "HGMMA") > 0
+    assert resources["shared_memory"] == plan.gradients.shared_bytes
+    assert artifact.manifest["symbol"] == plan.part("dkdv").symbol
+    for part, row in zip(plan.parts, artifact.manifest["parts"], strict=True):
+        assert [p["name"] for p in row["parameters"]] == [argument.name for argument in part.arguments]
+        places = parameter_places(artifact.cubin, part.symbol)
+        assert [p["offset"] for p in row["parameters"]] == [offset for offset, _ in places]
+        assert row["resources"]["shared_memory"] == (plan.gradients.shared_bytes if part.name == "dkdv" else 0)

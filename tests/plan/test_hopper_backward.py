@@ -1,0 +1,109 @@
+"""The plan of a backward in CUDA: its kernels, memory, registers and drivers, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.arch import ARCHES
+from attngen.errors import PlanError
+from attngen.plan import Plan
+from attngen.plan.floors import gradient_floor
+from attngen.render import render
+from tests.plan.specs import planned
+
+
+def backward(variant: str = "causal", **fields: object) -> Plan:
+    return planned(variant, passes="backward", **{"backward": "{backend: cuda}", **fields})
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128])
+def test_memory_and_registers_fit(head_dim: int) -> None:
+    found = backward(head_dim=head_dim)
+    roles = found.gradients
+    assert roles is not None
+    assert roles.shared_bytes + 1024 <= ARCHES["sm90a"].shared_memory + 1024
+    ends = 0
+    for region in roles.shared:
+        assert region.offset == ends
+        ends += region.bytes
+        if region.name in ("k", "v", "q", "dout", "ds"):  # swizzled by 128 bytes x 8 rows
+            assert region.offset % 1024 == 0
+    # what a launch reserves for each thread, and what its roles make of it
+    assert roles.producer_registers + roles.consumers * roles.consumer_registers <= 3 * (
+        65536 // found.threads // 8 * 8
+    )
+    assert roles.sum_columns >= head_dim
+    assert found.tile_m * roles.sum_columns == roles.consumers * 64 * roles.dq_columns
+
+
+def test_three_kernels_of_one_source() -> None:
+    found = backward(head_dim=128, layout="varlen")
+    assert found.name == "bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2"
+    assert [(part.name, part.grid, part.persistent) for part in found.parts] == [
+        ("preprocess", "rows", False), ("dkdv", "keys", True), ("dq", "queries", False),
+    ]  # fmt: skip
+    text = render(found).text
+    for part in found.parts:
+        assert text.count(f") {part.symbol}(") == 1
+    windows = {argument.of: argument.window for argument in found.arguments if argument.kind == "descriptor"}
+    assert windows == {"q": 64, "k": 128, "v": 128, "dout": 64}
+    dense = {argument.of: argument.window for argument in backward().arguments if argument.kind == "descriptor"}
+    assert dense == {"q": None, "k": 128, "v": 128, "dout": None}  # a tensor of queries ends where they end
+
+
+@pytest.mark.parametrize(
+    ("variant", "driver", "overlap"),
+    [("causal", "ranges", "dp"), ("dilated", "classified", "nothing"), ("allowed", "tile_map", "nothing")],
+)
+def test_how_a_block_finds_its_queries(variant: str, driver: str, overlap: str) -> None:
+    found = backward(variant)
+    assert (found.driver, found.part("dkdv").driver) == (driver, driver)
+    assert [part.name for part in found.parts].count("classify_dkdv") == (driver == "tile_map")
+    assert found.gradients is not None
+    assert found.gradients.overlap == overlap
+
+
+def test_keys_that_a_query_does_not_see_are_masked_in_partial_tiles_only() -> None:
+    text = render(backward(head_dim=128)).text
+    partial, full = re.split(r"\n +\} else \{\n", text.split("// Turns products into probabilities")[1], maxsplit=1)
+    assert "if (8 * row >= visible_to) x = kMasked;" in partial
+    assert "kMasked" not in full.split("pack_probabilities")[0]
+
+
+def test_five_products_a_step() -> None:
+    found = backward(head_dim=128)
+    low = gradient_floor(found, found.part("dkdv"))
+    assert low is not None
+    assert low.products == (3, 2)
+    assert low.flops == 2 * 5 * 64 * 128 * 128
+    assert gradient_floor(found, found.part("dq")) is None
+
+
+OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: float32, shape: [h], grad: {grad}}}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "message"),
+    [
+        ("softcap", {}, r"backward: the derivative of this score differs .* allowed: triton"),
+        ("own", {"declared": OWN.format(score="s * slope[h]", grad="false")}, r"backward: .*from head to head"),
+        ("own", {"declared": OWN.format(score="s + slope[h]", grad="true")}, r"backward: .*own tensors"),
+        ("packed_documents", {"head_dim": 128}, r"backward: a tensor that the mask reads for each key"),
+        ("relative_bias", {"head_dim": 128}, r"backward: .*the score for each pair"),
+        ("causal", {"deterministic": "true"}, r"deterministic: .*no fixed order; allowed: false"),
+        ("causal", {"head_dim": 144}, r"head_dim: .*from 16 to 128; nearest: 128"),
+        ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
+        ("causal", {"loads": "pointer"}, r"loads: .*allowed: descriptor"),
+        ("causal", {"arch": "sm80"}, r"backward: .*wgmma, which sm80 lacks; allowed: triton"),
+        ("causal", {"backward": "{backend: cuda, dq: {warps: 4}}"}, r"backward\.dq: .*leave it out"),
+        ("causal", {"backward": "{backend: cuda, dkdv: {warps: 4}}"}, r"backward\.dkdv\.warps: .*leave it out"),
+        ("causal", {"backward": "{backend: cuda, dkdv: {tile: {m: 64}}}"}, r"backward\.dkdv\.tile\.m: .*allowed: 128"),
+        ("causal", {"backward": "{backend: cuda, dkdv: {tile: {n: 64}}}"}, r"backward\.dkdv\.tile\.n: .*allowed: 128"),
+        ("causal", {"backward": "{backend: cuda, dkdv: {stages: 8}}"}, r"backward\.dkdv: Shared memory \d+ B exceeds"),
+    ],
+)
+def test_what_is_refused(variant: str, fields: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=rf"test\.yaml:\d+: {message}"):
+        backward(variant, **fields)
