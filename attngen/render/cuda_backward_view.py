@@ -13,11 +13,11 @@ from attngen.render.cuda_view import RegionView, argument_lines, constant, paddi
 from attngen.render.header import command, summary
 
 _REGION_TEXTS = {
-    "k": "K, then dK on its way out", "v": "V, then dV on its way out", "q": "Q, a tile per stage",
-    "dout": "dO, a tile per stage", "ds": "dS of two steps", "dq": "dQ on its way out",
+    "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
+    "ds": "dS of two steps, then dK on its way out", "dq": "dQ on its way out, then dV",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
-    "step": "which queries each stage of Q holds", "sum_tile": "where dQ of the last steps belongs",
     "work": "two tiles of work: the one that is computed and the next",
+    "step": "which queries each stage of Q holds", "sum_tile": "where dQ of the last steps belongs",
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),

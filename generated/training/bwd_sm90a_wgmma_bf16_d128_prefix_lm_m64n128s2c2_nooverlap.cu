@@ -31,12 +31,12 @@ constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has all ro
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kK = kShared + 0;  // 32768 B: K, then dK on its way out
-constexpr uint32_t kV = kShared + 32768;  // 32768 B: V, then dV on its way out
+constexpr uint32_t kK = kShared + 0;  // 32768 B: K
+constexpr uint32_t kV = kShared + 32768;  // 32768 B: V
 constexpr uint32_t kQ = kShared + 65536;  // 32768 B: Q, a tile per stage
 constexpr uint32_t kDout = kShared + 98304;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = kShared + 131072;  // 32768 B: dS of two steps
-constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way out
+constexpr uint32_t kDs = kShared + 131072;  // 32768 B: dS of two steps, then dK on its way out
+constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way out, then dV
 constexpr uint32_t kLse = kShared + 196608;  // 512 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 197120;  // 512 B: D of the rows of each stage
 constexpr uint32_t kWork = kShared + 197632;  // 64 B: two tiles of work: the one that is computed and the next
