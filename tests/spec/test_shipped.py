@@ -36,7 +36,7 @@ def test_loads_and_expands(path):
         ("blackwell", 8, 24),
         ("portable", 8, 24),
         ("ladder", 8, 8),
-        ("training", 50, 80),
+        ("training", 50, 100),
     ],
 )
 def test_sizes(name, least, most):
