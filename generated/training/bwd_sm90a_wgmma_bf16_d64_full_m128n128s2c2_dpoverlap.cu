@@ -554,13 +554,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         release_dout();
         if (leader) arrive(kKvEmpty);
       }
-      // The end of the tile took the place of a step.
-      if (leader) arrive(kQEmpty + 8 * q_stage);
-      advance_q();
-
       // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
       wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
       sync_consumers();
+      // The end of the tile took the place of a step. By now all warps have seen it.
+      if (leader) arrive(kQEmpty + 8 * q_stage);
+      advance_q();
       const Work work = shared_at<Work>(kWork + slot * sizeof(Work));
       const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
       const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
@@ -570,8 +569,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (leader) arrive(kWorkEmpty + 8 * slot);
       slot ^= 1;
     }
-    // Tells the warp that adds dQ that there is no more.
-    wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
+    // Tells the warp that adds dQ, and has taken the last one, that there is no more.
     if (lane == 0) arrive(kDqFull + 8 * warpgroup);
   }
 }

@@ -1,0 +1,320 @@
+"""A model of the barriers of the CUDA backward, as ``protocol`` has one of the forwards.
+
+Roles follow ``_gradient_loader``, ``_gradient_adder`` and ``_gradient_consumer`` with ``_gradient_steps`` or
+``_gradient_steps_overlap``, line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+
+from tests.plan.protocol import WARPS, Barrier, Named, Place, ProtocolError, Ring, Role, Simulation
+
+CONSUMERS = 2
+SUMS = 8
+
+#: What comes instead of a step.
+END_OF_TILE, END_OF_ALL = "end of tile", "end of all"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules that keep the protocol alive. The templates obey all of them."""
+
+    wait_for_adder: bool = True  # the last dQ of a tile of work was taken before dV goes to its place
+    meet_before_dq: bool = True  # dS of both consumers is complete before either multiplies it
+    two_buffers: bool = True  # dS of a step lies elsewhere than that of the step before
+    meet_after_rows: bool = True  # dK has left the place of dS before the next tile of work writes there
+    keys_until_products: bool = True  # K and V are released when all products are complete
+    release_end: bool = True  # the end of a tile takes a stage of Q, and gives it back
+    all_see_the_end: bool = True  # before that, lest a slow warp waits for a phase that is long over
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block's work: the steps of each tile of keys."""
+
+    works: tuple[int, ...]
+    q_stages: int
+    stages: int
+    overlap: str
+
+    @classmethod
+    def random(cls, random: Random) -> Case:
+        """Return any case that the plan allows."""
+        works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
+        return cls(works, random.randint(2, 3), random.randint(2, 3), random.choice(("gradients", "dp", "nothing")))
+
+
+class Backward(Simulation):
+    """A block of the kernel of all products."""
+
+    def __init__(self, case: Case, rules: Rules, random: Random) -> None:
+        self.case, self.rules, self.random = case, rules, random  # type: ignore[assignment]
+        self.q, self.dout, self.kv = (Ring(stages, CONSUMERS) for stages in (case.q_stages, case.stages, 1))
+        self.q.full = [Barrier(3) for _ in self.q.full]  # and the numbers of its rows
+        self.steps: list[object] = [None] * case.q_stages
+        self.works: list[int | None] = [None, None]
+        self.work_empty = [Barrier(CONSUMERS), Barrier(CONSUMERS)]
+        self.sums: list[object] = [None] * SUMS
+        self.dq_full, self.dq_empty = (
+            [Barrier(count) for _ in range(CONSUMERS)] for count in (WARPS, 1)
+        )  # fmt: skip
+        self.dq: list[object] = [None] * CONSUMERS
+        self.ds: list[list[object]] = [[None] * CONSUMERS for _ in range(2)]  # by buffer and consumer
+        self.group = [Named(WARPS) for _ in range(CONSUMERS)]
+        self.all = Named(WARPS * CONSUMERS)
+        self.roles = {"loader": loader(self), "adder": adder(self)}
+        self.roles |= {f"warp {c}.{w}": consumer(self, c, w) for c in range(CONSUMERS) for w in range(WARPS)}
+
+
+def loader(s: Backward) -> Role:
+    """``_gradient_loader.cu.j2``."""
+    case: Case = s.case  # type: ignore[assignment]
+    q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
+    slot = work_phase = count = 0
+
+    def tell(what: str) -> Role:
+        yield q.empty()
+        s.steps[q.stage] = what
+        for _ in range(3):
+            s.q.full[q.stage].arrive()
+        q.advance()
+
+    for work, steps in enumerate(case.works):
+        yield s.work_empty[slot].done(work_phase ^ 1)
+        s.works[slot] = work
+        slot ^= 1
+        work_phase ^= slot == 0
+        for step in range(steps):
+            yield q.empty()
+            s.steps[q.stage] = (work, step)
+            s.sums[count % SUMS] = (work, step)
+            count += 1
+            s.copy(q, (work, step))
+            if step == 0:
+                yield kv.empty()
+                s.copy(kv, work)
+                kv.advance()
+            s.q.full[q.stage].arrive()
+            yield dout.empty()
+            s.copy(dout, (work, step))
+            q.advance()
+            dout.advance()
+        yield from tell(END_OF_TILE)
+    s.sums[count % SUMS] = END_OF_ALL
+    yield from tell(END_OF_ALL)
+
+
+def adder(s: Backward) -> Role:
+    """``_gradient_adder.cu.j2``."""
+    case: Case = s.case  # type: ignore[assignment]
+    phase = 0
+    expected = [(work, step) for work, steps in enumerate(case.works) for step in range(steps)]
+    for count, wanted in enumerate([*expected, END_OF_ALL]):
+        yield s.dq_full[0].done(phase)
+        if s.sums[count % SUMS] != wanted:
+            raise ProtocolError(f"the adder read {s.sums[count % SUMS]} for {wanted}")
+        if wanted == END_OF_ALL:
+            return
+        for c in range(CONSUMERS):
+            yield s.dq_full[c].done(phase)
+            yield lambda: True  # the copy reads it later
+            if s.dq[c] != wanted:
+                raise ProtocolError(f"added {s.dq[c]} for {wanted}")
+        for c in range(CONSUMERS):
+            s.dq_empty[c].arrive()
+        phase ^= 1
+
+
+def consumer(s: Backward, c: int, w: int) -> Role:
+    """``_gradient_consumer.cu.j2``: one warp of a consumer."""
+    case: Case = s.case  # type: ignore[assignment]
+    rules: Rules = s.rules  # type: ignore[assignment]
+    leader = w == 0
+    q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
+    slot = buffer = dq_phase = 0
+    work = -1
+    step: object = None
+
+    Read = tuple[list[object], int, object]
+
+    def of(place: Place, wanted: object) -> Read:
+        return place.ring.holds, place.stage, wanted
+
+    def expect(reads: Iterable[Read]) -> None:
+        for where, index, wanted in reads if leader else ():
+            if where[index] != wanted:
+                raise ProtocolError(f"read {where[index]} where {wanted} should be")
+
+    def issue(*reads: Read) -> Role:
+        yield from s.group[c].sync()
+        expect(reads)
+
+    def complete(*reads: Read) -> Role:
+        yield lambda: True
+        expect(reads)
+
+    def next_step() -> Role:
+        nonlocal step
+        yield q.full()
+        step = s.steps[q.stage]
+
+    def sync_consumers() -> Role:
+        yield from s.all.sync()
+
+    def store_ds(own: object) -> Role:
+        nonlocal buffer
+        buffer ^= rules.two_buffers
+        if leader:
+            s.ds[buffer][c] = own
+        yield lambda: True
+
+    def store_dq(own: object) -> Role:
+        nonlocal dq_phase
+        yield s.dq_empty[c].done(dq_phase ^ 1)
+        dq_phase ^= 1
+        if leader:
+            s.dq[c] = own
+        s.dq_full[c].arrive()
+
+    def release_dout() -> None:
+        if leader:
+            dout.release()
+        dout.advance()
+
+    def product(kind: str, at: tuple[Place, Place, int], own: object) -> tuple[Read, ...]:
+        """Return what a product of a step reads."""
+        q_at, dout_at, ds_at = at
+        keys = of(kv, own[0])  # type: ignore[index]
+        both = tuple((s.ds[ds_at], other, own) for other in range(CONSUMERS))
+        return {
+            "s": (keys, of(q_at, own)), "dp": (keys, of(dout_at, own)), "dv": (of(dout_at, own),),
+            "dk": ((s.ds[ds_at], c, own), of(q_at, own)), "dq": (keys, *both),
+        }[kind]  # fmt: skip
+
+    def overlapping() -> Role:
+        """``_gradient_steps_overlap.cu.j2``."""
+        own = step
+        yield from issue(*product("s", (q, dout, buffer), own))
+        yield from complete(*product("s", (q, dout, buffer), own))
+        pending: tuple[Read, ...] = ()
+        before: Place | None = None
+        while own not in (END_OF_TILE, END_OF_ALL):
+            yield dout.full()
+            here = dout.copy()
+            yield from issue(*product("dp", (q, here, buffer), own))
+            yield from complete(*pending)
+            if leader and before is not None:
+                before.release()
+            yield from issue(*product("dv", (q, here, buffer), own))
+            yield from complete(*product("dp", (q, here, buffer), own))
+            yield from store_ds(own)
+            before = q.copy()
+            q.advance()
+            yield from next_step()
+            following = step
+            more = following not in (END_OF_TILE, END_OF_ALL)
+            # behind the last step S of whatever is there
+            yield from issue(*product("s", (q, here, buffer), following) if more else ())
+            yield from complete(*product("dv", (q, here, buffer), own))
+            release_dout()
+            if rules.meet_before_dq:
+                yield from sync_consumers()
+            reads = product("dq", (before, here, buffer), own)
+            pending = product("dk", (before, here, buffer), own)
+            yield from issue(*reads)
+            yield from issue(*pending)
+            if more:
+                yield from complete(*product("s", (q, here, buffer), following))
+            yield from complete(*reads)
+            yield from store_dq(own)
+            own = following
+        yield from complete(*pending)
+        assert before is not None
+        if leader:
+            before.release()
+
+    def plain() -> Role:
+        """``_gradient_steps.cu.j2``; whether dP follows S at once or behind the softmax is the same to barriers."""
+        own = step
+        yield dout.full()
+        yield from issue(*product("s", (q, dout, buffer), own))
+        yield from issue(*product("dp", (q, dout, buffer), own))
+        yield from complete(*product("s", (q, dout, buffer), own))
+        yield from issue(*product("dv", (q, dout, buffer), own))
+        yield from complete(*product("dp", (q, dout, buffer), own))
+        more = True
+        while more:
+            here = dout.copy()
+            yield from store_ds(own)
+            if rules.meet_before_dq:
+                yield from sync_consumers()
+            used = q.copy()
+            reads = product("dq", (used, here, buffer), own)
+            last = product("dk", (used, here, buffer), own)
+            yield from issue(*reads)
+            yield from issue(*last)
+            yield from complete(*product("dv", (used, here, buffer), own))
+            q.advance()
+            yield from next_step()
+            following = step
+            more = following not in (END_OF_TILE, END_OF_ALL)
+            if more:
+                release_dout()
+            # behind the last step the products of whatever is there, with probabilities of 0
+            s_reads, dp_reads, dv_reads = (
+                product(kind, (q, dout, buffer), following) if more else () for kind in ("s", "dp", "dv")
+            )
+            yield from issue(*s_reads)
+            yield from complete(*reads)
+            yield from store_dq(own)
+            if more:
+                yield dout.full()
+            yield from issue(*dp_reads)
+            yield from complete(*last)
+            if leader:
+                used.release()
+            yield from complete(*s_reads)
+            yield from issue(*dv_reads)
+            yield from complete(*dp_reads)
+            own = following
+        release_dout()
+
+    while True:
+        yield from next_step()
+        if step == END_OF_ALL:
+            break
+        work += 1
+        if step != END_OF_TILE:
+            yield kv.full()
+            if not rules.keys_until_products and leader:
+                kv.release()
+            yield from (overlapping() if case.overlap == "gradients" else plain())
+            if rules.keys_until_products and leader:
+                kv.release()
+            kv.advance()
+        if leader and rules.release_end and not rules.all_see_the_end:
+            q.release()
+        if rules.wait_for_adder:
+            yield s.dq_empty[c].done(dq_phase ^ 1)
+        yield from sync_consumers()
+        if leader and rules.release_end and rules.all_see_the_end:
+            q.release()
+        q.advance()
+        if s.works[slot] != work:
+            raise ProtocolError(f"consumer {c} read work {s.works[slot]} for {work}")
+        # the rows of dK take a buffer of dS of both
+        places: list[tuple[list[object], int]] = [(s.ds[c], 0), (s.ds[c], 1), (s.dq, c)]
+        for where, index in places if leader else ():
+            where[index] = ("rows", work, c)
+        yield from s.group[c].sync()
+        yield from complete(*((where, index, ("rows", work, c)) for where, index in places))
+        if rules.meet_after_rows:
+            yield from sync_consumers()
+        if leader:
+            s.work_empty[slot].arrive()
+        slot ^= 1
+    s.dq_full[c].arrive()
