@@ -73,7 +73,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     given = (spec.backward or Backward()).dkdv
     columns_qk, columns_v = widths(spec.head_dim_qk), widths(spec.head_dim_v)
     qk, v = columns_qk.width, columns_v.width
-    family = "plain" if spec.variant.score is None and is_light(spec.variant) and not gathers(spec.variant) else "any"
+    family = "plain" if is_light(spec.variant) else "any"
     choice = next(row for row in _TABLE if row.family in (family, "any") and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
@@ -178,6 +178,12 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "backward",
             "a tensor that the mask reads for each key, or the score for each pair, takes more registers than a "
             "consumer of cuda kernels has; allowed: triton",
+        )
+    if not spec.fast_math:
+        return refuse(
+            spec,
+            "fast_math",
+            "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
     if spec.deterministic:
         return refuse(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from attngen.plan.hopper_backward import by_head
 from attngen.plan.model import Part, Plan
-from attngen.render.cuda_gradients import factor, probabilities, query_tiles, query_word
-from attngen.render.cuda_math import Steps, Tiles, elements
+from attngen.render.cuda_gradients import factor, probabilities, query_word
+from attngen.render.cuda_math import Steps, Tiles, elements, tiles
 from attngen.render.cuda_view import RegionView, argument_lines, constant, padding, uses
+from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
 
 _REGION_TEXTS = {
@@ -104,7 +105,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     assert roles is not None
     parts = {part.name: part for part in plan.parts}
     dkdv, dq = plan.of_part(parts["dkdv"]), plan.of_part(parts["dq"])
-    found, code = query_tiles(dkdv), probabilities(dkdv)
+    found, code = tiles(dkdv, QUERIES), probabilities(dkdv)
     listed = query_word(dkdv) if plan.driver != "ranges" else ()
     factor_lines, factor_text = factor(dkdv, code.factor)
     dq_factor_lines, dq_factor = factor(dq, code.factor)
@@ -115,7 +116,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         template=template,
         command=command(plan),
         summary=summary(plan),
-        uses_expressions=plan.variant.masked or plan.variant.score is not None or not plan.fast_math,
+        uses_expressions=plan.variant.masked or plan.variant.score is not None,
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,

@@ -6,32 +6,24 @@ A block keeps keys and goes along the queries. A lane holds elements of two keys
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attngen.lang.bands import Bands, bands, classify
+from attngen.lang.bands import classify
 from attngen.lang.emit import Binding
 from attngen.lang.facts import index
 from attngen.lang.folding import PRODUCT, fold_logit, fold_slope
-from attngen.lang.ir import Expr, Op, Type, names
-from attngen.lang.rows import own_intervals
-from attngen.lang.segments import segments
-from attngen.lang.simplify import FALSE, TRUE, minimum
+from attngen.lang.ir import Expr, names
+from attngen.lang.simplify import FALSE, TRUE
 from attngen.plan.model import Plan
-from attngen.render.cuda_math import Steps, Tiles, declarations, declared, from_zero, used
+from attngen.render.cuda_math import Steps, declarations, declared, masking, used, with_corners
 from attngen.render.expressions import (
     CUDA,
     QUERIES,
-    SEQLEN_K,
     corner_bindings,
     emit_for,
-    emit_named,
     facts_of,
-    hull_ends,
-    inward,
-    numbered,
     scalar_bindings,
-    settled,
 )
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
@@ -69,10 +61,9 @@ def probabilities(plan: Plan) -> Probabilities:
         if variant.score is not None:
             body.append(f"x = {scored.results[0]};")
         if partial:
-            taken = declared([*hoisted, *body])
-            columns, element, more = _masking(plan, bound, taken)
-            hoisted += [line for line in more if line not in hoisted]
-            body = [*columns, *body, *element]
+            mask = masking(plan, bound, declared([*hoisted, *body]), key="8 * row", along=QUERIES)
+            hoisted += [line for line in mask.hoisted if line not in hoisted]
+            body = [*mask.body, *mask.ends, *body, mask.test]
         once, hoisted = _once(hoisted)
         block |= dict.fromkeys(once)
         found.append(_steps(hoisted, body))
@@ -84,7 +75,7 @@ def probabilities(plan: Plan) -> Probabilities:
         block=tuple(block),
         partial=found[0],
         full=found[1],
-        exponent=_exponent(plan, multiplier),
+        exponent=_exponent(multiplier),
         factor=slope.factor,
     )
 
@@ -101,12 +92,10 @@ def _once(lines: Sequence[str]) -> tuple[list[str], list[str]]:
     return parts
 
 
-def _exponent(plan: Plan, multiplier: str) -> str:
-    """Return the logarithm of a probability. It is at most 0, however large the logit is that was rounded."""
+def _exponent(multiplier: str) -> str:
+    """Return the logarithm of a probability."""
     lse = "(j == 0 ? lse.x : lse.y)"
-    if plan.fast_math:
-        return f"x - {lse}" if multiplier == "1.0f" else f"fmaf(x, {multiplier}, -{lse})"
-    return f"nan_min(x * ({multiplier}) - {lse}, 0.0f)"
+    return f"x - {lse}" if multiplier == "1.0f" else f"fmaf(x, {multiplier}, -{lse})"
 
 
 def factor(plan: Plan, expr: Expr) -> tuple[tuple[str, ...], str]:
@@ -144,37 +133,6 @@ def _steps(hoisted: Sequence[str], body: Sequence[str]) -> Steps:
         key=(*_query_lines("\n".join([*column, *element])), *column),
         element=tuple(element),
     )
-
-
-def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the lines of a query that say which keys it sees, the lines of a pair, and those that need no query.
-
-    Ends are counted from the first key of a lane, so that a pair compares them with constants.
-    """
-    intervals, rest = own_intervals(plan.variant.mask, facts_of(plan))
-    ends: dict[str, Expr] = {}
-    seen, hidden = [], []
-    for number, interval in enumerate(intervals):
-        suffix = f"_{number}" if len(intervals) > 1 else ""
-        below, above = f"visible_from{suffix}", f"visible_to{suffix}"
-        if interval.lo is not None:
-            ends[below] = interval.lo
-        ends[above] = SEQLEN_K if interval.hi is None else minimum(interval.hi, SEQLEN_K)
-        seen.append(f"8 * row >= {below} && 8 * row < {above}" if below in ends else f"8 * row < {above}")
-        hidden.append(f"8 * row < {below} || 8 * row >= {above}" if below in ends else f"8 * row >= {above}")
-    exprs = [Op("sub", (from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
-    code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken, inner="q")
-    *texts, condition = code.results
-    columns = [f"const int {name} = {text};" for name, text in zip(ends, texts, strict=True)]
-    if len(seen) == 1 and rest == TRUE:
-        test = hidden[0]
-    else:
-        if len(seen) > 1:
-            seen = [" || ".join(f"({each})" if "&&" in each else each for each in seen)]
-        if rest != TRUE:
-            seen.append(f"({condition})" if "||" in condition or "?" in condition else condition)
-        test = f"!({' && '.join(f'({each})' if '||' in each else each for each in seen)})"
-    return [*code.body, *columns], [f"if ({test}) x = kMasked;"], list(code.hoisted)
 
 
 def _elements(plan: Plan) -> dict[str, Binding]:
@@ -221,31 +179,6 @@ def _query_lines(texts: str) -> list[str]:
 # --- which queries see a tile of keys -----------------------------------------------------------------------
 
 
-def query_tiles(plan: Plan) -> Tiles:
-    """Return the ranges of tiles of queries that see a tile of keys, or the hull that a listing goes through."""
-    found = bands(plan.variant.mask, facts_of(plan), over="q")
-    if plan.driver != "ranges":
-        texts, lines = emit_named(plan, CUDA, hull_ends(plan, found, QUERIES), QUERIES)
-        lines += [f"const int {name} = {text};" for name, text in texts.items() if text != name]
-        return Tiles(_with_corners(lines), (("visible_lo", "visible_hi"),), (), texts)
-    bounded = Bands(found.visible, (), exact=True)
-    visible = list(segments(bounded, QUERIES.tile, QUERIES.length, facts_of(plan)).partial)
-    full = [inward(plan, interval, QUERIES) for interval in found.full]
-    ends = numbered("visible", visible) | numbered("full", full)
-    texts, lines = emit_named(plan, CUDA, {name: settled(plan, end, QUERIES) for name, end in ends.items()}, QUERIES)
-    fields = list(ends)
-    pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
-    corners = _with_corners(lines, list(texts.values()))
-    return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), texts)
-
-
-def _with_corners(lines: Sequence[str], others: Sequence[str] = ()) -> tuple[str, ...]:
-    if "kv_hi" not in "\n".join([*lines, *others]):
-        return tuple(lines)
-    # a tile behind the used keys has a key of its own all the same, which a mask may ask about
-    return ("const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);", *lines)
-
-
 def query_word(plan: Plan) -> tuple[str, ...]:
     """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
     if plan.driver == "tile_map":
@@ -268,7 +201,7 @@ def query_word(plan: Plan) -> tuple[str, ...]:
     behind = "(candidate + 1) * kBlockM > seqlen_q"
     seen = inside if may == TRUE else f"{inside} && (({code.results[0]}) || {behind})"
     whole = "false" if must == FALSE else f"({code.results[1]}) && !({behind})"
-    return _with_corners(
+    return with_corners(
         [
             *lines,
             *code.hoisted,
@@ -276,5 +209,6 @@ def query_word(plan: Plan) -> tuple[str, ...]:
             f"const bool seen = {seen};",
             "const uint32_t visible_word = __ballot_sync(~0u, seen);",
             f"const uint32_t partial_word = __ballot_sync(~0u, !({whole}));",
-        ]
+        ],
+        along=QUERIES,
     )

@@ -19,8 +19,10 @@ from attngen.lang.simplify import FALSE, TRUE, integer, maximum, minimum
 from attngen.plan.model import Plan
 from attngen.render.expressions import (
     CUDA,
+    KEYS,
+    QUERIES,
     SEQLEN_K,
-    TILE_N,
+    Along,
     corner_bindings,
     emit_for,
     emit_named,
@@ -110,9 +112,9 @@ def logits(plan: Plan) -> Logits:
         if variant.score is not None:
             body.append(f"x = {scored.results[0]};")
         if partial:
-            masking = _masking(plan, bound, declared([*hoisted, *body]))
-            hoisted += [line for line in (*masking.hoisted, *masking.tile) if line not in hoisted]
-            body += masking.element
+            mask = masking(plan, bound, declared([*hoisted, *body]))
+            hoisted += [line for line in (*mask.hoisted, *mask.ends) if line not in hoisted]
+            body += [*mask.body, mask.test]
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
         steps.append(_steps(plan, tile, row, body))
@@ -159,19 +161,23 @@ def _steps(plan: Plan, tile: Sequence[str], row: Sequence[str], body: Sequence[s
 
 
 @dataclass(frozen=True, slots=True)
-class _Masking:
-    """Lines that do not depend on the key of an element, those that say what its row sees of the tile, and those of
-    the element."""
+class Masking:
+    """Lines that stand before the loop over keys or queries; those of what it goes along; those that say, by ``ends``,
+    which keys a query sees; and the line that masks an element."""
 
     hoisted: Sequence[str]
-    tile: Sequence[str]
-    element: Sequence[str]
+    body: Sequence[str]
+    ends: Sequence[str]
+    test: str
 
 
-def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> _Masking:
-    """Return the lines that mask an element: by the keys that its row sees, and what else the mask asks for.
+def masking(
+    plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str], *, key: str = "key", along: Along = KEYS
+) -> Masking:
+    """Return the lines that mask an element: by the keys that its query sees, and what else the mask asks for.
 
-    Ends are counted from the first key of a lane, so that an element compares them with constants.
+    Ends are counted from the first key of a lane, so that an element compares them with constants: ``key`` is its
+    distance from that.
     """
     intervals, rest = own_intervals(plan.variant.mask, facts_of(plan))
     ends: dict[str, Expr] = {}
@@ -182,12 +188,12 @@ def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> 
         if interval.lo is not None:
             ends[below] = interval.lo
         ends[above] = SEQLEN_K if interval.hi is None else minimum(interval.hi, SEQLEN_K)
-        seen.append(f"key >= {below} && key < {above}" if below in ends else f"key < {above}")
-        hidden.append(f"key < {below} || key >= {above}" if below in ends else f"key >= {above}")
+        seen.append(f"{key} >= {below} && {key} < {above}" if below in ends else f"{key} < {above}")
+        hidden.append(f"{key} < {below} || {key} >= {above}" if below in ends else f"{key} >= {above}")
     exprs = [Op("sub", (from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
-    code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken)
+    code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken, inner=along.axis)
     *texts, condition = code.results
-    tile = [f"const int {name} = {text};" for name, text in zip(ends, texts, strict=True)]
+    lines = [f"const int {name} = {text};" for name, text in zip(ends, texts, strict=True)]
     if len(seen) == 1 and rest == TRUE:
         test = hidden[0]
     else:
@@ -196,7 +202,7 @@ def _masking(plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str]) -> 
         if rest != TRUE:
             seen.append(f"({condition})" if "||" in condition or "?" in condition else condition)
         test = f"!({' && '.join(seen)})"
-    return _Masking(code.hoisted, tile, [*code.body, f"if ({test}) x = kMasked;"])
+    return Masking(code.hoisted, code.body, lines, f"if ({test}) x = kMasked;")
 
 
 def from_zero(plan: Plan, end: Expr) -> Expr:
@@ -341,28 +347,32 @@ def elements(plan: Plan) -> Elements:
 # --- which tiles a box of rows sees -------------------------------------------------------------------------
 
 
-def tiles(plan: Plan) -> Tiles:
-    """Return the ranges of visible and of full tiles, or the hull that a listing goes through."""
-    found = bands(plan.variant.mask, facts_of(plan), over="kv", heads=plan.box_heads)
+def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
+    """Return the ranges of visible and of full tiles along an axis, or the hull that a listing goes through."""
+    found = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
     if plan.driver != "ranges":
-        texts, lines = emit_named(plan, CUDA, hull_ends(plan, found))
+        texts, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
         lines += [f"const int {name} = {text};" for name, text in texts.items() if text != name]
-        return Tiles(_with_corners(lines), (("visible_lo", "visible_hi"),), (), texts)
+        return Tiles(with_corners(lines, along=along), (("visible_lo", "visible_hi"),), (), texts)
     bounded = Bands(found.visible, (), exact=True)
     nothing = (integer(0), integer(0))  # where the mask is false whatever is called: one range, without a tile
-    visible = list(segments(bounded, TILE_N, SEQLEN_K, facts_of(plan)).partial) or [nothing]
-    full = [inward(plan, interval) for interval in found.full]
+    visible = list(segments(bounded, along.tile, along.length, facts_of(plan)).partial) or [nothing]
+    full = [inward(plan, interval, along) for interval in found.full]
     ends = numbered("visible", visible) | numbered("full", full)
-    texts, lines = emit_named(plan, CUDA, {name: settled(plan, end) for name, end in ends.items()})
+    texts, lines = emit_named(plan, CUDA, {name: settled(plan, end, along) for name, end in ends.items()}, along)
     fields = list(ends)
     pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
-    corners = _with_corners(lines, list(texts.values()))
+    corners = with_corners(lines, list(texts.values()), along=along)
     return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), texts)
 
 
-def _with_corners(lines: Sequence[str], others: Sequence[str] = ()) -> tuple[str, ...]:
+def with_corners(lines: Sequence[str], others: Sequence[str] = (), *, along: Along = KEYS) -> tuple[str, ...]:
     """Return the lines behind definitions of the corners that they, or the ``others``, use."""
     texts = "\n".join([*lines, *others])
+    if along is QUERIES:
+        # a tile behind the used keys has a key of its own all the same, which a mask may ask about
+        hi = "const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);"
+        return (*([hi] if "kv_hi" in texts else []), *lines)
     corners = []
     if "q_pos_lo" in texts:
         corners.append("const int q_pos_lo = q_start + (seqlen_k - seqlen_q);")
@@ -399,4 +409,4 @@ def word(plan: Plan) -> Word:
         "const uint32_t visible_word = __ballot_sync(~0u, seen);",
         f"const uint32_t partial_word = __ballot_sync(~0u, !({whole}));",
     ]
-    return Word(_with_corners(lines))
+    return Word(with_corners(lines))

@@ -72,6 +72,11 @@ def test_keys_that_a_query_does_not_see_are_masked_in_partial_tiles_only() -> No
     assert "kMasked" not in full.split("pack_probabilities")[0]
 
 
+def test_a_mask_that_hides_everything_has_an_empty_range() -> None:
+    found = backward("never", declared="variants:\n  never: {mask: kv < 0}\n")
+    assert "const int tiles = max(0, 0);" in render(found).text
+
+
 def test_five_products_a_step() -> None:
     found = backward(head_dim=128)
     low = gradient_floor(found, found.part("dkdv"))
@@ -92,6 +97,7 @@ OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: flo
         ("own", {"declared": OWN.format(score="s + slope[h]", grad="true")}, r"backward: .*own tensors"),
         ("packed_documents", {"head_dim": 128}, r"backward: a tensor that the mask reads for each key"),
         ("relative_bias", {"head_dim": 128}, r"backward: .*the score for each pair"),
+        ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
         ("causal", {"deterministic": "true"}, r"deterministic: .*no fixed order; allowed: false"),
         ("causal", {"head_dim": 144}, r"head_dim: .*from 16 to 128; nearest: 128"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
