@@ -102,6 +102,16 @@ SCHEDULES: tuple[Schedule, ...] = (
         head_dims=tuple(range(16, 129, 16)),
         needs_descriptors=True,
     ),
+    Schedule(
+        name="cuda_backward_cluster",
+        label="wgmma",
+        backend="cuda",
+        direction="backward",
+        loads="descriptor",
+        template="cuda/backward_cluster.cu.j2",
+        head_dims=_MULTIPLES_OF_16,
+        needs_descriptors=True,
+    ),
 )
 
 

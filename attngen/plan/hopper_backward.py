@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
@@ -17,7 +17,7 @@ from attngen.plan.backward_arguments import differentiable_of
 from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
 from attngen.plan.hopper import widths
-from attngen.plan.model import HopperGradients, Part, Plan, Region
+from attngen.plan.model import Columns, HopperGradients, Part, Plan, Region
 from attngen.plan.traits import gathers, is_light, reads_data_per_key
 from attngen.spec.expand import Backward, KernelSpec
 
@@ -35,7 +35,7 @@ _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 _SECTION_BYTES = 24 * 2**20
 
 #: How names of kernels say what the softmax runs over.
-_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",)}
+_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",), "roles": ("cluster",)}
 
 #: Query rows of a block that computes the sums of rows, and of warps of a block.
 _ROWS, _ROWS_WARPS = 64, 4
@@ -61,18 +61,31 @@ _TABLE = (
     _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3),
     _Choice("any", 64, 128, overlap="nothing", packed=True, q_stages=2),
     _Choice("any", 128, 64, overlap="nothing", packed=True, q_stages=2),
+    _Choice("any", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
+
+#: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
+#: take the registers of one each.
+_BLOCK_HEAD_DIM = 128
+_CLUSTER = 2
+#: Registers of a thread that produces, that keeps dK or dV, and that multiplies dQ, up to this head dim and beyond: of
+#: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more.
+_ALL_OF_DQ = 192
+_ALL_REGISTERS, _PART_REGISTERS = (40, 192, 88), (32, 208, 64)
 
 
 def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     """Return the plan of a backward in CUDA; PlanError names the field, the arithmetic and the nearest legal choice."""
     if refused := _refusal(spec, arch):
         raise refused
-    schedule = next(row for row in SCHEDULES if (row.backend, row.direction) == ("cuda", "backward"))
-    check_head_dims(spec, schedule)
     given = (spec.backward or Backward()).dkdv
-    columns_qk, columns_v = widths(spec.head_dim_qk), widths(spec.head_dim_v)
+    wide = max(spec.head_dim_qk, spec.head_dim_v) > _BLOCK_HEAD_DIM
+    columns_qk, columns_v = (
+        (_halves if wide else widths)(head_dim) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
+    )
     qk, v = columns_qk.width, columns_v.width
+    schedule = next(row for row in SCHEDULES if row.name == ("cuda_backward_cluster" if wide else "cuda_backward_wgmma"))
+    check_head_dims(spec, schedule)
     family = "plain" if is_light(spec.variant) else "any"
     choice = next(row for row in _TABLE if row.family in (family, "any") and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
@@ -95,6 +108,18 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         dq_by_rows=by_rows,
         shared=(),
     )
+    if wide:
+        producer, consumers, queries = _ALL_REGISTERS if max(qk, v) <= _ALL_OF_DQ else _PART_REGISTERS
+        draft = replace(
+            draft,
+            cluster=_CLUSTER,
+            producer_registers=producer,
+            consumer_registers=consumers,
+            queries_registers=queries,
+            box_columns=64 if qk % 128 == 0 and v % 64 == 0 else 32,
+            dq_columns=qk // _CLUSTER,
+            dq_part=qk // _CLUSTER if max(qk, v) <= _ALL_OF_DQ else qk // _CLUSTER // 2,
+        )
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
     name = naming.kernel_name(
         direction=spec.direction,
@@ -135,7 +160,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         tile_m=choice.tile_m,
         tile_n=_KEYS,
         stages=stages,
-        num_warps=4 * (_CONSUMERS + 1),
+        num_warps=4 * (_CONSUMERS + (2 if wide else 1)),
         max_registers=None,
         driver=driver,
         mask_code="branch",
@@ -147,6 +172,11 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     parts = tuple(_parts(plan))
     return replace(plan, parts=parts, arguments=next(part for part in parts if part.name == "dkdv").arguments)
+
+
+def _halves(head_dim: int) -> Columns:
+    """Return the columns of Q and K where each block of a cluster has half of those of dQ, in copies of 32."""
+    return Columns(0, -(-head_dim // (32 * _CLUSTER)) * 32 * _CLUSTER, head_dim)
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
@@ -225,9 +255,11 @@ def _parts(plan: Plan) -> Iterator[Part]:
     if axes is not None:
         own = arguments.classifier_arguments(plan)
         yield part("classify_dkdv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
+    assert plan.gradients is not None
+    cluster = plan.gradients.cluster
     yield part(
-        "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, persistent=True,
-        arguments=arguments.dkdv_arguments(plan),
+        "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
+        persistent=cluster == 1, arguments=arguments.dkdv_arguments(plan),
     )  # fmt: skip
     yield part("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
 
@@ -243,7 +275,8 @@ def _with_memory(
     """Return the roles with the stages of Q that fit."""
     for q_stages in range(draft.q_stages, 1, -1):
         roles = replace(draft, q_stages=q_stages)
-        regions = tuple(_regions(roles, tile_m, stages, qk, v))
+        found = _regions if roles.cluster == 1 else _cluster_regions
+        regions = tuple(found(roles, tile_m, stages, qk, v))
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
             return replace(roles, shared=regions)
@@ -253,7 +286,7 @@ def _with_memory(
         "backward.dkdv",
         f"Shared memory {regions[-1].offset + regions[-1].bytes} B exceeds {arch.shared_memory} B on {arch.name}: "
         f"K {sizes['k']} + V {sizes['v']} + Q {sizes['q']} + dO {sizes['dout']} ({stages} stages) + dS {sizes['ds']} + "
-        f"dQ {sizes['dq']} + barriers and rows",
+        f"dQ {sizes.get('dq', 0)} + barriers and rows",
     )
 
 
@@ -281,6 +314,39 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
         "work_empty": 2 * _BARRIER_BYTES,
         "sum_tile": 4 * _SUMS,
     }
+    yield from _placed(sizes)
+
+
+def _cluster_regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:
+    """Yield the regions of a block of a cluster."""
+    sizes = {
+        "k": roles.keys * qk * _ELEMENT_BYTES,
+        "v": roles.keys * v * _ELEMENT_BYTES,
+        "other_k": roles.keys * roles.dq_columns * _ELEMENT_BYTES,
+        "q": roles.q_stages * tile_m * qk * _ELEMENT_BYTES,
+        "dout": stages * tile_m * v * _ELEMENT_BYTES,
+        "ds": tile_m * roles.keys * _ELEMENT_BYTES,
+        "other_ds": tile_m * roles.keys * _ELEMENT_BYTES,
+        "lse": roles.q_stages * tile_m * 4,
+        "delta": stages * tile_m * 4,
+        "step": roles.q_stages * _STEP_BYTES,
+        "k_full": _BARRIER_BYTES,
+        "v_full": _BARRIER_BYTES,
+        "other_k_full": _BARRIER_BYTES,
+        "q_full": roles.q_stages * _BARRIER_BYTES,
+        "q_empty": roles.q_stages * _BARRIER_BYTES,
+        "dout_full": stages * _BARRIER_BYTES,
+        "dout_empty": stages * _BARRIER_BYTES,
+        "p_full": _BARRIER_BYTES,
+        "ds_full": _BARRIER_BYTES,
+        "ds_empty": _BARRIER_BYTES,
+        "other_ds_full": _BARRIER_BYTES,
+        "sum_tile": 4 * _SUMS,
+    }
+    yield from _placed(sizes)
+
+
+def _placed(sizes: Mapping[str, int]) -> Iterator[Region]:
     offset = 0
     for name, size in sizes.items():
         yield Region(name, offset, size)

@@ -43,10 +43,11 @@ def _preprocess(plan: Plan) -> Iterator[Argument]:
 
 
 def _dkdv(plan: Plan) -> Iterator[Argument]:
-    window = plan.tile_m if plan.varlen else None
+    assert plan.gradients is not None
+    window, keys = plan.tile_m if plan.varlen else None, plan.gradients.keys
     yield tensor_map(plan, "q", plan.tile_m, window=window)
-    yield tensor_map(plan, "k", plan.tile_n, window=plan.tile_n)
-    yield tensor_map(plan, "v", plan.tile_n, window=plan.tile_n)
+    yield tensor_map(plan, "k", keys, window=keys)
+    yield tensor_map(plan, "v", keys, window=keys)
     yield tensor_map(plan, "dout", plan.tile_m, window=window)
     yield _sums()
     yield pointer_argument(plan, "dk")
@@ -56,7 +57,8 @@ def _dkdv(plan: Plan) -> Iterator[Argument]:
     yield from _lengths(plan)
     if plan.driver == "tile_map":
         yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
-    yield Argument("tile_counter", "pointer", "*u32", of="tile_counter", divisibility=4)
+    if plan.gradients.cluster == 1:  # otherwise the hardware hands out tiles
+        yield Argument("tile_counter", "pointer", "*u32", of="tile_counter", divisibility=4)
     yield from tensor_pointers(plan.variant)
     yield from _strides(plan, ("dk", "dv"))
     if plan.driver == "tile_map":

@@ -76,6 +76,7 @@ class Part:
     tile_map: tuple[bool, bool] | None = None  # read or written by it: an entry for each batch, for each head
     arguments: tuple[Argument, ...] = ()
     persistent: bool = False  # a block works until no tile is left
+    cluster: int = 1  # blocks of a tile
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest."""
@@ -84,6 +85,7 @@ class Part:
             "symbol": self.symbol,
             "grid": self.grid,
             "persistent": self.persistent,
+            "cluster": self.cluster,
             "tile_m": self.tile_m,
             "tile_n": self.tile_n,
             "stages": self.stages,
@@ -142,8 +144,8 @@ class Hopper:
 class HopperGradients:
     """Roles, pipeline and memory of a Hopper kernel of dQ, dK and dV in CUDA."""
 
-    consumers: int  # warpgroups of 64 keys; one more produces
-    producer_registers: int  # per thread, as is the next
+    consumers: int  # warpgroups that keep sums in registers: of 64 keys each, or one of dV and one of dK
+    producer_registers: int  # per thread, as are the next two
     consumer_registers: int
     overlap: str  # what the softmax of a step runs over: gradients (dQ and dK of the step before) | dp | nothing
     packed: bool  # dS is computed from probabilities in 16 bits, not in float32
@@ -152,11 +154,25 @@ class HopperGradients:
     dq_columns: int  # columns of dQ of a consumer
     dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
     shared: tuple[Region, ...]
+    cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
+    queries_registers: int = 0  # where a warpgroup of its own multiplies dQ,
+    dq_part: int = 0  # so many columns at once
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes."""
         return self.shared[-1].offset + self.shared[-1].bytes
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return 64 if self.cluster > 1 else 64 * self.consumers
+
+    @staticmethod
+    def parts_of(width: int) -> int:
+        """Products that columns of dK or dV are parted into where four warpgroups run: ptxas plans each with the 128
+        registers that a thread of them begins with."""
+        return 2 if width > 192 else 1
 
     @property
     def sum_columns(self) -> int:

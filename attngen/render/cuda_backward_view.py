@@ -18,6 +18,7 @@ _REGION_TEXTS = {
     "ds": "dS of two steps, then dK on its way out", "dq": "dQ on its way out, then dV",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
+    "other_k": "half of the columns of the other block's K", "other_ds": "dS of the other block",
     "step": "which queries each stage of Q holds", "sum_tile": "where dQ of the last steps belongs",
 }  # fmt: skip
 _WRITTEN = {
@@ -66,6 +67,7 @@ class CudaBackwardView:
     dkdv: Part
     dkdv_lines: tuple[str, ...]
     key_box: str
+    other_key_box: str
     query_box: str
     row_entry: str
     uses_q_tiles: bool
@@ -79,6 +81,7 @@ class CudaBackwardView:
     sum_tile: Callable[[str, str], str]
     work_lines: tuple[str, ...]
     uses_q_first: bool
+    uses_packed: bool
     block_lines: tuple[str, ...]
     weight_comment: str
     partial: Steps
@@ -135,7 +138,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         row_of_dout=_row(plan, "dout", "row"),
         dkdv=parts["dkdv"],
         dkdv_lines=_lines(plan, parts["dkdv"]),
-        key_box="kBlockN - rows, k_begin + kv_start + rows" if plan.varlen else "kBlockN - rows, kv_start + rows, b",
+        key_box=_key_box(plan, "own_start" if roles.cluster > 1 else "kv_start"),
+        other_key_box=_key_box(plan, "other_start", "other_rows"),
         query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
         row_entry="h * static_cast<long long>(total_q) + q_begin + q"
         if plan.varlen
@@ -149,8 +153,9 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
-        work_lines=_work_lines(plan, steps),
+        work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
         uses_q_first=uses("q_first", steps),
+        uses_packed=uses("q_begin", f"{steps}\n{spans}") or uses("k_begin", f"{steps}\n{spans}"),
         block_lines=code.block,
         weight_comment=", and those of pairs that are not visible to 0" if plan.variant.masked else "",
         partial=code.partial,
@@ -186,6 +191,19 @@ def _work_lines(plan: Plan, steps: str) -> tuple[str, ...]:
     if lines:
         lines.insert(0, "const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));")
     return (*lines, "const int h = step.h;") if uses("h", steps) else tuple(lines)
+
+
+def _cluster_lines(steps: str) -> tuple[str, ...]:
+    """Return the lines that name what expressions use, where a cluster has one tile of work."""
+    lines = ["const int kv_first = own_start + 16 * (warp % 4) + lane / 4;"] if uses("kv_first", steps) else []
+    return (*lines, "const int h = step.h;") if uses("h", steps) else tuple(lines)
+
+
+def _key_box(plan: Plan, start: str, rows: str = "rows") -> str:
+    """Return the coordinates of a box of keys: what lies beyond the last of ``rows`` arrives as zeros."""
+    assert plan.gradients is not None
+    keys = "kKeys" if plan.gradients.cluster > 1 else "kBlockN"
+    return f"{keys} - {rows}, k_begin + {start} + {rows}" if plan.varlen else f"{keys} - {rows}, {start} + {rows}, b"
 
 
 def _row(plan: Plan, name: str, row: str, head: str = "h") -> str:

@@ -109,8 +109,10 @@ class PartGeometry(Geometry):
         return self.classifier_blocks if self.part.grid.endswith("_words") else self._blocks[self.part.grid]
 
     def part_blocks(self, driver: Driver, device: int) -> int:
-        """Blocks of the kernel: one for each tile, or as many as run at once where each takes tile after tile."""
-        return min(self.part_tiles, driver.multiprocessors(device)) if self.part.persistent else self.part_tiles
+        """Blocks of the kernel: one for each tile, or a cluster, or as many as run at once where each takes tile after
+        tile."""
+        tiles = self.part_tiles
+        return min(tiles, driver.multiprocessors(device)) if self.part.persistent else tiles * self.part.cluster
 
 
 def geometries(kernel: Kernel, call: Call, views: Mapping[str, View], *, dlse: bool) -> list[PartGeometry]:

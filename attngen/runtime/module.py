@@ -64,6 +64,7 @@ class Part:
         self.dtype, self.element_bytes = kernel.dtype, kernel.element_bytes
         self.section_keys, self.pack_gqa = kernel.section_keys, False
         self.persistent = bool(row.get("persistent"))
+        self.cluster: int = row.get("cluster", 1)
         shared = (row.get("resources") or {}).get("shared_memory", 0)
         self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
         self._map: Mapping[str, bool] = row.get("tile_map") or {}

@@ -66,6 +66,7 @@ _OVERLAPS = {
     "gradients": "runs under dQ and dK of the one before",
     "dp": "runs under its dP",
     "nothing": "runs under no product of its own warpgroup",
+    "roles": "runs under products of other warpgroups",
 }
 
 

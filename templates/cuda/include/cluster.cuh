@@ -1,0 +1,74 @@
+// Blocks of a cluster: ranks, barriers and copies across their shared memories (PTX ISA, "Cluster of Cooperative Thread
+// Arrays", "mapa", "barrier.cluster"). A shared memory address of this block, mapped, is the same place of another one.
+#pragma once
+
+#include "barrier.cuh"
+#include "tma.cuh"
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t mapped(uint32_t address, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// All threads of all blocks of the cluster meet; what any of them wrote before is visible to all.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Arrive at a barrier of any block of the cluster.
+__device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped(barrier, rank)) : "memory");
+}
+
+// As `wait`, for a barrier at which other blocks arrive.
+__device__ __forceinline__ void wait_cluster(uint32_t barrier, uint32_t parity) {
+  uint32_t complete;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(complete)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!__all_sync(~0u, complete != 0));
+}
+
+// A box of a tensor to the same place of all blocks in `blocks`, one bit each, whose barriers count its bytes.
+
+__device__ __forceinline__ void load_box_to(
+    uint32_t blocks, uint32_t to, const TensorMap& map, uint32_t full, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%4, %5, %6, %7}], [%2], %3;"
+      ::"r"(to), "l"(&map), "r"(full), "h"(static_cast<uint16_t>(blocks)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_box_to(
+    uint32_t blocks, uint32_t to, const TensorMap& map, uint32_t full, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;"
+      ::"r"(to), "l"(&map), "r"(full), "h"(static_cast<uint16_t>(blocks)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// Copies shared memory of this block to that of another, whose barrier counts the bytes.
+__device__ __forceinline__ void copy_to(uint32_t rank, uint32_t to, uint32_t from, uint32_t bytes, uint32_t full) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(mapped(to, rank)), "r"(from), "r"(bytes), "r"(mapped(full, rank))
+      : "memory");
+}
+
+// Adds four floats to global memory, in no fixed order (PTX ISA, "red").
+__device__ __forceinline__ void add_floats(float* to, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
