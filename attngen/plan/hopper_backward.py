@@ -92,7 +92,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
     if given.tile_n not in (None, _KEYS):
         raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
-    stages = given.stages or 2
+    stages = given.stages or (HopperGradients.parts_of(v) + 1 if wide else 2)
     driver = driver_of(spec, "q")
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
@@ -324,11 +324,11 @@ def _cluster_regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, 
         "v": roles.keys * v * _ELEMENT_BYTES,
         "other_k": roles.keys * roles.dq_columns * _ELEMENT_BYTES,
         "q": roles.q_stages * tile_m * qk * _ELEMENT_BYTES,
-        "dout": stages * tile_m * v * _ELEMENT_BYTES,
-        "ds": tile_m * roles.keys * _ELEMENT_BYTES,
-        "other_ds": tile_m * roles.keys * _ELEMENT_BYTES,
+        "dout": stages * tile_m * v // roles.parts_of(v) * _ELEMENT_BYTES,
+        "ds": 2 * tile_m * roles.keys * _ELEMENT_BYTES,
+        "other_ds": 2 * tile_m * roles.keys * _ELEMENT_BYTES,
         "lse": roles.q_stages * tile_m * 4,
-        "delta": stages * tile_m * 4,
+        "delta": roles.q_stages * tile_m * 4,
         "step": roles.q_stages * _STEP_BYTES,
         "k_full": _BARRIER_BYTES,
         "v_full": _BARRIER_BYTES,
@@ -337,10 +337,10 @@ def _cluster_regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, 
         "q_empty": roles.q_stages * _BARRIER_BYTES,
         "dout_full": stages * _BARRIER_BYTES,
         "dout_empty": stages * _BARRIER_BYTES,
-        "p_full": _BARRIER_BYTES,
-        "ds_full": _BARRIER_BYTES,
-        "ds_empty": _BARRIER_BYTES,
-        "other_ds_full": _BARRIER_BYTES,
+        "p_full": 2 * _BARRIER_BYTES,
+        "ds_full": 2 * _BARRIER_BYTES,
+        "ds_empty": 2 * _BARRIER_BYTES,
+        "other_ds_full": 2 * _BARRIER_BYTES,
         "sum_tile": 4 * _SUMS,
     }
     yield from _placed(sizes)

@@ -138,7 +138,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         row_of_dout=_row(plan, "dout", "row"),
         dkdv=parts["dkdv"],
         dkdv_lines=_lines(plan, parts["dkdv"]),
-        key_box=_key_box(plan, "own_start" if roles.cluster > 1 else "kv_start"),
+        key_box=_key_box(plan, "own_start", "rows_of_keys") if roles.cluster > 1 else _key_box(plan, "kv_start", "rows"),
         other_key_box=_key_box(plan, "other_start", "other_rows"),
         query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
         row_entry="h * static_cast<long long>(total_q) + q_begin + q"
@@ -199,7 +199,7 @@ def _cluster_lines(steps: str) -> tuple[str, ...]:
     return (*lines, "const int h = step.h;") if uses("h", steps) else tuple(lines)
 
 
-def _key_box(plan: Plan, start: str, rows: str = "rows") -> str:
+def _key_box(plan: Plan, start: str, rows: str) -> str:
     """Return the coordinates of a box of keys: what lies beyond the last of ``rows`` arrives as zeros."""
     assert plan.gradients is not None
     keys = "kKeys" if plan.gradients.cluster > 1 else "kBlockN"
