@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from attngen.runtime import counters
@@ -144,7 +143,7 @@ def view_of(tensor: Tensor, call: Call) -> View:
 
 
 def address_names(call: Call, tensor_names: Iterable[str]) -> tuple[str, ...]:
-    """Return what each address is of that the kernels of a backward take; ``tensor_names`` are the variant's tensors."""
+    """Return what each address is of that kernels of a backward take; ``tensor_names`` are the variant's tensors."""
     gradients = (f"gradient:{name}" for name in differentiable(call))
     return (*ADDRESSES, *(f"tensor:{name}" for name in tensor_names), *gradients)
 
@@ -169,6 +168,7 @@ class PreparedGradients:
         call's own tensors in the order in which it lists their addresses.
         """
         found = geometries(kernel, call, views, dlse=dlse)
+        self.map_shapes = map_shapes(found)
         names = address_names(call, tensor_names)
         self._launches = [
             (
@@ -181,9 +181,7 @@ class PreparedGradients:
         self._counted = any(one.part.persistent for one in found)
         self._driver, self._device = driver, device
 
-    def __call__(
-        self, addresses: list[int], maps: Mapping[str, int], scale: float, scalars: Sequence[Number]
-    ) -> None:
+    def __call__(self, addresses: list[int], maps: Mapping[str, int], scale: float, scalars: Sequence[Number]) -> None:
         """Enqueue all kernels on the current stream.
 
         ``addresses`` as ``address_names`` lists them; those of the tile map and of the counter are filled in. ``maps``

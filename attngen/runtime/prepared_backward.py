@@ -20,9 +20,7 @@ from attngen.runtime.gradients import (
     ADDRESSES,
     PreparedGradients,
     differentiable,
-    geometries,
     gradient_shapes,
-    map_shapes,
     sums_of,
 )
 from attngen.runtime.module import Kernel
@@ -79,7 +77,7 @@ class PreparedBackward:
         self._gradients = differentiable(call)
         self._sinks = bool(learned(call.variant))
         sizes = {"dq_sum": sums_of(kernel, call), "lse_log2": prod(call.lse_shape()), "delta": prod(call.lse_shape())}
-        maps = map_shapes(geometries(kernel, call, views, dlse=dlse))
+        maps = self._launch.map_shapes
         offsets, self._floats = _laid_out(sizes | {f"map:{owner}": prod(shape) for owner, shape in maps.items()})
         self._places = tuple((ADDRESSES.index(name), _FLOAT32 * offsets[name]) for name in sizes if sizes[name])
         self._maps = tuple((owner, _FLOAT32 * offsets[f"map:{owner}"]) for owner in maps)
@@ -113,7 +111,7 @@ class PreparedBackward:
         dk = torch.empty_like(k) if like_k else self._empty(1, k)
         dv = torch.empty_like(v) if like_v else self._empty(2, v)
         addresses[_DQ], addresses[_DK], addresses[_DV] = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        workspace = torch.empty(self._floats, dtype=torch.float32, device=self._device)
+        workspace = lse.new_empty(self._floats)
         start = workspace.data_ptr()
         for place, offset in self._places:
             addresses[place] = start + offset
@@ -121,12 +119,14 @@ class PreparedBackward:
         for name in self._gradients:
             sums[name] = torch.zeros(tensors[name].shape, dtype=torch.float32, device=self._device)
             addresses.append(sums[name].data_ptr())
-        self._launch(addresses, {owner: start + offset for owner, offset in self._maps}, scale, numbers)
+        maps = {owner: start + offset for owner, offset in self._maps} if self._maps else {}
+        self._launch(addresses, maps, scale, numbers)
         if self._sinks:
             named = {rule.name: number for rule, number in zip(self._call.rules, numbers, strict=True)}
             call = self._call.with_tensors(tensors, named, cu_seqlens_q)
             add_gradients(call, lse, workspace[self._rows].view(lse.shape), sums)
-        return dq, dk, dv, {name: gradient.to(tensors[name].dtype) for name, gradient in sums.items()}
+        gradients = {name: total.to(tensors[name].dtype) for name, total in sums.items()} if sums else sums
+        return dq, dk, dv, gradients
 
     def _empty(self, index: int, like: Tensor) -> Tensor:
         return torch.empty(self._results[index], dtype=like.dtype, device=self._device)

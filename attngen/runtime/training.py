@@ -20,7 +20,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, view
 from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.gradients import differentiable, gradient_shapes
+from attngen.runtime.gradients import ADDRESSES, differentiable, gradient_shapes
 from attngen.runtime.prepared import PREPARED_CALLS
 from attngen.runtime.prepared_backward import Gradients, PreparedBackward
 from attngen.runtime.registry import Found, registry
@@ -39,6 +39,16 @@ class Settings(NamedTuple):
     package: str | None
     lengths: tuple[int, int] | None  # max_seqlen_q and max_seqlen_k of a packed call
     scalars: Mapping[str, Any]
+    names: tuple[str, ...]  # of the variant's own tensors
+
+
+class _Recorded(NamedTuple):
+    """A call that autograd is about to record, but for the tensors that it may differentiate by."""
+
+    forward: Callable[[], tuple[Tensor, Tensor]]
+    return_lse: bool
+    others: tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k and seqused_k
+    settings: Settings
 
 
 def attend(
@@ -59,15 +69,20 @@ def attend(
 
     The other arguments are those of ``dispatch.run``.
     """
-    own = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    scalars = {name: value for name, value in arguments.items() if name not in own}
+    names: tuple[str, ...] = ()
+    if arguments:
+        names = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
+        own = [arguments[name] for name in names]
+        arguments = {name: value for name, value in arguments.items() if name not in names}
+    else:
+        own = []
     if packing is None:
         lengths, others = None, (None, None, seqused_k)
     else:
         lengths, others = packing[2:], (packing[0], packing[1], seqused_k)
-    settings = Settings(variant, softmax_scale, layout, package, lengths, scalars)
+    settings = Settings(variant, softmax_scale, layout, package, lengths, arguments, names)
     result: Tensor | tuple[Tensor, Tensor] = _Attention.apply(
-        settings, forward, return_lse, others, tuple(own), q, k, v, *own.values()
+        _Recorded(forward, return_lse, others, settings), q, k, v, *own
     )
     return result
 
@@ -87,40 +102,27 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        settings: Settings,
-        forward: Callable[[], tuple[Tensor, Tensor]],
-        return_lse: bool,
-        others: tuple[Tensor | None, ...],
-        names: tuple[str, ...],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *own: Tensor,
+        ctx: Any, recorded: _Recorded, q: Tensor, k: Tensor, v: Tensor, *own: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
+        forward, return_lse, others, ctx.settings = recorded
         out, lse = forward()
-        ctx.settings, ctx.names = settings, names
         ctx.save_for_backward(*others, out, lse, q, k, v, *own)
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
 
     @staticmethod
     @_once
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
-        nothing = (None,) * 5
-        wanted = ctx.needs_input_grad[len(nothing) :]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (*nothing, *(None for _ in wanted))
-        cu_seqlens_q, cu_seqlens_k, seqused_k, out, lse, q, k, v, *own = ctx.saved_tensors
+            return (None,) * len(wanted)
         settings: Settings = ctx.settings
+        cu_seqlens_q, cu_seqlens_k, seqused_k, out, lse, q, k, v, *own = ctx.saved_tensors
         packing = None if settings.lengths is None else (cu_seqlens_q, cu_seqlens_k, *settings.lengths)
-        tensors = dict(zip(ctx.names, own, strict=True))
-        asked = tuple(name for name, needed in zip(ctx.names, wanted[3:], strict=True) if needed)
-        dq, dk, dv, gradients = differentiate(
-            q, k, v, out, lse, dout, dlse, packing, seqused_k, settings, tensors, asked
-        )
-        found = (dq, dk, dv, *(gradients.get(name) for name in ctx.names))
-        return (*nothing, *(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)))
+        asked = tuple(name for name, needed in zip(settings.names, wanted[4:], strict=True) if needed) if own else ()
+        dq, dk, dv, gradients = differentiate(q, k, v, out, lse, dout, dlse, packing, seqused_k, settings, own, asked)
+        found = (None, dq, dk, dv, *(gradients.get(name) for name in settings.names))
+        return tuple(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True))
 
 
 def differentiate(
@@ -134,46 +136,56 @@ def differentiate(
     packing: tuple[Any, Any, Any, Any] | None,
     seqused_k: Tensor | None,
     settings: Settings,
-    tensors: Mapping[str, Tensor],
-    asked: Sequence[str],
+    own: Sequence[Tensor],
+    asked: tuple[str, ...],
 ) -> Gradients:
     """Return dq, dk, dv and the gradients of the variant's declared tensors; ``asked`` names those that are needed.
 
-    ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. Raises
-    NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
-    CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
+    ``own`` are the variant's tensors in the order of ``settings.names``; ``out`` and ``lse`` are what the forward gave,
+    ``dout`` and ``dlse`` their gradients, None for none. Raises NoKernelError, which lists every candidate and its
+    reason, if no backward is built that takes the call, and CallError for a gradient that the spec does not declare or
+    that is not deterministic where that is asked for.
     """
-    variant, softmax_scale, layout, package, lengths, scalars = settings
+    variant, softmax_scale, layout, package, lengths, scalars, names = settings
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    determinism = _determinism()
     # The cache's key: everything that checks, selection and the packed templates depend on.
     key: list[Any] = [
         variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
-        dlse is None, seqused_k is None, _determinism(), *asked, *scalars,
+        dlse is None, seqused_k is None, determinism, q.dtype, q.get_device(), asked, names, *scalars,
     ]  # fmt: skip
     addresses = [
-        _note(key, q), _note(key, k), _note(key, v), _note(key, out), lse.data_ptr(), 0, 0,
-        0 if seqused_k is None else seqused_k.data_ptr(), 0, _note(key, dout), 0 if dlse is None else dlse.data_ptr(),
-        0, 0, 0, 0, 0, 0, 0,
+        _note(key, q), _note(key, k), _note(key, v), _note(key, out), lse.data_ptr(), 0, 0, 0, 0, _note(key, dout),
+        0, 0, 0, 0, 0, 0, 0, 0,
     ]  # fmt: skip
     cu_seqlens_q = None
     if packing is not None:
         cu_seqlens_q = packing[0]
         key.append(cu_seqlens_q.shape)
         addresses[5], addresses[6] = cu_seqlens_q.data_ptr(), packing[1].data_ptr()
-    for name, tensor in tensors.items():
-        key.append(name)
+    if seqused_k is not None:
+        addresses[7] = seqused_k.data_ptr()
+    if dlse is not None:
+        addresses[10] = dlse.data_ptr()
+    for tensor in own:
+        key.append(tensor.dtype)
         addresses.append(_note(key, tensor))
+    tensors = dict(zip(names, own, strict=True)) if own else {}
     identity = tuple(key)
     prepared = _PREPARED.get(identity)
     if prepared is None:
         call, found = bind_call(
             q, k, v, packing, variant, softmax_scale, seqused_k, True, layout, None, package, {**scalars, **tensors}
         )
-        unordered = _unordered(call, asked)
+        unordered = _unordered(call, asked, determinism)
         if call.empty:
             return _nothing(call, lse, dlse)
-        prepared = _prepare(call, found, settings, out, dout, tensors, addresses, dlse is not None, unordered)
+        request = Request(
+            call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
+            deterministic=determinism == 2,
+        )  # fmt: skip
+        prepared = _prepare(request, found, settings, tensors, out, dout, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
@@ -181,9 +193,12 @@ def differentiate(
 
 
 def _note(key: list[Any], tensor: Tensor) -> int:
-    """Add to a key what a launch depends on of a tensor, and return its address."""
+    """Add to a key what a launch depends on of a tensor, but for its dtype and device, and return its address.
+
+    The forward saw to it that all tensors are on one device, and q, k and v of one dtype.
+    """
     address = tensor.data_ptr()
-    key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), address & 15)
+    key += (tensor.shape, tensor.stride(), address & 15)
     return address
 
 
@@ -194,35 +209,35 @@ def _determinism() -> int:
     return 1 if torch.is_deterministic_algorithms_warn_only_enabled() else 2
 
 
+def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
+    """Return the addresses that selection looks at, of those that ``differentiate`` lists."""
+    known = dict(zip(ADDRESSES[:4], addresses, strict=False))
+    return known | {f"tensor:{name}": address for name, address in zip(names, addresses[len(ADDRESSES) :], strict=True)}
+
+
 def _prepare(
-    call: Call,
+    request: Request,
     found: Found,
     settings: Settings,
+    tensors: Mapping[str, Tensor],
     out: Tensor,
     dout: Tensor,
-    tensors: Mapping[str, Tensor],
-    addresses: Sequence[int],
     dlse: bool,
     unordered: str | None,
 ) -> PreparedBackward:
     """Select the kernels of a backward and prepare their launches."""
-    usable = _usable(dout)
-    known = dict(zip(("q", "k", "v", "out"), addresses, strict=False))
-    known |= {f"tensor:{name}": tensor.data_ptr() for name, tensor in tensors.items()}
-    request = Request(
-        call, call.device.index or 0, known, dict(call.scalars), direction="backward", deterministic=_determinism() == 2
-    )
-    driver = drivers.current()
+    call, driver = request.call, drivers.current()
     selection = select(found.kernels, request, driver)
     if selection.kernel is None and registry.refresh_if_built():
         found = find(settings.variant, settings.package)
         selection = select(found.kernels, request, driver)
     if selection.kernel is None:
         raise _without_backward(no_kernel(found.kernels, selection, request, driver))
+    kept = settings.variant if isinstance(settings.variant, Variant) else None
     return PreparedBackward(
         selection.kernel, call, tensors, view(out.shape, out.stride(), call.order),
-        view(dout.shape, dout.stride(), call.order) if usable else None, driver, request.device, dlse=dlse,
-        unordered=unordered, kept=settings.variant if isinstance(settings.variant, Variant) else None,
+        view(dout.shape, dout.stride(), call.order) if _usable(dout) else None, driver, request.device, dlse=dlse,
+        unordered=unordered, kept=kept,
     )  # fmt: skip
 
 
@@ -247,7 +262,7 @@ def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
     return dq, dk, dv, {name: gradient.to(call.tensors[name].dtype) for name, gradient in gradients.items()}
 
 
-def _unordered(call: Call, asked: Sequence[str]) -> str | None:
+def _unordered(call: Call, asked: Sequence[str], determinism: int) -> str | None:
     """Return the warning about a gradient whose sum has no fixed order, where one was asked for.
 
     Raises CallError for a gradient that the spec does not declare, and where a fixed order is a must.
@@ -261,13 +276,13 @@ def _unordered(call: Call, asked: Sequence[str]) -> str | None:
             )
     scored = call.variant.uses(call.variant.score)[1] if call.variant.score is not None else frozenset()
     unordered = [name for name in asked if name in scored]
-    if not unordered or not _determinism():
+    if not unordered or not determinism:
         return None
     message = (
         f"{call.variant.name}: the gradient of tensor '{unordered[0]}' is added up in no fixed order, and "
         "torch.use_deterministic_algorithms(True) asks for one; detach it, or use backend='reference'"
     )
-    if _determinism() == 2:
+    if determinism == 2:
         raise CallError(message)
     return message
 
