@@ -59,8 +59,8 @@ class PreparedBackward:
         """Prepare the backward of ``call`` on ``kernel``. Raises LoadError if a cubin does not load.
 
         ``tensors``: the call's own in the order in which it lists their addresses. ``dout`` is None if it has to be
-        copied first. ``dlse``: whether the log-sum-exp has a gradient. ``unordered``: a tensor whose gradient has no
-        fixed order although torch wants to be told. ``kept``: what the cache's key refers to by identity, which must
+        copied first. ``dlse``: whether the log-sum-exp has a gradient. ``unordered``: the warning that a gradient has
+        no fixed order, where torch wants to be told. ``kept``: what the cache's key refers to by identity, which must
         therefore stay alive.
         """
         self._kept, self.unordered = kept, unordered
