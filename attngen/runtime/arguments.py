@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,6 +140,12 @@ class Call:
         """Return the same call without what it was called with, so that a cache keeps no memory alive."""
         return replace(self, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, tensors={}, scalars={})
 
+    def with_tensors(
+        self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Number], cu_seqlens_q: torch.Tensor | None
+    ) -> Call:
+        """Return a call without tensors with those of another one, which fit it."""
+        return replace(self, tensors=dict(tensors), scalars=dict(scalars), cu_seqlens_q=cu_seqlens_q)
+
     def out_shape(self) -> tuple[int, ...]:
         """Shape of the output, in the order of the call's tensors."""
         if self.layout == "varlen":
@@ -163,6 +169,14 @@ def view(shape: Iterable[int], strides: Iterable[int], order: str) -> View:
         strides = (strides[0], strides[2], strides[1], strides[3])
     axes = ("s", "h", "d") if order == "thd" else ("b", "s", "h", "d")
     return View(axes, shape, strides)
+
+
+def contiguous_view(shape: Sequence[int], order: str) -> View:
+    """Return the view of a contiguous tensor of a shape, as ``view`` does."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return view(shape, strides, order)
 
 
 def bind(
@@ -193,7 +207,8 @@ def bind(
         call = _bind_packed(variant, q, k, v, packing)
     if not isinstance(return_lse, bool):
         raise CallError(f"return_lse must be True or False, got {return_lse!r}")
-    call.scale, call.return_lse = _scale(softmax_scale, call.head_dim_qk), return_lse
+    call.scale = default_scale(call.head_dim_qk) if softmax_scale is None else softmax_scale_of(softmax_scale)
+    call.return_lse = return_lse
     return _finish(call, seqused_k, arguments)
 
 
@@ -282,9 +297,8 @@ def softmax_scale_of(value: Any) -> float:
     return float(value)
 
 
-def _scale(value: Any, head_dim: int) -> float:
-    if value is not None:
-        return softmax_scale_of(value)
+def default_scale(head_dim: int) -> float:
+    """Return the softmax_scale of a call that gives none."""
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 

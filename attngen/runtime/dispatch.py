@@ -7,32 +7,29 @@ shapes, strides, dtypes and devices find that in a cache, check the scalars, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen.errors import CallError, NoKernelError, suggest
+from attngen.errors import NoKernelError
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import Call
+from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.dropout import with_state
 from attngen.runtime.explanation import Explanation
 from attngen.runtime.module import Kernel
-from attngen.runtime.prepared import PreparedCall
+from attngen.runtime.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
-
-#: What ``backend=`` may say.
-BACKENDS = ("triton", "cuda", "reference")
-
-#: Calls that are kept prepared; each takes a few kilobytes of host memory.
-PREPARED_CALLS = 2048
+from attngen.runtime.training import attend
 
 _PREPARED: RecentCache[PreparedCall] = RecentCache(PREPARED_CALLS)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -151,12 +148,12 @@ def run(
             debugging.check(call)
         if backend == "reference" or not _on_gpu(q):
             return _run_reference(call, q, k, v)
-    if torch.is_grad_enabled() and _asks_for_gradient(q, k, v, arguments):
-        return _differentiable(*given, tile_map)
+    learns = torch.is_grad_enabled() and _asks_for_gradient(q, k, v, arguments)
+    with_lse = True if learns and return_lse is False else return_lse
     # The cache's key: everything that checks, selection and the packed template depend on.
     addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, 0, 0]
     key: list[Any] = [
-        variant if type(variant) is str else id(variant), package, backend, layout, return_lse, registry.generation,
+        variant if type(variant) is str else id(variant), package, backend, layout, with_lse, registry.generation,
         q.dtype, q.shape, q.stride(), q.get_device(), addresses[0] & 15,
         k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15,
         v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15,
@@ -175,8 +172,16 @@ def run(
     prepared = _PREPARED.get(identity)
     if prepared is None:
         call, found = bind_call(*given)
+        call.return_lse = with_lse
         prepared = _prepare(call, found, addresses, variant, package, backend, arguments)
         _PREPARED.put(identity, prepared)
+    if learns:
+        launch = partial(prepared, q, addresses, softmax_scale, arguments, tile_map)
+        if prepared.sinks_only:
+            launch = partial(without_keys, bind_call(*given)[0])
+        return attend(
+            launch, q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, package, arguments
+        )
     if prepared.sinks_only:
         return without_keys(bind_call(*given)[0])
     return prepared(q, addresses, softmax_scale, arguments, tile_map)
@@ -193,22 +198,6 @@ def _asks_for_gradient(q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, 
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
     return bool(arguments) and any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
-
-
-def _differentiable(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: tuple[Any, Any, Any, Any] | None,
-    variant: str | Variant,
-    softmax_scale: Any,
-    seqused_k: Any,
-    return_lse: bool,
-    *rest: Any,
-) -> Any:
-    from attngen.runtime import training
-
-    return training.attend(q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, *rest)
 
 
 def _is_traced(tensor: Any) -> bool:
@@ -230,61 +219,6 @@ def _note(key: list[Any], tensor: Any) -> int:
 
 def _on_gpu(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_cuda
-
-
-def find(variant: str | Variant, package: str | None) -> Found:
-    """Return the variant and its kernels. A variant given as a value takes the kernels that compute exactly it."""
-    if not isinstance(variant, Variant):
-        if not isinstance(variant, str):
-            raise CallError(f"variant must be a name or a Variant, got {type(variant).__name__}")
-        try:
-            return registry.find(variant, package)
-        except NoKernelError:
-            if not registry.refresh_if_built():
-                raise
-            return registry.find(variant, package)
-    kernels: tuple[Kernel, ...] = ()
-    for _, candidate in registry.packages():
-        if package in (None, candidate.name) and variant.name in candidate.sources:
-            kernels += tuple(kernel for kernel in candidate.kernels(variant.name) if kernel.variant == variant)
-    return Found(package or "", variant, kernels)
-
-
-def bind_call(
-    q: Any,
-    k: Any,
-    v: Any,
-    packing: tuple[Any, Any, Any, Any] | None,
-    variant: str | Variant,
-    softmax_scale: Any,
-    seqused_k: Any,
-    return_lse: bool,
-    layout: str,
-    backend: str | None,
-    package: str | None,
-    arguments: Mapping[str, Any],
-) -> tuple[Call, Found]:
-    """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths that its tensors hold."""
-    if backend is not None and backend not in BACKENDS:
-        raise CallError(
-            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}{suggest(str(backend), BACKENDS)}"
-        )
-    found = find(variant, package)
-    call = bind(
-        found.variant,
-        q,
-        k,
-        v,
-        None if packing is None else Packing(*packing),
-        softmax_scale=softmax_scale,
-        seqused_k=seqused_k,
-        return_lse=return_lse,
-        layout=layout,
-        arguments=arguments,
-    )
-    if call.device.type == "cpu":
-        debugging.check_lengths(call)
-    return call, found
 
 
 def _request(call: Call, addresses: Sequence[int], backend: str | None, arguments: Mapping[str, Any]) -> Request:

@@ -1,4 +1,4 @@
-"""The kernels of a backward, prepared for one set of shapes, and the memory that they work in.
+"""The kernels of a backward, prepared for one set of shapes, and what each address that they take is of.
 
 Beside the gradients a backward takes two float32 numbers for each query row: its log-sum-exp in units of log2, and
 D = rowsum(dO ∘ O) − dLSE. Kernels that add up dQ in global memory take a float32 dQ, padded to tiles. A tensor of the
@@ -7,10 +7,9 @@ variant that gets a gradient takes a float32 copy; maps of tiles take a bit or t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from attngen.runtime import counters
@@ -20,7 +19,7 @@ from attngen.runtime.launch import Geometry, PreparedLaunch
 from attngen.runtime.module import Kernel, Part
 from attngen.runtime.sinks import add_gradients
 
-#: Order of the addresses that the kernels of a backward take; gradients and the variant's tensors follow.
+#: Order of the addresses that the kernels of a backward take; the variant's tensors and their gradients follow.
 ADDRESSES = (
     "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "dout", "dlse", "dq", "dk",
     "dv", "lse_log2", "delta", "dq_sum", "tile_counter",
@@ -145,22 +144,38 @@ def view_of(tensor: Tensor, call: Call) -> View:
     return view(tensor.shape, tensor.stride(), call.order)
 
 
+def address_names(call: Call, tensor_names: Iterable[str]) -> tuple[str, ...]:
+    """Return what each address is of that kernels of a backward take; ``tensor_names`` are the variant's tensors."""
+    gradients = (f"gradient:{name}" for name in differentiable(call))
+    return (*ADDRESSES, *(f"tensor:{name}" for name in tensor_names), *gradients)
+
+
 class PreparedGradients:
     """The kernels of one backward with one geometry on one device."""
 
     def __init__(
-        self, kernel: Kernel, call: Call, views: Mapping[str, View], driver: Driver, device: int, *, dlse: bool
+        self,
+        kernel: Kernel,
+        call: Call,
+        views: Mapping[str, View],
+        tensor_names: Iterable[str],
+        driver: Driver,
+        device: int,
+        *,
+        dlse: bool,
     ) -> None:
-        """Pack what does not change between calls. Raises LoadError if a cubin does not load."""
+        """Pack what does not change between calls. Raises LoadError if a cubin does not load.
+
+        ``views`` has out, dout, dq, dk and dv; ``dlse``: whether the log-sum-exp has a gradient. ``tensor_names``: the
+        call's own tensors in the order in which it lists their addresses.
+        """
         found = geometries(kernel, call, views, dlse=dlse)
         self.map_shapes = map_shapes(found)
-        self.sums = sums_of(kernel, call)
-        self._names = (*ADDRESSES, *(f"gradient:{name}" for name in differentiable(call)))
-        self._tensors = list(call.tensors)
+        names = address_names(call, tensor_names)
         self._launches = [
             (
                 map_owner(one.part.name),
-                PreparedLaunch(one.part.entry, blocks, one, self._tensors, driver, device, addresses=self._names),
+                PreparedLaunch(one.part.entry, blocks, one, (), driver, device, addresses=names),
             )
             for one in found
             if (blocks := one.part_blocks(driver, device))
@@ -168,41 +183,19 @@ class PreparedGradients:
         self._counted = any(one.part.persistent for one in found)
         self._driver, self._device = driver, device
 
-    def __call__(self, call: Call, buffers: GradientBuffers, scale: float, scalars: Sequence[Number]) -> None:
-        """Enqueue the whole backward on the current stream."""
-        named = buffers.named(call)
-        given = [named.get(name) for name in self._names] + [call.tensors[name] for name in self._tensors]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+    def __call__(self, addresses: list[int], maps: Mapping[str, int], scale: float, scalars: Sequence[Number]) -> None:
+        """Enqueue all kernels on the current stream.
+
+        ``addresses`` as ``address_names`` lists them; those of the tile map and of the counter are filled in. ``maps``
+        has the address of the tile map of each kernel that reads one.
+        """
         if self._counted:
             addresses[_COUNTER] = counters.address(self._driver.stream(self._device), self._device)
         for owner, launch in self._launches:
-            words = buffers.words.get(owner)
-            addresses[_MAP] = 0 if words is None else words.data_ptr()
+            addresses[_MAP] = maps.get(owner, 0)
             launch(addresses, scale, scalars)
-        finish(call, buffers)
 
 
 def finish(call: Call, buffers: GradientBuffers) -> None:
     """Enqueue what comes behind the kernels of a backward: the gradients of sinks, which need no keys."""
     add_gradients(call, buffers.lse, buffers.rows[1], buffers.gradients)
-
-
-def allocate(
-    call: Call, inputs: Mapping[str, Tensor], map_shapes: Mapping[str, tuple[int, ...]], dlse: Tensor | None, sums: int
-) -> GradientBuffers:
-    """Return the memory of a backward: ``inputs`` are q, k, v, out, lse and dout. Results are not initialized."""
-    q = inputs["q"]
-    shapes = gradient_shapes(call)
-    results = {name: torch.empty(shape, dtype=q.dtype, device=q.device) for name, shape in shapes.items()}
-    return GradientBuffers(
-        **inputs,
-        **results,
-        dlse=dlse,
-        rows=torch.empty((2, *call.lse_shape()), dtype=torch.float32, device=q.device),
-        dq_sum=torch.empty(sums, dtype=torch.float32, device=q.device) if sums else None,
-        gradients={
-            name: torch.zeros(call.tensors[name].shape, dtype=torch.float32, device=q.device)
-            for name in differentiable(call)
-        },
-        words={name: torch.empty(shape, dtype=torch.int32, device=q.device) for name, shape in map_shapes.items()},
-    )

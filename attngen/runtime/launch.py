@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from attngen.errors import LoadError
-from attngen.runtime.arguments import Call, View, view
+from attngen.runtime.arguments import Call, View, contiguous_view
 from attngen.runtime.driver import Driver, Frame
 from attngen.runtime.module import Entry
 from attngen.runtime.packing import Layout, Parameter
@@ -109,7 +109,8 @@ class Geometry:
         self.kernel = kernel
         self.call = call
         self.map = MapShape(kernel, call, by_keys=by_keys) if kernel.needs_tile_map else None
-        self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": _contiguous(call)}
+        out = contiguous_view(call.out_shape(), call.order)
+        self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": out}
         q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa)
         group = group_of(call)
         self.sizes: dict[str, int] = {
@@ -212,15 +213,6 @@ class Geometry:
     def _axis(self, parameter: Parameter) -> int:
         axis = parameter.axis
         return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
-
-
-def _contiguous(call: Call) -> View:
-    """Return the view of the output that the runtime allocates."""
-    shape = call.out_shape()
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
-    return view(shape, strides, call.order)
 
 
 class PreparedLaunch:

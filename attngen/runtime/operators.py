@@ -172,10 +172,10 @@ class _Calls:
             return self._backward_of_reference(dout, dlse, leading, own, trailing)
         from attngen.runtime import training
 
-        (q, k, v, *packing), (scale, seqused_k, _, layout, backend) = leading, trailing
-        tensors = {name: own.pop(name) for name in self.signature.tensors}
+        (q, k, v, *packing), (scale, seqused_k, _, layout, _) = leading, trailing
+        tensors = [own.pop(name) for name in self.signature.tensors]
         lengths = (packing[2], packing[3]) if self.packed else None
-        settings = training.Settings(self.full_name, scale, layout, backend, None, lengths, own)
+        settings = training.Settings(self.full_name, scale, layout, None, lengths, own, self.signature.tensors)
         dq, dk, dv, gradients = training.differentiate(
             q, k, v, out, lse, dout, dlse, tuple(packing) if self.packed else None, seqused_k, settings, tensors,
             self.signature.differentiable,

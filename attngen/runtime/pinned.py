@@ -14,7 +14,15 @@ from attngen.errors import NoKernelError
 from attngen.runtime import counters
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, view
-from attngen.runtime.gradients import GradientBuffers, PreparedGradients, geometries, map_shapes, view_of
+from attngen.runtime.gradients import (
+    GradientBuffers,
+    PreparedGradients,
+    address_names,
+    finish,
+    geometries,
+    map_shapes,
+    view_of,
+)
 from attngen.runtime.launch import Geometry, PreparedLaunch
 from attngen.runtime.module import Kernel
 from attngen.runtime.select import Request, reason_against
@@ -111,10 +119,15 @@ class PinnedGradients:
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
         self._call, self._buffers = call, buffers
         self._launch = PreparedGradients(
-            kernel, call, views, drivers.current(), call.device.index or 0, dlse=buffers.dlse is not None
+            kernel, call, views, call.tensors, drivers.current(), call.device.index or 0, dlse=buffers.dlse is not None
         )
         self._scalars = [call.scalars[rule.name] for rule in call.rules]
+        named = buffers.named(call) | {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
+        given = [named.get(name) for name in address_names(call, call.tensors)]
+        self._addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        self._maps = {owner: words.data_ptr() for owner, words in buffers.words.items()}
 
     def __call__(self) -> None:
-        """Enqueue all kernels of the backward on the current stream."""
-        self._launch(self._call, self._buffers, self._call.scale, self._scalars)
+        """Enqueue all kernels of the backward, and what comes behind them, on the current stream."""
+        self._launch(self._addresses, self._maps, self._call.scale, self._scalars)
+        finish(self._call, self._buffers)

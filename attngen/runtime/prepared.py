@@ -12,14 +12,15 @@ from torch import Tensor
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime import counters
-from attngen.runtime.arguments import Call, Number, ScalarRule, softmax_scale_of
+from attngen.runtime.arguments import Call, Number, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.launch import Geometry, PreparedLaunch
 from attngen.runtime.module import Kernel
+from attngen.runtime.scalars import Scalars
 from attngen.runtime.tile_map import TileMap
 
-#: Python type that a scalar of each dtype usually has; others go through the full check.
-_PLAIN_TYPES = {"int32": int, "int64": int, "fp32": float, "bool": bool}
+#: Calls that are kept prepared, and as many backwards; each takes a few kilobytes of host memory.
+PREPARED_CALLS = 2048
 
 
 class PreparedCall:
@@ -41,8 +42,8 @@ class PreparedCall:
         "_map_shape",
         "_out_shape",
         "_return_lse",
-        "_rules",
         "_scale",
+        "scalars",
         "sinks_only",
     )  # fmt: skip
 
@@ -67,21 +68,11 @@ class PreparedCall:
         self._like_q = False  # whether the result has q's shape and strides: torch allocates such a tensor faster
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
         self.sinks_only = kernel is None and call.return_lse and call.variant.sink is not None
-        self._device, self._scale = call.device, call.scale
+        self._device, self._scale = call.device, default_scale(call.head_dim_qk)
         self._driver, self._index = driver, device
         self._counted = kernel is not None and kernel.persistent
         self._dtype = getattr(torch, _TORCH_DTYPES[call.dtype])
-        self._rules: list[tuple[str, type | None, float, float, ScalarRule, Any]] = [
-            (
-                rule.name,
-                _PLAIN_TYPES[rule.dtype] if rule.const is None else None,
-                rule.low,
-                rule.high,
-                rule,
-                _given(rule),
-            )
-            for rule in call.rules
-        ]
+        self.scalars = Scalars(call)
         self._call = call.without_tensors()
         self._launch: PreparedLaunch | None = None
         self._classifier: PreparedLaunch | None = None
@@ -110,21 +101,9 @@ class PreparedCall:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the call. ``addresses`` as a launch takes them, with those of the results and of the map still 0."""
         scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
-        scalars = self.scalars(arguments) if self._rules else ()
+        scalars = self.scalars(arguments)
         out, lse = self._nothing() if self._launch is None else self._run(q, addresses, scale, scalars, tile_map)
         return (out, lse) if self._return_lse else out
-
-    def scalars(self, arguments: Mapping[str, Any]) -> list[Number]:
-        """Return the checked values of the variant's scalars, in order of declaration. Raises CallError."""
-        values: list[Number] = []
-        for name, plain, low, high, rule, given in self._rules:
-            value: Any = arguments.get(name)
-            plainly = type(value) is plain
-            if plainly and low <= value <= high:
-                values.append(value)
-            else:
-                values.append(given if value is None else rule.check(value, self._call.variant.name))
-        return values
 
     def _run(
         self, q: Tensor, addresses: list[int], scale: float, scalars: Sequence[Number], tile_map: TileMap | None
@@ -178,7 +157,3 @@ class PreparedCall:
 
 
 _TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
-
-def _given(rule: ScalarRule) -> Number | None:
-    return rule.const if rule.const is not None else rule.default

@@ -1,11 +1,14 @@
-"""Calls that are differentiated: autograd keeps q, k, v, the output and its log-sum-exp, and the backward runs."""
+"""Calls that are differentiated: autograd keeps q, k, v, the output and its log-sum-exp, and the backward runs.
+
+As with a forward, the first backward with some shapes checks everything, selects kernels and prepares their launches;
+later ones find that in a cache.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,39 +16,43 @@ from torch.autograd.function import once_differentiable
 
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
-from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import Call
+from attngen.runtime.arguments import Call, view
+from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.gradients import (
-    PreparedGradients,
-    allocate,
-    differentiable,
-    gradient_shapes,
-    view_of,
-)
-from attngen.runtime.registry import registry
+from attngen.runtime.gradients import ADDRESSES, differentiable, gradient_shapes
+from attngen.runtime.prepared import PREPARED_CALLS
+from attngen.runtime.prepared_backward import Gradients, PreparedBackward
+from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, no_kernel, select
 from attngen.runtime.sinks import add_gradients
-from attngen.runtime.tile_map import TileMap
 
-_PREPARED: RecentCache[PreparedGradients] = RecentCache(dispatch.PREPARED_CALLS)
+_PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """What a call says beside its tensors."""
 
     variant: str | Variant
     softmax_scale: Any
     layout: str
-    backend: str | None
     package: str | None
     lengths: tuple[int, int] | None  # max_seqlen_q and max_seqlen_k of a packed call
     scalars: Mapping[str, Any]
+    names: tuple[str, ...]  # of the variant's own tensors
+
+
+class _Recorded(NamedTuple):
+    """A call that autograd is about to record, but for the tensors that it may differentiate by."""
+
+    forward: Callable[[], tuple[Tensor, Tensor]]
+    return_lse: bool
+    others: tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k and seqused_k
+    settings: Settings
 
 
 def attend(
+    forward: Callable[[], tuple[Tensor, Tensor]],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,19 +62,39 @@ def attend(
     seqused_k: Tensor | None,
     return_lse: bool,
     layout: str,
-    backend: str | None,
     package: str | None,
     arguments: Mapping[str, Any],
-    tile_map: TileMap | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call such that autograd can differentiate it. Arguments as those of ``dispatch.run``."""
-    own = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    scalars = {name: value for name, value in arguments.items() if name not in own}
-    lengths = None if packing is None else packing[2:]
-    settings = Settings(variant, softmax_scale, layout, backend, package, lengths, scalars)
-    offsets = (None, None) if packing is None else packing[:2]
-    out, lse = _Attention.apply(settings, tile_map, tuple(own), *offsets, seqused_k, q, k, v, *own.values())
-    return (out, lse) if return_lse else out
+    """Run a call such that autograd can differentiate it: ``forward`` gives its output and its log-sum-exp.
+
+    The other arguments are those of ``dispatch.run``.
+    """
+    names: tuple[str, ...] = ()
+    if arguments:
+        names = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
+        own = [arguments[name] for name in names]
+        arguments = {name: value for name, value in arguments.items() if name not in names}
+    else:
+        own = []
+    if packing is None:
+        lengths, others = None, (None, None, seqused_k)
+    else:
+        lengths, others = packing[2:], (packing[0], packing[1], seqused_k)
+    settings = Settings(variant, softmax_scale, layout, package, lengths, arguments, names)
+    result: Tensor | tuple[Tensor, Tensor] = _Attention.apply(
+        _Recorded(forward, return_lse, others, settings), q, k, v, *own
+    )
+    return result
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``once_differentiable``, without its cost where nobody asks for a second derivative."""
+    refusing = once_differentiable(backward)
+
+    def chosen(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return chosen
 
 
 class _Attention(torch.autograd.Function):
@@ -75,45 +102,27 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        settings: Settings,
-        tile_map: TileMap | None,
-        names: tuple[str, ...],
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        seqused_k: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *own: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        packing = None if settings.lengths is None else (cu_seqlens_q, cu_seqlens_k, *settings.lengths)
-        out, lse = dispatch.run(
-            q, k, v, packing, settings.variant, settings.softmax_scale, seqused_k, True, settings.layout,
-            settings.backend, settings.package, {**settings.scalars, **dict(zip(names, own, strict=True))}, tile_map,
-        )  # fmt: skip
-        ctx.settings, ctx.names = settings, names
-        ctx.save_for_backward(cu_seqlens_q, cu_seqlens_k, seqused_k, out, lse, q, k, v, *own)
+        ctx: Any, recorded: _Recorded, q: Tensor, k: Tensor, v: Tensor, *own: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        forward, return_lse, others, ctx.settings = recorded
+        out, lse = forward()
+        ctx.save_for_backward(*others, out, lse, q, k, v, *own)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        nothing = (None,) * 6
-        wanted = ctx.needs_input_grad[len(nothing) :]
+    @_once
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (*nothing, *(None for _ in wanted))
-        cu_seqlens_q, cu_seqlens_k, seqused_k, out, lse, q, k, v, *own = ctx.saved_tensors
+            return (None,) * len(wanted)
         settings: Settings = ctx.settings
+        cu_seqlens_q, cu_seqlens_k, seqused_k, out, lse, q, k, v, *own = ctx.saved_tensors
         packing = None if settings.lengths is None else (cu_seqlens_q, cu_seqlens_k, *settings.lengths)
-        tensors = dict(zip(ctx.names, own, strict=True))
-        asked = tuple(name for name, needed in zip(ctx.names, wanted[3:], strict=True) if needed)
-        dq, dk, dv, gradients = differentiate(
-            q, k, v, out, lse, dout, dlse, packing, seqused_k, settings, tensors, asked
-        )
-        found = (dq, dk, dv, *(gradients.get(name) for name in ctx.names))
-        return (*nothing, *(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)))
+        asked = tuple(name for name, needed in zip(settings.names, wanted[4:], strict=True) if needed) if own else ()
+        dq, dk, dv, gradients = differentiate(q, k, v, out, lse, dout, dlse, packing, seqused_k, settings, own, asked)
+        found = (None, dq, dk, dv, *(gradients.get(name) for name in settings.names))
+        return tuple(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True))
 
 
 def differentiate(
@@ -127,64 +136,120 @@ def differentiate(
     packing: tuple[Any, Any, Any, Any] | None,
     seqused_k: Tensor | None,
     settings: Settings,
-    tensors: Mapping[str, Tensor],
-    asked: Sequence[str],
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    own: Sequence[Tensor],
+    asked: tuple[str, ...],
+) -> Gradients:
     """Return dq, dk, dv and the gradients of the variant's declared tensors; ``asked`` names those that are needed.
 
-    ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. Raises
-    NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
-    CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
+    ``own`` are the variant's tensors in the order of ``settings.names``; ``out`` and ``lse`` are what the forward gave,
+    ``dout`` and ``dlse`` their gradients, None for none. Raises NoKernelError, which lists every candidate and its
+    reason, if no backward is built that takes the call, and CallError for a gradient that the spec does not declare or
+    that is not deterministic where that is asked for.
     """
-    arguments = {**settings.scalars, **tensors}
-    call, found = dispatch.bind_call(
-        q, k, v, packing, settings.variant, settings.softmax_scale, seqused_k, True, settings.layout, None,
-        settings.package, arguments,
-    )  # fmt: skip
-    _check_asked(call, asked)
+    variant, softmax_scale, layout, package, lengths, scalars, names = settings
+    dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    if call.empty:
-        return _nothing(call, lse, dlse)
-    dout = torch.zeros_like(out) if dout is None else _aligned(dout)
-    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
-    key = _key(settings, given, dlse, packing, seqused_k, tensors)
-    prepared = _PREPARED.get(key)
-    views = {name: view_of(given[name], call) for name in ("out", "dout")}
+    determinism = _determinism()
+    # The cache's key: everything that checks, selection and the packed templates depend on.
+    key: list[Any] = [
+        variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
+        dlse is None, seqused_k is None, determinism, q.dtype, q.get_device(), asked, names, *scalars,
+    ]  # fmt: skip
+    addresses = [
+        _note(key, q), _note(key, k), _note(key, v), _note(key, out), lse.data_ptr(), 0, 0, 0, 0, _note(key, dout),
+        0, 0, 0, 0, 0, 0, 0, 0,
+    ]  # fmt: skip
+    cu_seqlens_q = None
+    if packing is not None:
+        cu_seqlens_q = packing[0]
+        key.append(cu_seqlens_q.shape)
+        addresses[5], addresses[6] = cu_seqlens_q.data_ptr(), packing[1].data_ptr()
+    if seqused_k is not None:
+        addresses[7] = seqused_k.data_ptr()
+    if dlse is not None:
+        addresses[10] = dlse.data_ptr()
+    for tensor in own:
+        key.append(tensor.dtype)
+        addresses.append(_note(key, tensor))
+    tensors = dict(zip(names, own, strict=True)) if own else {}
+    identity = tuple(key)
+    prepared = _PREPARED.get(identity)
     if prepared is None:
+        call, found = bind_call(
+            q, k, v, packing, variant, softmax_scale, seqused_k, True, layout, None, package, {**scalars, **tensors}
+        )
+        unordered = _unordered(call, asked, determinism)
+        if call.empty:
+            return _nothing(call, lse, dlse)
         request = Request(
-            call, _index(q), _addresses(given, tensors), dict(call.scalars), direction="backward",
-            deterministic=_deterministic(),
+            call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
+            deterministic=determinism == 2,
         )  # fmt: skip
-        driver = drivers.current()
+        prepared = _prepare(request, found, settings, tensors, out, dout, dlse is not None, unordered)
+        _PREPARED.put(identity, prepared)
+    if prepared.unordered is not None:
+        warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
+    return prepared(q, k, v, lse, dout, cu_seqlens_q, addresses, softmax_scale, scalars, tensors)
+
+
+def _note(key: list[Any], tensor: Tensor) -> int:
+    """Add to a key what a launch depends on of a tensor, but for its dtype and device, and return its address.
+
+    The forward saw to it that all tensors are on one device, and q, k and v of one dtype.
+    """
+    address = tensor.data_ptr()
+    key += (tensor.shape, tensor.stride(), address & 15)
+    return address
+
+
+def _determinism() -> int:
+    """Return whether each result must have the same bits on every run: 0 no, 1 warn, 2 yes."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return 0
+    return 1 if torch.is_deterministic_algorithms_warn_only_enabled() else 2
+
+
+def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
+    """Return the addresses that selection looks at, of those that ``differentiate`` lists."""
+    known = dict(zip(ADDRESSES[:4], addresses, strict=False))
+    return known | {f"tensor:{name}": address for name, address in zip(names, addresses[len(ADDRESSES) :], strict=True)}
+
+
+def _prepare(
+    request: Request,
+    found: Found,
+    settings: Settings,
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    dout: Tensor,
+    dlse: bool,
+    unordered: str | None,
+) -> PreparedBackward:
+    """Select the kernels of a backward and prepare their launches."""
+    call, driver = request.call, drivers.current()
+    selection = select(found.kernels, request, driver)
+    if selection.kernel is None and registry.refresh_if_built():
+        found = find(settings.variant, settings.package)
         selection = select(found.kernels, request, driver)
-        if selection.kernel is None and registry.refresh_if_built():
-            found = dispatch.find(settings.variant, settings.package)
-            selection = select(found.kernels, request, driver)
-        if selection.kernel is None:
-            raise _without_backward(no_kernel(found.kernels, selection, request, driver))
-        shapes = gradient_shapes(call)
-        views |= {name: view_of(torch.empty(shape, device="meta"), call) for name, shape in shapes.items()}
-        prepared = PreparedGradients(selection.kernel, call, views, driver, _index(q), dlse=dlse is not None)
-        _PREPARED.put(key, prepared)
-    buffers = allocate(call, given, prepared.map_shapes, dlse, prepared.sums)
-    prepared(call, buffers, call.scale, [call.scalars[rule.name] for rule in call.rules])
-    return buffers.dq, buffers.dk, buffers.dv, _cast(call, buffers.gradients)
+    if selection.kernel is None:
+        raise _without_backward(no_kernel(found.kernels, selection, request, driver))
+    kept = settings.variant if isinstance(settings.variant, Variant) else None
+    return PreparedBackward(
+        selection.kernel, call, tensors, view(out.shape, out.stride(), call.order),
+        view(dout.shape, dout.stride(), call.order) if _usable(dout) else None, driver, request.device, dlse=dlse,
+        unordered=unordered, kept=kept,
+    )  # fmt: skip
 
 
-def _deterministic() -> bool:
-    """Whether each result must have the same bits on every run."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+def _usable(dout: Tensor) -> bool:
+    """Whether kernels take a gradient as it is: what autograd hands over may be expanded or start anywhere."""
+    size = dout.element_size()
+    stepped = [stride for extent, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True) if extent > 1]
+    usable = all(stride and stride * size % 16 == 0 for stride in stepped) and dout.data_ptr() % 16 == 0
+    return usable and dout.stride(-1) == 1
 
 
-def _index(tensor: Tensor) -> int:
-    return tensor.device.index or 0
-
-
-def _cast(call: Call, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: gradient.to(call.tensors[name].dtype) for name, gradient in gradients.items()}
-
-
-def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
     """Return the gradients of a call without work; a log-sum-exp of sinks alone passes its own on."""
     dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[call.dtype])
     dq, dk, dv = (torch.zeros(shape, dtype=dtype, device=call.device) for shape in gradient_shapes(call).values())
@@ -194,11 +259,14 @@ def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tens
     }
     if dlse is not None and dlse.numel():
         add_gradients(call, lse, -dlse, gradients)
-    return dq, dk, dv, _cast(call, gradients)
+    return dq, dk, dv, {name: gradient.to(call.tensors[name].dtype) for name, gradient in gradients.items()}
 
 
-def _check_asked(call: Call, asked: Sequence[str]) -> None:
-    """Refuse a gradient that the spec does not declare, and one whose sum has no fixed order where that matters."""
+def _unordered(call: Call, asked: Sequence[str], determinism: int) -> str | None:
+    """Return the warning about a gradient whose sum has no fixed order, where one was asked for.
+
+    Raises CallError for a gradient that the spec does not declare, and where a fixed order is a must.
+    """
     declared = differentiable(call)
     for name in asked:
         if name not in declared:
@@ -208,52 +276,18 @@ def _check_asked(call: Call, asked: Sequence[str]) -> None:
             )
     scored = call.variant.uses(call.variant.score)[1] if call.variant.score is not None else frozenset()
     unordered = [name for name in asked if name in scored]
-    if not unordered or not torch.are_deterministic_algorithms_enabled():
-        return
+    if not unordered or not determinism:
+        return None
     message = (
         f"{call.variant.name}: the gradient of tensor '{unordered[0]}' is added up in no fixed order, and "
         "torch.use_deterministic_algorithms(True) asks for one; detach it, or use backend='reference'"
     )
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
+    if determinism == 2:
         raise CallError(message)
-    warnings.warn(message, UserWarning, stacklevel=2)
+    return message
 
 
 def _without_backward(error: NoKernelError) -> NoKernelError:
     return NoKernelError(
         f"{error}\nbackend='reference' differentiates, slowly, and torch.no_grad() tells that no gradient is wanted"
     )
-
-
-def _aligned(dout: Tensor) -> Tensor:
-    """Return a gradient as kernels take it: what autograd hands over may be expanded or start anywhere."""
-    size = dout.element_size()
-    stepped = [stride for extent, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True) if extent > 1]
-    usable = all(stride and stride * size % 16 == 0 for stride in stepped) and dout.data_ptr() % 16 == 0
-    return dout if usable and dout.stride(-1) == 1 else dout.clone(memory_format=torch.contiguous_format)
-
-
-def _addresses(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    own = {f"tensor:{name}": tensor.data_ptr() for name, tensor in tensors.items()}
-    return {name: tensor.data_ptr() for name, tensor in given.items()} | own
-
-
-def _key(
-    settings: Settings,
-    given: Mapping[str, Tensor],
-    dlse: Tensor | None,
-    packing: tuple[Any, Any, Any, Any] | None,
-    seqused_k: Tensor | None,
-    tensors: Mapping[str, Tensor],
-) -> tuple[Any, ...]:
-    """Return everything that selection and the packed templates depend on."""
-    parts: list[Any] = [
-        settings.variant if isinstance(settings.variant, str) else id(settings.variant), settings.package,
-        settings.layout, settings.lengths, registry.generation, dlse is None, packing is None, seqused_k is None,
-        tuple(settings.scalars), _deterministic(),
-    ]  # fmt: skip
-    if packing is not None:
-        parts.append(packing[0].shape)
-    for name, tensor in (*given.items(), *tensors.items()):
-        parts += (name, tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), tensor.data_ptr() & 15)
-    return tuple(parts)

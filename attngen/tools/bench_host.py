@@ -22,7 +22,7 @@ import click
 
 from attngen.tools import host_programs
 
-#: What is packaged unless a spec is given: forward and backward of one kernel.
+#: What is packaged unless a spec is given: forward and backward of two kernels, in CUDA on Hopper.
 SPEC = """
 schema: 1
 package: attngen_host
@@ -30,6 +30,8 @@ arch: [{arch}]
 kernels:
   - {{variant: [causal, full], head_dim: 128, dtype: bf16, passes: [forward, backward]{backend}}}
 """
+
+_IN_CUDA = ", backend: cuda, backward: {backend: cuda}"
 
 #: Fresh processes that call the package, of which the one with the median first call counts.
 PROCESSES = 3
@@ -86,7 +88,7 @@ def _default_spec(folder: Path) -> Path:
     if arch is None:
         raise click.ClickException(f"no kernels can be built for sm{major}{minor}")
     path = folder / "host.yaml"
-    path.write_text(SPEC.format(arch=arch.name, backend=", backend: cuda" if arch.wgmma else ""))
+    path.write_text(SPEC.format(arch=arch.name, backend=_IN_CUDA if arch.wgmma else ""))
     return path
 
 

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from statistics import median
@@ -23,9 +24,9 @@ BLOCKED = (
     "attngen", "triton", "cupy", "cupy_backends", "jinja2", "pydantic", "yaml", "click", "rich", "platformdirs",
 )  # fmt: skip
 SHAPE = (1, 128, 8, 128)  # batch, seqlen, heads, head_dim
-SETS, CALLS = 64, 640
+SETS, PASSES = 64, 10  # sets of tensors, and how often one figure goes through all of them
 
-Call = Callable[[Sequence[Any]], Any]
+Call = Callable[[Any], Any]
 
 
 def block(*names: str) -> None:
@@ -120,63 +121,127 @@ def fa3() -> Call:
 
 PEERS: dict[str, Callable[[], Call]] = {"SDPA": sdpa, "FlashAttention-3": fa3, "FlexAttention": flex}
 
+#: Back ends of SDPA that race beside the one which it picks, by torch's names.
+BACK_ENDS = {"SDPA, cuDNN": "CUDNN_ATTENTION", "SDPA, flash": "FLASH_ATTENTION"}
+
+
+def within(name: str) -> AbstractContextManager[Any]:
+    """Return what a contestant's calls have to be inside of."""
+    if name not in BACK_ENDS:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, BACK_ENDS[name]))
+
 
 def prepared(name: str, tensors: Sequence[Any]) -> list[Any]:
     """Return tensors in the order of axes that a library takes, contiguous."""
-    heads_first = name in ("SDPA", "FlexAttention")
+    heads_first = name in ("SDPA", "FlexAttention", *BACK_ENDS)
     return [t.transpose(1, 2).contiguous() for t in tensors] if heads_first else list(tensors)
 
 
-def host_time(call: Call, sets: Sequence[Sequence[Any]]) -> float:
-    """Return microseconds that the host takes for a call, over the sets in turn."""
+def host_time(name: str, before: Call, call: Call, sets: Sequence[Any]) -> float:
+    """Return microseconds that the host takes for a call, over the sets in turn; ``before`` it is not counted.
+
+    The GPU has finished before each pass, and a pass is short enough for its launches to be queued: the host waits for
+    nothing.
+    """
     import torch
 
+    took = 0.0
+    with within(name):
+        for _ in range(PASSES):
+            given = [before(one) for one in sets]
+            torch.cuda.synchronize()
+            start = clock()
+            for one in given:
+                call(one)
+            took += clock() - start
+            del one, given
     torch.cuda.synchronize()
-    start = clock()
-    for i in range(CALLS):
-        call(sets[i % len(sets)])
-    took = clock() - start
-    torch.cuda.synchronize()
-    return 1e6 * took / CALLS
+    return 1e6 * took / (PASSES * len(sets))
 
 
-def race(package: str, rounds: int) -> dict[str, Any]:
-    """Host time of a call of each library by turns, in one process, with tensors that change and the same ones."""
+def steps(call: Call) -> dict[str, tuple[bool, Call, Call]]:
+    """Return the cases of a race: whether tensors learn, what is done before the clock runs, and what is timed."""
     import torch
 
-    block("attngen")
+    def differentiable(s: Sequence[Any]) -> tuple[Any, Sequence[Any], Any]:
+        out = call(s)
+        return out, s, torch.randn_like(out)
+
+    def differentiate(step: tuple[Any, Sequence[Any], Any]) -> Any:
+        out, inputs, above = step
+        return torch.autograd.grad(out, inputs, above)
+
+    def both(step: tuple[Sequence[Any], Any]) -> Any:
+        inputs, above = step
+        return torch.autograd.grad(call(inputs), inputs, above)
+
+    def with_gradient(s: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        return s, torch.randn_like(s[0])
+
+    return {
+        "forward": (False, _same, call),
+        "forward that learns": (True, _same, call),
+        "backward": (True, differentiable, differentiate),
+        "forward and backward": (True, with_gradient, both),
+    }
+
+
+def _same(one: Any) -> Any:
+    return one
+
+
+def found_here(package: str) -> tuple[dict[str, Call], dict[str, str]]:
+    """Return the contestants that run on this machine, and why others do not."""
     module = import_module(package)
     contestants: dict[str, Call] = {"attngen": lambda s: module.attention(s[0], s[1], s[2], variant="causal")}
     missing = {}
-    for name, make in PEERS.items():
+    makers = {**PEERS, **dict.fromkeys(BACK_ENDS, PEERS["SDPA"])}
+    for name, make in makers.items():
         try:
-            contestants[name] = make()
-            contestants[name](prepared(name, qkv()))
+            call = make()
+            with within(name):
+                call(prepared(name, qkv()))
+            contestants[name] = call
         except Exception as error:  # whatever a library raises that is not installed or does not run here
-            contestants.pop(name, None)
-            missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            missing[name] = _first_line(error)
+    return contestants, missing
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def race(package: str, rounds: int) -> dict[str, Any]:
+    """Host time of a call of each library by turns, in one process, forward and backward.
+
+    Each case goes over tensors that change; a forward over the same ones, too.
+    """
+    import torch
+
+    block("attngen")
+    contestants, missing = found_here(package)
     sets = [qkv() for _ in range(SETS)]
-    learning = [[t.clone().requires_grad_() for t in one] for one in sets]
-    cases = {"64 sets of tensors": sets, "the same tensors": sets[:1], "64 sets that learn": learning}
     results: dict[str, Any] = {}
-    for case, given in cases.items():
+    for case, chosen in (*((case, sets) for case in steps(_same)), ("forward, the same tensors", sets[:1] * SETS)):
         racers = {}
         for name, call in contestants.items():
-            own = [prepared(name, one) for one in given]
-            if case.endswith("learn"):
-                own = [[t.detach().requires_grad_() for t in one] for one in own]
+            learns, before, timed = steps(call)[case.partition(",")[0]]
+            own = _own(name, chosen, learns=learns)
+            racer = partial(host_time, name, before, timed, own)
             try:
                 for _ in range(3):
-                    host_time(call, own)
+                    racer()
             except Exception as error:
-                missing[f"{name}, {case}"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                missing[f"{name}, {case}"] = _first_line(error)
                 continue
-            racers[name] = partial(host_time, call, own)
+            racers[name] = racer
         times = {name: [] for name in racers}  # type: dict[str, list[float]]
         for _ in range(rounds):
             for name, run in racers.items():
                 times[name].append(run())
-        torch.cuda.synchronize()
         results[case] = {
             name: {
                 "us": median(found),
@@ -185,7 +250,25 @@ def race(package: str, rounds: int) -> dict[str, Any]:
             for name, found in times.items()
         }
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": sys.version.split()[0]}
-    return {**device, "host time": results, "not in the race": missing}
+    return {**device, "SDPA picks": picked(), "host time": results, "not in the race": missing}
+
+
+def _own(name: str, sets: Sequence[Sequence[Any]], *, learns: bool) -> list[Any]:
+    """Return the sets as a library takes them; a set that stands there twice stays one."""
+    made: dict[int, Any] = {}
+    for one in sets:
+        if id(one) not in made:
+            made[id(one)] = [t.detach().requires_grad_(learns) for t in prepared(name, one)]
+    return [made[id(one)] for one in sets]
+
+
+def picked() -> str:
+    """Return the back end that SDPA picks, by torch's name."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    q, k, v = (t.requires_grad_() for t in prepared("SDPA", qkv()))
+    return str(SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,18 @@ def test_gradients_of_the_variants_own_tensors() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_tensors_that_were_kept_on_the_host() -> None:
+    """They come back contiguous, whatever strides they had."""
+    kernels()
+    packed = torch.randn(2, 150, 3, 4, 64, device="cuda").bfloat16()
+    inputs = [t.detach().requires_grad_() for t in packed.unbind(2)]
+    above = torch.randn(2, 150, 4, 64, device="cuda").bfloat16()
+    wanted = torch.autograd.grad(attention(*inputs), inputs, above)
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        out = attention(*inputs)
+    close(torch.autograd.grad(out, inputs, above), wanted, 4e-3)
+
+
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "odd"])
 def test_check_20_gradients_of_any_strides(kind: str) -> None:
     inputs = leaves()

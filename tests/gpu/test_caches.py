@@ -74,7 +74,7 @@ def test_memory_that_is_taken_again_in_other_shapes() -> None:
             place.copy_(torch.randn(shape, device="cuda"))
             made.append(place.transpose(1, 2) if heads_first else place)
         fresh = [tensor.contiguous().clone() for tensor in made]
-        assert same(forward(made), forward(fresh)), (batch, seqlen, dim, dtype, heads_first, start)
+        assert same(step(made), step(fresh)), (batch, seqlen, dim, dtype, heads_first, start)
 
 
 def test_memory_that_the_allocator_hands_out_again() -> None:

@@ -98,6 +98,14 @@ def test_scalars_change_without_preparing_anew(gpu: FakeDriver) -> None:
     assert len(gpu.launches) == 3
 
 
+def test_a_call_without_a_scale_takes_its_own_default(gpu: FakeDriver) -> None:
+    install(kernel(variant()))
+    q, k, v = tensors()
+    for scale in (0.3, None, 0.5, None):
+        both(q, k, v, variant="causal", softmax_scale=scale)
+    assert [launch.values["softmax_scale"] for launch in gpu.launches] == pytest.approx([0.3, 1 / 8, 0.5, 1 / 8])
+
+
 @pytest.mark.parametrize("loads", ["pointer", "descriptor"])
 def test_varlen_and_used_keys(gpu: FakeDriver, loads: str) -> None:
     install(kernel(variant(), layout="varlen", loads=loads), kernel(variant(), loads=loads))

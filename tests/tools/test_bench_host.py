@@ -29,19 +29,39 @@ def test_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_programs, "block", lambda *names: None)
     monkeypatch.setattr(host_programs, "qkv", lambda: [torch.randn(1, 4, 2, 8) for _ in range(3)])
     monkeypatch.setattr(host_programs, "PEERS", {"SDPA": host_programs.sdpa, "absent": absent})
+    monkeypatch.setattr(host_programs, "BACK_ENDS", {"SDPA, math": "MATH", "SDPA, cuDNN": "CUDNN_ATTENTION"})
     monkeypatch.setattr(host_programs, "SETS", 3)
-    monkeypatch.setattr(host_programs, "CALLS", 6)
+    monkeypatch.setattr(host_programs, "PASSES", 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     found = host_programs.race("a_package", 2)
     assert found["device"] == "a GPU"
-    assert found["not in the race"] == {"absent": "ImportError: no such library"}
-    assert set(found["host time"]) == {"64 sets of tensors", "the same tensors", "64 sets that learn"}
+    assert set(found["not in the race"]) == {"absent", "SDPA, cuDNN"}
+    assert found["not in the race"]["absent"] == "ImportError: no such library"
+    assert found["SDPA picks"] in ("FLASH_ATTENTION", "MATH")
+    cases = ["forward", "forward that learns", "backward", "forward and backward", "forward, the same tensors"]
+    assert list(found["host time"]) == cases
     for results in found["host time"].values():
-        assert set(results) == {"attngen", "SDPA"}
+        assert set(results) == {"attngen", "SDPA", "SDPA, math"}
         assert results["SDPA"]["times SDPA's"] == 1
         assert all(figures["us"] > 0 for figures in results.values())
-    # three rounds before the race and two in it, over as many sets as a case has, which learn in the last one
-    calls = [seen[place : place + 30] for place in (0, 30, 60)]
-    assert [len({address for address, _ in part}) for part in calls] == [3, 1, 3]
-    assert [{learns for _, learns in part} for part in calls] == [{False}, {False}, {True}]
+    # three rounds before the race and two in it, of two passes each, over as many sets as a case has
+    calls = [seen[place : place + 30] for place in range(0, 150, 30)]
+    assert [len({address for address, _ in part}) for part in calls] == [3, 3, 3, 3, 1]
+    assert [{learns for _, learns in part} for part in calls] == [{False}, {True}, {True}, {True}, {False}]
+    assert len(seen) == 150
+
+
+def test_only_what_is_asked_for_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host_programs, "clock", lambda: now[0])
+
+    def taking(seconds: float) -> Any:
+        def call(one: Any) -> Any:
+            now[0] += seconds
+            return one
+
+        return call
+
+    assert host_programs.host_time("SDPA", taking(5.0), taking(2e-6), [1, 2, 3]) == pytest.approx(2.0)

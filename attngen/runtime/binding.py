@@ -1,0 +1,71 @@
+"""What a call's arguments stand for: the variant, its kernels, and the call with all checks behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attngen.errors import CallError, NoKernelError, suggest
+from attngen.lang.variant import Variant
+from attngen.runtime import debug as debugging
+from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.module import Kernel
+from attngen.runtime.registry import Found, registry
+
+#: What ``backend=`` may say.
+BACKENDS = ("triton", "cuda", "reference")
+
+
+def find(variant: str | Variant, package: str | None) -> Found:
+    """Return the variant and its kernels. A variant given as a value takes the kernels that compute exactly it."""
+    if not isinstance(variant, Variant):
+        if not isinstance(variant, str):
+            raise CallError(f"variant must be a name or a Variant, got {type(variant).__name__}")
+        try:
+            return registry.find(variant, package)
+        except NoKernelError:
+            if not registry.refresh_if_built():
+                raise
+            return registry.find(variant, package)
+    kernels: tuple[Kernel, ...] = ()
+    for _, candidate in registry.packages():
+        if package in (None, candidate.name) and variant.name in candidate.sources:
+            kernels += tuple(kernel for kernel in candidate.kernels(variant.name) if kernel.variant == variant)
+    return Found(package or "", variant, kernels)
+
+
+def bind_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    packing: tuple[Any, Any, Any, Any] | None,
+    variant: str | Variant,
+    softmax_scale: Any,
+    seqused_k: Any,
+    return_lse: bool,
+    layout: str,
+    backend: str | None,
+    package: str | None,
+    arguments: Mapping[str, Any],
+) -> tuple[Call, Found]:
+    """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths that its tensors hold."""
+    if backend is not None and backend not in BACKENDS:
+        raise CallError(
+            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}{suggest(str(backend), BACKENDS)}"
+        )
+    found = find(variant, package)
+    call = bind(
+        found.variant,
+        q,
+        k,
+        v,
+        None if packing is None else Packing(*packing),
+        softmax_scale=softmax_scale,
+        seqused_k=seqused_k,
+        return_lse=return_lse,
+        layout=layout,
+        arguments=arguments,
+    )
+    if call.device.type == "cpu":
+        debugging.check_lengths(call)
+    return call, found

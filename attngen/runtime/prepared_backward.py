@@ -1,0 +1,141 @@
+"""A backward prepared for one set of shapes, strides, dtypes and devices: what is left is to allocate and launch.
+
+What its kernels need beside the results lies in one block of memory: float32 sums of dQ, two numbers for each query
+row, and maps of tiles. The results are tensors of their own, since autograd keeps each as long as it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments import Call, View, contiguous_view, default_scale, softmax_scale_of
+from attngen.runtime.driver import Driver
+from attngen.runtime.gradients import (
+    ADDRESSES,
+    PreparedGradients,
+    differentiable,
+    gradient_shapes,
+    sums_of,
+)
+from attngen.runtime.module import Kernel
+from attngen.runtime.scalars import Scalars
+from attngen.runtime.sinks import add_gradients, learned
+
+#: dq, dk and dv; gradients of the variant's own tensors by name.
+Gradients = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
+
+_DOUT, _DQ, _DK, _DV = (ADDRESSES.index(name) for name in ("dout", "dq", "dk", "dv"))
+_FLOAT32 = 4
+
+
+class PreparedBackward:
+    """The kernels of one backward, with all that does not change between calls."""
+
+    __slots__ = (
+        "_call", "_contiguous_dout", "_device", "_floats", "_gradients", "_kept", "_launch", "_like", "_maps",
+        "_places", "_results", "_rows", "_scalars", "_scale", "_sinks", "unordered",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        call: Call,
+        tensors: Mapping[str, Tensor],
+        out: View,
+        dout: View | None,
+        driver: Driver,
+        device: int,
+        *,
+        dlse: bool,
+        unordered: str | None = None,
+        kept: Variant | None = None,
+    ) -> None:
+        """Prepare the backward of ``call`` on ``kernel``. Raises LoadError if a cubin does not load.
+
+        ``tensors``: the call's own in the order in which it lists their addresses. ``dout`` is None if it has to be
+        copied first. ``dlse``: whether the log-sum-exp has a gradient. ``unordered``: the warning that a gradient has
+        no fixed order, where torch wants to be told. ``kept``: what the cache's key refers to by identity, which must
+        therefore stay alive.
+        """
+        self._kept, self.unordered = kept, unordered
+        self._call, self._device = call.without_tensors(), call.device
+        self._scalars, self._scale = Scalars(call), default_scale(call.head_dim_qk)
+        shapes = gradient_shapes(call)
+        made = {name: contiguous_view(shape, call.order) for name, shape in shapes.items()}
+        self._contiguous_dout = dout is None
+        views = {"out": out, "dout": contiguous_view(call.out_shape(), call.order) if dout is None else dout, **made}
+        self._launch = PreparedGradients(kernel, call, views, tensors, driver, device, dlse=dlse)
+        # torch allocates a tensor faster that is like another one
+        self._like = call.q == made["dq"], call.k == made["dk"], call.v == made["dv"]
+        self._results = tuple(shapes.values())
+        self._gradients = differentiable(call)
+        self._sinks = bool(learned(call.variant))
+        sizes = {"dq_sum": sums_of(kernel, call), "lse_log2": prod(call.lse_shape()), "delta": prod(call.lse_shape())}
+        maps = self._launch.map_shapes
+        offsets, self._floats = _laid_out(sizes | {f"map:{owner}": prod(shape) for owner, shape in maps.items()})
+        self._places = tuple((ADDRESSES.index(name), _FLOAT32 * offsets[name]) for name in sizes if sizes[name])
+        self._maps = tuple((owner, _FLOAT32 * offsets[f"map:{owner}"]) for owner in maps)
+        self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        cu_seqlens_q: Tensor | None,
+        addresses: list[int],
+        softmax_scale: Any,
+        scalars: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Gradients:
+        """Enqueue the backward on the current stream and return its results.
+
+        ``addresses`` as ``gradients.address_names`` lists them: those of what is allocated here are 0, and those of
+        the gradients of the variant's tensors are missing.
+        """
+        scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
+        numbers = self._scalars(scalars)
+        if self._contiguous_dout:
+            dout = dout.clone(memory_format=torch.contiguous_format)
+            addresses[_DOUT] = dout.data_ptr()
+        like_q, like_k, like_v = self._like
+        dq = torch.empty_like(q) if like_q else self._empty(0, q)
+        dk = torch.empty_like(k) if like_k else self._empty(1, k)
+        dv = torch.empty_like(v) if like_v else self._empty(2, v)
+        addresses[_DQ], addresses[_DK], addresses[_DV] = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        workspace = lse.new_empty(self._floats)
+        start = workspace.data_ptr()
+        for place, offset in self._places:
+            addresses[place] = start + offset
+        sums = {}
+        for name in self._gradients:
+            sums[name] = torch.zeros(tensors[name].shape, dtype=torch.float32, device=self._device)
+            addresses.append(sums[name].data_ptr())
+        maps = {owner: start + offset for owner, offset in self._maps} if self._maps else {}
+        self._launch(addresses, maps, scale, numbers)
+        if self._sinks:
+            named = {rule.name: number for rule, number in zip(self._call.rules, numbers, strict=True)}
+            call = self._call.with_tensors(tensors, named, cu_seqlens_q)
+            add_gradients(call, lse, workspace[self._rows].view(lse.shape), sums)
+        gradients = {name: total.to(tensors[name].dtype) for name, total in sums.items()} if sums else sums
+        return dq, dk, dv, gradients
+
+    def _empty(self, index: int, like: Tensor) -> Tensor:
+        return torch.empty(self._results[index], dtype=like.dtype, device=self._device)
+
+
+def _laid_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Return where each of several parts of a block begins, one behind the other, and the size of all of them."""
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += size
+    return offsets, end
