@@ -5,7 +5,6 @@ The GPU is the one of the runtime's tests: a driver that decodes each launch and
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import expand, load_spec_text
+from tests.docs.blocks import DOCUMENTS, blocks
 from tests.integrations import oracles
 from tests.integrations.drops import factors
 from tests.runtime.support import FakeDriver, kernel, write_build
@@ -240,27 +240,13 @@ def test_errors_of_dropout_say_what_to_build(gpu: FakeDriver) -> None:
     )
 
 
-def test_variants_with_dropout_of_a_users_spec_are_taken(gpu: FakeDriver) -> None:
-    text = """
-        schema: 1
-        arch: [sm90a]
-        variants:
-          window_softcap_dropout:
-            mask: "q_pos - kv <= reach(left) and kv - q_pos <= reach(right)"
-            score: "cap * tanh(s / cap)"
-            let: {reach(n): "n if n >= 0 else 1073741823"}
-            scalars:
-              left: {type: int32, min: -1, max: 1073741823, default: -1}
-              right: {type: int32, min: -1, max: 1073741823, default: -1}
-              cap: {type: float32, min: 0.001}
-            dropout: true
-        kernels:
-          - {variant: window_softcap_dropout, head_dim: 64}
-    """
-    (wanted,) = expand(load_spec_text(textwrap.dedent(text)))
-    registry.add(package_of_kernels([kernel(wanted.variant)], "memory"))
-    flash_attn.flash_attn_func(*qkv(), 0.1, softcap=2.0)
-    assert launched(gpu) == ["window_softcap_dropout"]
+def test_a_variant_with_dropout_of_ones_own_is_taken(gpu: FakeDriver) -> None:
+    """The spec is that of docs/integrations.md."""
+    (text,) = [block.text for path in DOCUMENTS for block in blocks(path, "yaml") if "softcap_dropout" in block.text]
+    (declared,) = {spec.variant for spec in expand(load_spec_text(text))}
+    registry.add(package_of_kernels([kernel(declared)], "memory"))
+    flash_attn.flash_attn_func(*qkv(), 0.1, causal=True, softcap=2.0)
+    assert launched(gpu) == ["softcap_dropout"]
 
 
 def test_sdpa_with_dropout_falls_back_as_if_it_were_not_there(gpu: FakeDriver) -> None:
