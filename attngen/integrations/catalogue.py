@@ -3,18 +3,26 @@
 They are kept as JSON, as in a kernel's manifest, so that a call needs neither YAML nor the part that builds.
 ``attngen.tools.integration_variants`` writes the file. A value finds the kernels that compute exactly it, in whichever
 package they were built, and no other kernel that happens to have the same name.
+
+The sibling of a variant that drops probabilities has the same fields, ``dropout: true``, and a name of its own: every
+variant has one, whether a shipped spec builds it or not.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from attngen.lang.check import with_dropout
 from attngen.lang.variant import Variant
 
 FILE = Path(__file__).with_name("variants.json")
+
+#: What stands behind the name of a variant in that of its sibling with dropout.
+DROPOUT = "_dropout"
 
 
 @cache
@@ -25,4 +33,11 @@ def _table() -> dict[str, Any]:
 @cache
 def variant(name: str) -> Variant:
     """Return a variant by its name; KeyError for one that no integration uses. Always the same object."""
+    if name not in _table() and name.endswith(DROPOUT):
+        return replace(with_dropout(variant(name.removesuffix(DROPOUT))), name=name)
     return Variant.from_dict(_table()[name])
+
+
+def is_shipped(name: str) -> bool:
+    """Whether a shipped spec declares a variant."""
+    return name in _table()

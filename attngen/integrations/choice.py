@@ -6,21 +6,25 @@ a user's own build of the presets is enough where it can be.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attngen import resources
-from attngen.errors import NoKernelError
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations import catalogue
 from attngen.integrations.catalogue import variant
+from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.dropout import draw
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import registry
 
@@ -49,6 +53,21 @@ class Candidate:
         return self.arguments if self.late is None else {**self.arguments, **self.late()}
 
 
+def with_dropout(candidates: Sequence[Candidate], rate: float) -> Sequence[Candidate]:
+    """Return what computes the same and drops probabilities at a rate; at a rate of 0 the candidates as they are.
+
+    Raises CallError for a rate below 0, and for one of 1 or more.
+    """
+    if not rate:
+        return candidates
+    if not 0 < rate <= MAX_RATE:
+        raise CallError(f"the rate of dropout must be at least 0 and below 1, got {rate}")
+    return [
+        replace(each, variant=each.variant + catalogue.DROPOUT, arguments={**each.arguments, DROPOUT_P.name: rate})
+        for each in candidates
+    ]
+
+
 #: Which candidate served the last call of a kind, by what a kernel is built for. A hint: the others are still tried.
 _LAST: RecentCache[int] = RecentCache(512)
 
@@ -65,17 +84,23 @@ def attend(
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    or_reference: bool = False,
 ) -> Any:
     """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``.
 
     Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
-    on the reference, built or not. Raises NoKernelError, which names the shipped ``spec`` that builds the candidates.
+    on the reference, built or not. Candidates that drop share one state of random numbers, drawn here. Raises
+    NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call ``or_reference`` warns
+    instead, with the same text, and runs on the reference.
     """
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend
     }  # fmt: skip
     own = candidates[0].arguments.values()
     learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *own))
+    if DROPOUT_P.name in candidates[0].arguments:
+        state = {RNG_STATE.name: draw(q.device)}
+        candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
     if torch.compiler.is_compiling():
         names = tuple(candidate.variant for candidate in candidates)
         layout = "dense" if packing is None else "varlen"
@@ -101,7 +126,36 @@ def attend(
         if place != last:
             _LAST.put(kind, place)
         return found
-    raise _none_takes(candidates, spec, error)
+    refusal = _none_takes(candidates, spec, error)
+    if not or_reference:
+        raise refusal
+    warnings.warn(f"attention runs on the slow reference: {refusal}", RuntimeWarning, stacklevel=3)
+    options["backend"] = "reference"
+    return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, options)
+
+
+def reason_against(
+    candidate: Candidate,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: str,
+    softmax_scale: float | None = None,
+    backend: str | None = None,
+) -> str | None:
+    """Return why a dense call cannot run, as ``attend`` would say, or None. Launches nothing, and draws nothing."""
+    registry.refresh_if_built()
+    try:
+        explanation = dispatch.explain(
+            q, k, v, variant=variant(candidate.variant), softmax_scale=softmax_scale, backend=backend,
+            **candidate.own(),
+        )  # fmt: skip
+    except CallError as error:
+        return str(error)
+    if explanation.runs != "no kernel":
+        return None
+    return str(_none_takes((candidate,), spec, NoKernelError(explanation.reason)))
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -150,7 +204,12 @@ def _none_takes(candidates: Sequence[Candidate], spec: str, error: NoKernelError
     lines = [f"no built kernel takes this call; variants that would serve it: {tried}"]
     if error is not None:
         lines.append(str(error))
-    lines.append(f"'attngen build {shipped(spec)}' builds the shipped kernels of these variants")
+    if any(catalogue.is_shipped(candidate.variant) for candidate in candidates):
+        lines.append(f"'attngen build {shipped(spec)}' builds the shipped kernels of these variants")
+    else:  # of dropout only: every other variant is in a spec
+        name = candidates[0].variant
+        plain = name.removesuffix(catalogue.DROPOUT)
+        lines.append(f"no shipped spec has '{name}': declare it in your own, as {plain} with 'dropout: true'")
     return NoKernelError("\n".join(lines))
 
 

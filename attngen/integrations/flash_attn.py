@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend
+from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
 from attngen.lang.ir import MAX_SEQLEN
 
 __all__ = [
@@ -48,13 +48,14 @@ def flash_attn_func(
 
     ``window_size`` is (left, right) in keys, −1 for no limit; ``softcap`` 0 means none; ``alibi_slopes`` is (h,) or
     (b, h) in float32. With ``return_attn_probs`` the result is (out, lse, empty): lse (b, h, sq) is float32, natural,
-    −inf for a query that sees no key; probabilities are never formed. ``deterministic`` changes nothing: the same
-    inputs always give the same bits. Raises NoKernelError for what no kernel computes, dropout above all, and
-    CallError for arguments that disagree.
+    −inf for a query that sees no key, and that of the softmax before dropout; probabilities are never formed.
+    ``deterministic`` changes nothing: the same inputs always give the same bits. ``dropout_p`` is the rate at which
+    probabilities are dropped, from 0 to below 1, by numbers from torch's generator of the device; at 0 no kernel with
+    dropout runs. Raises NoKernelError for what no built kernel computes, and CallError for arguments that disagree.
     """
     del deterministic
     q, k, v = (_steppable(tensor) for tensor in (q, k, v))
-    candidates = _candidates(q, dropout_p, causal, window_size, softcap, alibi_slopes, q.shape[0])
+    candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, q.shape[0]), dropout_p)
     found = attend(candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs)
     return _results(q, found, return_attn_probs)
 
@@ -125,7 +126,7 @@ def flash_attn_varlen_func(
     q, k, v = (_steppable(tensor) for tensor in (q, k, v))
     packing: Packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     batch = cu_seqlens_q.shape[0] - 1
-    candidates = _candidates(q, dropout_p, causal, window_size, softcap, alibi_slopes, batch)
+    candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
     found = attend(
         candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs
     )
@@ -226,7 +227,7 @@ def flash_attn_with_kvcache(
                 f"the cache has room for {k_cache.shape[1]} keys; {cache_seqlens} and {k.shape[1]} new ones are more"
             )
         used = _append(k_cache, v_cache, k, v, used)
-    candidates = _candidates(q, 0.0, causal, window_size, softcap, alibi_slopes, q.shape[0])
+    candidates = _candidates(q, causal, window_size, softcap, alibi_slopes, q.shape[0])
     return attend(
         candidates, q, k_cache, v_cache, spec=SPEC, softmax_scale=softmax_scale, seqused_k=used,
         return_lse=return_softmax_lse,
@@ -261,7 +262,6 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, used: Tensor
 
 def _candidates(
     q: Tensor,
-    dropout_p: float,
     causal: bool,
     window_size: Sequence[int],
     softcap: float,
@@ -269,8 +269,6 @@ def _candidates(
     batch: int,
 ) -> list[Candidate]:
     """Return the variants that compute what the arguments ask for, the most special one first."""
-    if dropout_p:
-        raise _refused("dropout_p", "no shipped variant drops; pass 0.0")
     if window_size is None or len(window_size) != 2 or None in window_size:
         raise CallError(f"window_size must be (left, right), with -1 for no limit, got {window_size!r}")
     left, right = (int(side) if 0 <= side < MAX_SEQLEN else NO_LIMIT for side in window_size)
@@ -315,7 +313,7 @@ def _unpack(name: str, tensor: Tensor, rank: int, parts: int) -> tuple[Tensor, .
 
 
 def _results(q: Tensor, found: Any, with_lse: bool) -> Any:
-    """Return out, or (out, lse, probabilities): flash-attn leaves the last empty where there is no dropout."""
+    """Return out, or (out, lse, probabilities): the last is empty, as that of flash-attn is without dropout."""
     return (*found, q.new_empty(0)) if with_lse else found
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations import choice
-from attngen.integrations.choice import Candidate, attend, has_backward
+from attngen.integrations.choice import Candidate, attend, has_backward, reason_against, with_dropout
+from attngen.lang.dropout import MAX_RATE
 from attngen.runtime.arguments import FLOAT32_MAX
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import registry
@@ -137,6 +138,7 @@ class Routing:
             q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
         candidate = _candidate(q, k, mask, is_causal, three)
         assert isinstance(candidate, Candidate)
+        (candidate,) = with_dropout((candidate,), dropout_p)
         try:
             out = attend(
                 (candidate,), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec=SPEC, softmax_scale=scale,
@@ -163,11 +165,15 @@ class Routing:
         candidate = _candidate(parts[0], parts[1], mask, is_causal, three)
         if isinstance(candidate, str):
             return candidate
+        (candidate,) = with_dropout((candidate,), dropout_p)
         if self.backend != "reference":
             if mask is not None and mask.requires_grad and torch.is_grad_enabled():
                 return "the mask asks for a gradient"
             if learns and not has_backward(candidate.variant, q, v):
                 return f"no backward kernel of {candidate.variant} is built, and a gradient may be asked for"
+            if dropout_p:  # known before any number is drawn, so that torch draws as it would without the block
+                rows = [tensor.transpose(1, 2) for tensor in parts]
+                return reason_against(candidate, *rows, spec=SPEC, softmax_scale=scale, backend=self.backend)
         return None
 
 
@@ -218,8 +224,8 @@ def _disagreement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_g
 
 
 def _option(dropout_p: float, is_causal: bool, mask: Tensor | None, scale: float | None) -> str | None:
-    if dropout_p:
-        return f"dropout_p is {dropout_p}, and no shipped variant drops"
+    if dropout_p and not 0 < dropout_p <= MAX_RATE:
+        return f"dropout_p is {dropout_p}, and kernels take 0 to below 1"
     if is_causal and mask is not None:
         return "there is a mask beside is_causal"
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale <= FLOAT32_MAX):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend
+from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
 from attngen.integrations.mask_structure import Structure, StructuredMask, structure_of
 
 NAME = "attngen"
@@ -63,13 +63,12 @@ def attention(
 
     ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value. Without a mask the
     call is causal, at the last key, where the module or ``is_causal`` says so. ``cu_seq_lens_q``, ``cu_seq_lens_k``,
-    ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. Raises NoKernelError for dropout,
-    and for what no built kernel takes.
+    ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. ``dropout`` is the rate at which
+    probabilities are dropped while the module trains; without a kernel for that, an eager call warns why and runs on
+    the reference. Raises NoKernelError for what else no built kernel takes.
     """
-    if dropout:
-        raise NoKernelError(
-            f"attention dropout is {dropout}, and no shipped variant drops: set it to 0, or model.eval()"
-        )
+    if not module.training:
+        dropout = 0.0
     q, k, v = (tensor.transpose(1, 2) for tensor in _same_dtype(query, key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -93,7 +92,10 @@ def attention(
         candidates = _tensor_mask(given, q, k, softcap, position_bias)
     if s_aux is not None:
         candidates = with_sinks + [replace(each, finish=partial(_with_sinks, sinks=s_aux)) for each in candidates]
-    out: Tensor = attend(candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=scaling, seqused_k=used)
+    out: Tensor = attend(
+        with_dropout(candidates, dropout), q, k, v, spec=SPEC, packing=packing, softmax_scale=scaling, seqused_k=used,
+        or_reference=dropout > 0,
+    )  # fmt: skip
     return (out if packing is None else out.unsqueeze(0)), None
 
 

@@ -145,7 +145,7 @@ def compile_variant(
     Raises SpecError for the first thing that is wrong.
     """
     variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH)
-    return _with_dropout(variant) if dropout else variant
+    return with_dropout(variant) if dropout else variant
 
 
 def restore_variant(data: Mapping[str, Any], scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> Variant:
@@ -157,10 +157,10 @@ def restore_variant(data: Mapping[str, Any], scalars: Sequence[Scalar], tensors:
     restored = replace(
         variant, mask_text=data["mask_text"], score_text=data["score_text"], sink_text=data.get("sink_text")
     )
-    return _with_dropout(restored) if data.get("dropout") else restored
+    return with_dropout(restored) if data.get("dropout") else restored
 
 
-def _with_dropout(variant: Variant) -> Variant:
+def with_dropout(variant: Variant) -> Variant:
     """Return a variant that drops probabilities, and takes what that needs at the call."""
     scalars, tensors = (*variant.scalars, DROPOUT_P), (*variant.tensors, RNG_STATE)
     return replace(variant, scalars=scalars, tensors=tensors, dropout=True)

@@ -86,6 +86,8 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
             rows = "scored"
         elif is_light(spec.variant) and spec.head_dim_qk == spec.head_dim_v and spec.head_dim_v in _RACED:
             rows = "plain"
+    elif rows == "gather" and spec.variant.dropout:
+        rows = "gather_dropped"
     widths = padded_width(columns_qk), padded_width(columns_v)
     given = spec.backward or Backward()
     tiles = {

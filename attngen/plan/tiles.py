@@ -76,6 +76,10 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("gather", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("gather", 128, Tile(16, 64, 2, 4), Tile(64, 32, 2, 4)),
     ("gather", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    # both: no spills beyond 8 bytes with Triton 3.6 and 3.9
+    ("gather_dropped", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("gather_dropped", 128, Tile(32, 64, 2, 8), Tile(64, 32, 2, 4)),
+    ("gather_dropped", 256, Tile(32, 32, 2, 8), Tile(64, 32, 2, 8)),
     ("descriptor", 64, Tile(64, 64, 2, 4), Tile(64, 64, 2, 4)),
     ("descriptor", 128, Tile(64, 64, 2, 8), Tile(64, 64, 2, 4)),
     ("descriptor", 256, Tile(16, 32, 1, 4), Tile(64, 32, 1, 8)),

@@ -187,10 +187,13 @@ def run(
     return prepared(q, addresses, softmax_scale, arguments, tile_map)
 
 
-def _with_state(q: Any, variant: str | Variant, package: str | None, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_state(
+    q: Any, variant: str | Variant, package: str | None, arguments: Mapping[str, Any], *, draws: bool = True
+) -> Mapping[str, Any]:
     """Return the arguments of a call that names a rate of dropout, with a state of random numbers if need be."""
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    return with_state(variant if isinstance(variant, Variant) else find(variant, package).variant, arguments, device)
+    found = variant if isinstance(variant, Variant) else find(variant, package).variant
+    return with_state(found, arguments, device, draws=draws)
 
 
 def _asks_for_gradient(q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, Any]) -> bool:
@@ -305,7 +308,7 @@ def tile_map(
     if cu_seqlens_q is not None:
         packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
     values = k if v is None else v
-    arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}))
+    arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}, draws=False))
     call, found = bind_call(q, k, values, packing, variant, None, seqused_k, False, layout, backend, package, arguments)
     if not _on_gpu(q) or backend == "reference" or call.empty:
         return TileMap(call.variant.name)
@@ -355,7 +358,7 @@ def explain(
     packing = None
     if cu_seqlens_q is not None:
         packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
-    arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}))
+    arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}, draws=False))
     call, found = bind_call(
         q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
     )

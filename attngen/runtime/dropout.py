@@ -16,13 +16,19 @@ from attngen.runtime.arguments import Call
 _WORD = 2**32 - 1
 
 
-def with_state(variant: Variant, arguments: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+def with_state(
+    variant: Variant, arguments: Mapping[str, Any], device: torch.device, *, draws: bool = True
+) -> Mapping[str, Any]:
     """Return the arguments of a call that names a rate, with a state of random numbers if it gives none.
 
-    A variant without dropout takes a rate of 0, which is then left out; CallError for any other.
+    What reads no random number takes one that is not drawn (``draws=False``), and leaves the generator as it is. A
+    variant without dropout takes a rate of 0, which is then left out; CallError for any other.
     """
     if variant.dropout:
-        return arguments if arguments.get(RNG_STATE.name) is not None else {**arguments, RNG_STATE.name: draw(device)}
+        if arguments.get(RNG_STATE.name) is not None:
+            return arguments
+        state = draw(device) if draws else torch.empty(RNG_STATE.shape, dtype=torch.int64, device=device)
+        return {**arguments, RNG_STATE.name: state}
     check_rate(variant.name, arguments[DROPOUT_P.name])
     return {name: value for name, value in arguments.items() if name not in (DROPOUT_P.name, RNG_STATE.name)}
 

@@ -17,7 +17,14 @@ with torch.no_grad():
     # on the CPU there are no kernels: its calls fall back, unless the reference is asked for
     with attngen.integrations.sdpa(backend=None if device == "cuda" else "reference", explain=True) as routed:
         found = layer(x, src_key_padding_mask=padding)
-        torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        layer.self_attn.dropout = 0.1  # which a variant with dropout serves, by torch's random numbers
+        dropped = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            dropped.append(layer(x, src_key_padding_mask=padding))
+        torch.nn.functional.scaled_dot_product_attention(x, x[:1], x[:1])  # broadcasts: torch serves it
 
 print(routed.report())
 assert torch.allclose(found[:, :100], wanted[:, :100], atol=5e-2)
+assert torch.equal(*dropped)
+assert not torch.equal(dropped[0], found)

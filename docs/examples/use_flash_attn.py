@@ -16,6 +16,12 @@ out = flash_attn_func(q, k, v, window_size=(64, 16), softcap=30.0, alibi_slopes=
 out, lse, _ = flash_attn_func(q, k, v, causal=True, window_size=(127, 0), return_attn_probs=True)
 print("out", tuple(out.shape), "lse", tuple(lse.shape))
 
+# training with dropout: the numbers are those of torch's generator
+torch.manual_seed(0)
+dropped = flash_attn_func(q, k, v, dropout_p=0.1, causal=True)
+torch.manual_seed(0)
+assert torch.equal(dropped, flash_attn_func(q, k, v, dropout_p=0.1, causal=True))
+
 # sequences of 100, 0 and 156 tokens, packed without padding
 starts = torch.tensor([0, 100, 100, 256], device=device, dtype=torch.int32)
 packed = flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 156, 156, causal=True)

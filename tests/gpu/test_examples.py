@@ -34,4 +34,4 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     if name == "route_sdpa":
-        assert done.stdout.startswith("1 calls on attngen"), done.stdout
+        assert done.stdout.startswith("3 calls on attngen"), done.stdout

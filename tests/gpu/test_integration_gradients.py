@@ -122,9 +122,12 @@ def test_flash_attn_compiles_with_its_backward(only: Package) -> None:
 
 def dense_sdpa(
     q: Tensor, k: Tensor, v: Tensor, compute: torch.dtype, attn_mask: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | None = None, factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return attention by plain operations in ``compute``; a row that sees no key gives 0, and takes no gradient."""
+    """Return attention by plain operations in ``compute``; a row that sees no key gives 0, and takes no gradient.
+
+    Dropout multiplies the probabilities by ``factors``.
+    """
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1).to(compute) for t in (k, v))
     scores = q.to(compute) @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     hidden = torch.zeros_like(scores, dtype=torch.bool)
@@ -136,7 +139,7 @@ def dense_sdpa(
         hidden |= attn_mask.isneginf()
         scores = scores + attn_mask.masked_fill(attn_mask.isneginf(), 0.0).to(compute)
     p = torch.softmax(scores.masked_fill(hidden, -1e4), dim=-1).masked_fill(hidden, 0.0)
-    return p @ v
+    return (p if factors is None else p * factors.to(compute)) @ v
 
 
 @only_package("sdpa")

@@ -19,11 +19,13 @@ def flash_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    factors: Tensor | None = None,
     compute: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, sq, h, d) and lse (b, h, sq) as flash-attn documents them; without a key 0 and −inf.
 
-    ``compute`` is the dtype of every step: that of q gives the error that plain PyTorch makes.
+    Dropout multiplies the probabilities by ``factors`` (b, h, sq, sk). ``compute`` is the dtype of every step: that of
+    q gives the error that plain PyTorch makes.
     """
     groups = q.shape[2] // k.shape[2]
     k, v = (t.to(compute).repeat_interleave(groups, dim=2) for t in (k, v))
@@ -48,6 +50,8 @@ def flash_attention(
     scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores.to(torch.promote_types(compute, torch.float32)), dim=-1)
     p = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
+    if factors is not None:
+        p = p * factors.to(compute)
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
 
 

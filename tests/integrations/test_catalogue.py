@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from attngen import resources
 from attngen.integrations import catalogue
+from attngen.lang.check import with_dropout
 from attngen.spec import expand, load_spec, preset_names
 from attngen.tools import integration_variants
 
@@ -43,3 +45,19 @@ def test_every_variant_that_code_names_exists() -> None:
                 first = node.args[0]
                 if isinstance(first, ast.Constant):
                     assert first.value in names, f"{path.name}:{node.lineno}"
+
+
+def test_variants_with_dropout_are_siblings_of_those_without() -> None:
+    """A call finds them by that, whether a shipped spec declares them or not."""
+    declared = [name for name in integration_variants.variants() if name.endswith(catalogue.DROPOUT)]
+    assert declared
+    for name in declared:
+        plain = catalogue.variant(name.removesuffix(catalogue.DROPOUT))
+        assert replace(with_dropout(plain), name=name) == catalogue.variant(name)
+        assert catalogue.is_shipped(name)
+    found = catalogue.variant("softcap_dropout")
+    assert (found.dropout, found.name, found.score) == (True, "softcap_dropout", catalogue.variant("softcap").score)
+    assert found is catalogue.variant("softcap_dropout")
+    assert not catalogue.is_shipped("softcap_dropout")
+    with pytest.raises(KeyError):
+        catalogue.variant("nothing_dropout")

@@ -10,7 +10,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PRINTED = {
-    "route_sdpa.py": "1 calls on attngen: bias_bf16 1\n1 calls on torch:",
+    "route_sdpa.py": "3 calls on attngen: bias_bf16_dropout 2, bias_bf16 1\n1 calls on torch:",
     "transformers_model.py": "tokens (2, 56)",
     "use_flash_attn.py": "out (2, 256, 8, 64) lse (2, 8, 256)\nstep (2, 1, 8, 64)",
 }

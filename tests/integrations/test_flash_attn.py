@@ -207,7 +207,8 @@ def test_kvcache_appends_in_place(used: int | Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dropout_p": 0.1}, "dropout_p is not served: no shipped variant drops"),
+        ({"dropout_p": 1.0}, "the rate of dropout must be at least 0 and below 1, got 1.0"),
+        ({"dropout_p": -0.1}, "the rate of dropout must be at least 0 and below 1, got -0.1"),
         ({"softcap": -1.0}, "softcap must not be negative"),
         ({"window_size": (3,)}, r"window_size must be \(left, right\)"),
         ({"window_size": (None, None)}, r"window_size must be \(left, right\), with -1 for no limit"),

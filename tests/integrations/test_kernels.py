@@ -20,7 +20,10 @@ from attngen.integrations.catalogue import variant
 from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.registry import package_of_kernels, registry
+from attngen.spec import expand, load_spec_text
+from tests.docs.blocks import DOCUMENTS, blocks
 from tests.integrations import oracles
+from tests.integrations.drops import factors
 from tests.runtime.support import FakeDriver, kernel, write_build
 from tests.runtime.support import variant as another_variant
 
@@ -189,3 +192,107 @@ def test_sdpa_leaves_a_mask_that_learns_to_torch(gpu: FakeDriver) -> None:
         F.scaled_dot_product_attention(*heads_first(*qkv()), attn_mask=mask).sum().backward()
     assert mask.grad is not None
     assert dict(routed.reasons) == {"the mask asks for a gradient": 1}
+
+
+# --- dropout ------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_takes_the_kernels_that_drop_and_no_rate_the_others(gpu: FakeDriver) -> None:
+    install("causal", "causal_dropout", "window", "window_dropout")
+    q, k, v = qkv()
+    drops = factors(3, 0.25, 2, 2, 40, 40)
+    found = flash_attn.flash_attn_func(q, k, v, 0.25, causal=True)
+    wanted = oracles.flash_attention(q, k, v, causal=True, factors=drops)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    flash_attn.flash_attn_func(q, k, v, 0.25)
+    assert launched(gpu) == ["causal_dropout", "window_dropout"]
+    before = torch.get_rng_state()
+    flash_attn.flash_attn_func(q, k, v, 0.0, causal=True)
+    assert launched(gpu) == ["causal"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_call_draws_once_whichever_candidate_serves_it(gpu: FakeDriver) -> None:
+    install("window_dropout")
+    found = []
+    for _ in range(2):  # the first call tries causal_dropout before
+        torch.manual_seed(4)
+        found.append(flash_attn.flash_attn_func(*qkv(), 0.5, causal=True))
+    install("causal_dropout", package="later")
+    torch.manual_seed(4)
+    found.append(flash_attn.flash_attn_func(*qkv(), 0.5, causal=True))
+    assert launched(gpu) == ["window_dropout", "window_dropout", "causal_dropout"]
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_errors_of_dropout_say_what_to_build(gpu: FakeDriver) -> None:
+    install("causal", "window", "window_softcap")
+    with pytest.raises(NoKernelError) as caught:
+        flash_attn.flash_attn_func(*qkv(), 0.1, causal=True)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("variants that would serve it: causal_dropout, window_dropout")
+    assert lines[-1].endswith("specs/integrations/flash_attn.yaml' builds the shipped kernels of these variants")
+    with pytest.raises(NoKernelError) as caught:
+        flash_attn.flash_attn_func(*qkv(), 0.1, softcap=2.0)
+    assert str(caught.value).splitlines()[-1] == (
+        "no shipped spec has 'window_softcap_dropout': declare it in your own, as window_softcap with 'dropout: true'"
+    )
+
+
+def test_a_variant_with_dropout_of_ones_own_is_taken(gpu: FakeDriver) -> None:
+    """The spec is that of docs/integrations.md."""
+    (text,) = [block.text for path in DOCUMENTS for block in blocks(path, "yaml") if "softcap_dropout" in block.text]
+    (declared,) = {spec.variant for spec in expand(load_spec_text(text))}
+    registry.add(package_of_kernels([kernel(declared)], "memory"))
+    flash_attn.flash_attn_func(*qkv(), 0.1, causal=True, softcap=2.0)
+    assert launched(gpu) == ["softcap_dropout"]
+
+
+def test_sdpa_with_dropout_falls_back_as_if_it_were_not_there(gpu: FakeDriver) -> None:
+    """The reason is known before anything is drawn, so that torch drops what it would drop."""
+    install("full")
+    q, k, v = heads_first(*qkv())
+    torch.manual_seed(5)
+    plain = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    with sdpa() as routed:
+        for _ in range(2):
+            torch.manual_seed(5)
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), plain)
+        install("full_dropout", package="later")
+        drops = factors(5, 0.5, 2, 2, 40, 40)
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.5)
+    assert dict(routed.variants) == {"full_dropout": 1}
+    assert launched(gpu) == ["full_dropout"]
+    for reason, name in zip(routed.reasons, ("full_dropout", "causal_top_left_dropout"), strict=True):
+        assert f"variants that would serve it: {name}\n" in reason
+    wanted = oracles.flash_attention(*heads_first(q, k, v), factors=drops)[0]
+    torch.testing.assert_close(found.double(), wanted.transpose(1, 2), rtol=2e-2, atol=2e-2)
+
+
+def test_sdpa_with_dropout_needs_its_backward_for_gradients(gpu: FakeDriver) -> None:
+    pair = [kernel(variant("full"), direction=d, name=f"{d}_d64_full") for d in ("forward", "backward")]
+    registry.add(package_of_kernels([*pair, kernel(variant("full_dropout"))], "memory"))
+    q, k, v = (t.detach().requires_grad_() for t in heads_first(*qkv()))
+    with sdpa() as routed:
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert dict(routed.reasons) == {"no backward kernel of full_dropout is built, and a gradient may be asked for": 1}
+
+
+def test_transformers_with_dropout_warns_and_runs_the_reference(gpu: FakeDriver) -> None:
+    from attngen.integrations.transformers import attention
+
+    install("causal")
+    q, k, v = heads_first(*qkv())
+    module = torch.nn.Module()
+    drops = factors(6, 0.5, 2, 2, 40, 40)
+    with pytest.warns(RuntimeWarning, match="variants that would serve it: causal_dropout, span_dropout"):
+        found, _ = attention(module, q, k, v, None, 0.5)
+    wanted = oracles.flash_attention(*qkv(), causal=True, factors=drops)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    assert launched(gpu) == []
+    install("span_dropout", package="later")
+    attention(module, q, k, v, None, 0.5)
+    attention(module.eval(), q, k, v, None, 0.5)
+    assert launched(gpu) == ["span_dropout", "causal"]

@@ -142,7 +142,8 @@ Q, K, V = qkv()
 @pytest.mark.parametrize(
     ("given", "options", "reason"),
     [
-        ((Q, K, V), {"dropout_p": 1e-9}, "dropout_p is 1e-09, and no shipped variant drops"),
+        ((Q, K, V), {"dropout_p": 1.0}, "dropout_p is 1.0, and kernels take 0 to below 1"),
+        ((Q, K, V), {"dropout_p": -0.5}, "dropout_p is -0.5, and kernels take 0 to below 1"),
         ((Q, K, V), {"scale": -0.5}, "scale is -0.5, and kernels take what is larger than 0"),
         ((Q, K[:, :1], V[:, :1]), {}, "q has 4 heads, k and v have 1, without enable_gqa"),
         ((Q, K[:1], V[:1]), {}, "the shapes of q, k and v disagree, or broadcast"),
@@ -183,12 +184,14 @@ def test_report_of_each_call() -> None:
     with sdpa(backend="reference", explain=True) as routed:
         F.scaled_dot_product_attention(Q, K, V, attn_mask=some_mask(7, 11))
         F.scaled_dot_product_attention(Q, K, V, dropout_p=0.5)
+        F.scaled_dot_product_attention(Q, K, V, dropout_p=1.0)
     assert routed.report().splitlines() == [
-        "1 calls on attngen: allowed 1",
+        "2 calls on attngen: allowed 1, full_dropout 1",
         "1 calls on torch:",
-        "  1 since dropout_p is 0.5, and no shipped variant drops",
+        "  1 since dropout_p is 1.0, and kernels take 0 to below 1",
         "1. q 2x4x7x8, k 2x4x11x8, v 2x4x11x12, mask 7x11 bool: allowed",
-        "2. q 2x4x7x8, k 2x4x11x8, v 2x4x11x12: torch, since dropout_p is 0.5, and no shipped variant drops",
+        "2. q 2x4x7x8, k 2x4x11x8, v 2x4x11x12: full_dropout",
+        "3. q 2x4x7x8, k 2x4x11x8, v 2x4x11x12: torch, since dropout_p is 1.0, and kernels take 0 to below 1",
     ]
 
 

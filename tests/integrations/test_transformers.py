@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 import attngen.integrations.transformers as attngen_transformers
-from attngen.errors import CallError, NoKernelError
+from attngen.errors import CallError
 from attngen.integrations.mask_structure import StructuredMask
 from tests.integrations import families
 from tests.integrations.families import GENERATORS, MAKERS, PADDINGS, WINDOW, batch, gradients, logits
@@ -303,12 +303,3 @@ def test_a_compiled_step_against_a_static_cache(family: str) -> None:
         _, found = families.generate(compiled, given, cache_implementation="static", compile_config=config)
     assert graphs
     near(found, wanted)
-
-
-def test_dropout_is_refused() -> None:
-    given = batch("llama", "none")
-    trained = families.make("llama", head_dim=8, implementation="attngen").train()
-    for layer in trained.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    with pytest.raises(NoKernelError, match=r"attention dropout is 0\.1, and no shipped variant drops"):
-        logits(trained, given)

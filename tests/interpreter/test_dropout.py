@@ -11,6 +11,11 @@ from tests.interpreter.test_numerics import spec
 VARIANTS = {
     "causal": 'mask: "q_pos >= kv"\n    dropout: true\n',
     "classified": 'mask: "q_pos >= kv and (q_pos - kv) % 3 == 0"\n    dropout: true\n',
+    "gathered": (
+        'mask: "allowed[b, q, kv]"\n'
+        "    dropout: true\n"
+        "    tensors: {allowed: {dtype: bool, shape: [b, seqlen_q, seqlen_k]}}\n"
+    ),
     "with all else": (
         'mask: "0 <= q_pos - kv and q_pos - kv < window"\n'
         '    score: "s + slope[h] * (kv - q_pos)"\n'
@@ -42,6 +47,7 @@ def test_forward(interpreter: Interpreter, name: str, layout: str, tile: str) ->
     ("name", "layout", "dtype", "tile"),
     [
         ("classified", "dense", "fp16", "{m: 16, n: 32}"),
+        ("gathered", "dense", "fp16", "{m: 32, n: 64}"),
         ("with all else", "dense", "fp16", "{m: 16, n: 32}"),
         ("with all else", "varlen", "fp32", "{m: 32, n: 16}"),
     ],

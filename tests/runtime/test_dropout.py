@@ -164,11 +164,13 @@ def test_what_is_refused(options: dict[str, Any], reason: str) -> None:
     assert reason in str(raised.value)
 
 
-def test_tile_maps_and_explanations_need_no_rate() -> None:
+def test_tile_maps_and_explanations_need_no_rate_and_draw_nothing() -> None:
     q, k, v = inputs(torch.float32)
+    before = torch.get_rng_state()
     assert attngen.tile_map(q, k, variant=DROPPED).words is None
     assert "runs reference" in str(attngen.explain(q, k, v, variant=DROPPED))
     assert "runs reference" in str(attngen.explain(q, k, v, variant=DROPPED, dropout_p=0.5))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_compiled_program_draws_anew_and_differentiates() -> None:
