@@ -22,22 +22,10 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Arrive at a barrier of any block of the cluster.
+// Arrive at a barrier of any block of the cluster. What it guards is read and written by copies and products alone, which
+// wait for nothing else: a fence of the whole cluster would take longer than a product.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped(barrier, rank)) : "memory");
-}
-
-// As `wait`, for a barrier at which other blocks arrive.
-__device__ __forceinline__ void wait_cluster(uint32_t barrier, uint32_t parity) {
-  uint32_t complete;
-  do {
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(complete)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  } while (!__all_sync(~0u, complete != 0));
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped(barrier, rank)) : "memory");
 }
 
 // A box of a tensor to the same place of all blocks in `blocks`, one bit each, whose barriers count its bytes.
