@@ -164,7 +164,7 @@ def _planned_gradients(plan: Plan, roles: HopperGradients) -> int:
     """
     s, dp, rows = plan.columns_qk[0].width // 16, plan.columns_v[0].width // 16, plan.tile_m // 16
     loop = s + dp + 2 * rows + plan.tile_n // 16
-    if roles.overlap == "roles":  # each begins with one of its own
+    if roles.cluster > 1:  # each begins with one of its own
         parts = sum(roles.parts_of(16 * width) for width in (s, dp))
         return s + dp + s + dp + rows * parts + plan.tile_n // 16 * (roles.dq_columns // roles.dq_part)
     return loop + s if roles.overlap == "gradients" else loop + s + dp + rows

@@ -35,7 +35,7 @@ _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 _SECTION_BYTES = 24 * 2**20
 
 #: How names of kernels say what the softmax runs over.
-_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",), "roles": ("cluster",)}
+_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",), "roles": ("cluster",), "dv": ("cluster", "dvoverlap")}
 
 #: Query rows of a block that computes the sums of rows, and of warps of a block.
 _ROWS, _ROWS_WARPS = 64, 4
@@ -61,7 +61,8 @@ _TABLE = (
     _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3),
     _Choice("any", 64, 128, overlap="nothing", packed=True, q_stages=2),
     _Choice("any", 128, 64, overlap="nothing", packed=True, q_stages=2),
-    _Choice("any", 256, 64, overlap="roles", packed=False, q_stages=3),
+    _Choice("any", 192, 64, overlap="roles", packed=False, q_stages=3),
+    _Choice("any", 256, 64, overlap="dv", packed=False, q_stages=3),
 )
 
 #: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys

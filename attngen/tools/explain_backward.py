@@ -67,6 +67,7 @@ _OVERLAPS = {
     "dp": "runs under its dP",
     "nothing": "runs under no product of its own warpgroup",
     "roles": "runs under products of other warpgroups",
+    "dv": "runs under dV of the one before, and products of other warpgroups",
 }
 
 
