@@ -104,7 +104,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     ),
     Schedule(
         name="cuda_backward_cluster",
-        label="wgmma",
+        label="cluster",
         backend="cuda",
         direction="backward",
         loads="descriptor",

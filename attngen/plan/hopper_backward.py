@@ -35,7 +35,7 @@ _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 _SECTION_BYTES = 24 * 2**20
 
 #: How names of kernels say what the softmax runs over.
-_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",), "roles": ("cluster",), "dv": ("cluster", "dvoverlap")}
+_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",), "roles": (), "dv": ("dvoverlap",)}
 
 #: Query rows of a block that computes the sums of rows, and of warps of a block.
 _ROWS, _ROWS_WARPS = 64, 4

@@ -99,7 +99,7 @@ OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: flo
         ("relative_bias", {"head_dim": 128}, r"backward: .*the score for each pair"),
         ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
         ("causal", {"deterministic": "true"}, r"deterministic: .*no fixed order; allowed: false"),
-        ("causal", {"head_dim": 144}, r"head_dim: .*from 16 to 128; nearest: 128"),
+        ("causal", {"head_dim": 272}, r"head_dim: .*from 16 to 256; nearest: 256"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
         ("causal", {"loads": "pointer"}, r"loads: .*allowed: descriptor"),
         ("causal", {"arch": "sm80"}, r"backward: .*wgmma, which sm80 lacks; allowed: triton"),
