@@ -26,6 +26,7 @@ _KEYS = 64 * _CONSUMERS
 _BARRIER_BYTES = 8
 _STEP_BYTES, _WORK_BYTES = 8, 32
 _SUMS = 8  # places of dQ that are remembered
+_SUM_BYTES, _ORDERED_SUM_BYTES = 4, 20
 _ELEMENT_BYTES = 2
 #: Registers of a thread of the producer and of a consumer, up to this head dim and beyond: dK and dV take most.
 _NARROW = 96
@@ -93,6 +94,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_columns=64 if qk % 64 == 0 and v % 64 == 0 else 32,
         dq_columns=qk if by_rows else 64,
         dq_by_rows=by_rows,
+        ordered=spec.deterministic,
         shared=(),
     )
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
@@ -112,7 +114,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         fast_math=spec.fast_math,
         aligned=True,
         tile_map=driver == "tile_map",
-        choices=_LABELS[roles.overlap],
+        choices=(*_LABELS[roles.overlap], *(["deterministic"] if roles.ordered else [])),
     )
     plan = Plan(
         name=name,
@@ -184,12 +186,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             spec,
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
-        )
-    if spec.deterministic:
-        return refuse(
-            spec,
-            "deterministic",
-            "a backward in cuda adds up dQ in no fixed order; allowed: false, or backward: {backend: triton}",
         )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
@@ -279,7 +275,7 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
         "dq_full": roles.consumers * _BARRIER_BYTES,
         "dq_empty": roles.consumers * _BARRIER_BYTES,
         "work_empty": 2 * _BARRIER_BYTES,
-        "sum_tile": 4 * _SUMS,
+        "sum_tile": (_ORDERED_SUM_BYTES if roles.ordered else _SUM_BYTES) * _SUMS,
     }
     offset = 0
     for name, size in sizes.items():

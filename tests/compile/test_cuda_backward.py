@@ -20,6 +20,8 @@ from tests.plan.specs import planned
         ("alibi", {"head_dim": 96, "layout": "varlen"}),
         ("allowed", {"head_dim": 64}),  # and its classifier
         ("causal_sink", {"head_dim": 80}),
+        ("sliding_window", {"head_dim": 128, "deterministic": "true"}),
+        ("allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}),
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:

@@ -77,6 +77,50 @@ def test_a_mask_that_hides_everything_has_an_empty_range() -> None:
     assert "const int tiles = max(0, 0);" in render(found).text
 
 
+HEAD_WINDOW = "variants:\n  own: {mask: q_pos >= kv and q_pos - kv < 64 * (h + 1)}\n"
+
+
+@pytest.mark.parametrize(
+    ("variant", "driver", "by_head"),
+    [
+        ("causal", "ranges", False), ("sink_window", "ranges", False), ("own", "ranges", True),
+        ("dilated", "classified", False), ("allowed", "tile_map", True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
+    variant: str, driver: str, by_head: bool, layout: str
+) -> None:
+    """Turns ascend from step to step of a tile of keys, as the model of the order has them."""
+    found = backward(variant, head_dim=128, deterministic="true", layout=layout, declared=HEAD_WINDOW)
+    assert found.name.endswith("_deterministic")
+    assert found.driver == driver
+    text = render(found).text
+    assert "take_tile" not in text
+    (turn,) = re.findall(r"kv_tile, kv_tile, (.*), false\};", text)
+    heads, tiles = range(6, 9), range(4, -1, -1)
+    steps = [(h, t) for h in heads for t in tiles] if by_head else [(h, t) for t in tiles for h in heads]
+    turns = [eval(turn, {"h": h, "hk": 2, "group": 3, "tile": t, "last_tile": 4}) for h, t in steps]
+    assert turns == list(range(15))
+    outer, inner = (re.escape(line) for line in ("for (int h = ", "--place) {" if driver == "ranges" else "--word) {"))
+    assert bool(re.search(f"{outer}[^;]*;[^;]*;[^;]*{{.*{inner}", text, re.S)) == by_head
+
+
+def test_counters_of_a_fixed_order_stand_behind_the_sums() -> None:
+    for layout in ("dense", "varlen"):
+        ordered, other = (backward(head_dim=128, layout=layout, deterministic=d) for d in ("true", "false"))
+        assert ordered.arguments == other.arguments
+        text = render(ordered).text
+        (tiles,) = re.findall(
+            r"const counters = .*dq_sum_ptr \+ static_cast<long long>\((.*)\) \* kSumsOfTile\);", text
+        )
+        names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
+        assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
+        assert ordered.gradients is not None
+        assert other.gradients is not None
+        assert ordered.gradients.shared_bytes > other.gradients.shared_bytes
+
+
 def test_five_products_a_step() -> None:
     found = backward(head_dim=128)
     low = gradient_floor(found, found.part("dkdv"))
@@ -98,7 +142,6 @@ OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: flo
         ("packed_documents", {"head_dim": 128}, r"backward: a tensor that the mask reads for each key"),
         ("relative_bias", {"head_dim": 128}, r"backward: .*the score for each pair"),
         ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
-        ("causal", {"deterministic": "true"}, r"deterministic: .*no fixed order; allowed: false"),
         ("causal", {"head_dim": 144}, r"head_dim: .*from 16 to 128; nearest: 128"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
         ("causal", {"loads": "pointer"}, r"loads: .*allowed: descriptor"),
