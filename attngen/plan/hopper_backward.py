@@ -57,7 +57,10 @@ class _Choice:
 #: First match wins. "plain": no score, and a mask made of comparisons of positions and scalars. Others evaluate more
 #: for each pair, which takes registers that dP cannot have at the same time.
 #: Measured on an H200 where docs/performance.md says so; the rest follows from registers.
+#: "dropped": dV takes probabilities after dropout, dS those before.
 _TABLE = (
+    _Choice("dropped", 64, 128, overlap="nothing", packed=True, q_stages=2),
+    _Choice("dropped", 128, 64, overlap="nothing", packed=True, q_stages=2),
     _Choice("plain", 64, 128, overlap="dp", packed=True, q_stages=2),
     _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3),
     _Choice("any", 64, 128, overlap="nothing", packed=True, q_stages=2),
@@ -74,7 +77,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     given = (spec.backward or Backward()).dkdv
     columns_qk, columns_v = widths(spec.head_dim_qk), widths(spec.head_dim_v)
     qk, v = columns_qk.width, columns_v.width
-    family = "plain" if is_light(spec.variant) else "any"
+    family = "dropped" if spec.variant.dropout else "plain" if is_light(spec.variant) else "any"
     choice = next(row for row in _TABLE if row.family in (family, "any") and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
@@ -192,8 +195,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
-    if spec.variant.dropout:
-        return refuse(spec, "backward", "a backward in cuda has no dropout; allowed: triton")
     return None
 
 

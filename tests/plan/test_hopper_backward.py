@@ -102,8 +102,8 @@ def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
     steps = [(h, t) for h in heads for t in tiles] if by_head else [(h, t) for t in tiles for h in heads]
     turns = [eval(turn, {"h": h, "hk": 2, "group": 3, "tile": t, "last_tile": 4}) for h, t in steps]
     assert turns == list(range(15))
-    outer, inner = (re.escape(line) for line in ("for (int h = ", "--place) {" if driver == "ranges" else "--word) {"))
-    assert bool(re.search(f"{outer}[^;]*;[^;]*;[^;]*{{.*{inner}", text, re.S)) == by_head
+    assert ("for (int h = hk * group;" in text) == by_head
+    assert ("if (++h == hk * group + group)" in text) != by_head
 
 
 def test_counters_of_a_fixed_order_stand_behind_the_sums() -> None:
@@ -128,6 +128,18 @@ def test_five_products_a_step() -> None:
     assert low.products == (3, 2)
     assert low.flops == 2 * 5 * 64 * 128 * 128
     assert gradient_floor(found, found.part("dq")) is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_with_dropout_ds_takes_probabilities_before_it_and_dv_those_after(head_dim: int) -> None:
+    found = backward("own", head_dim=head_dim, declared="variants:\n  own: {dropout: true}\n")
+    assert found.gradients is not None
+    assert (found.gradients.overlap, found.gradients.packed) == ("nothing", True)
+    text = render(found).text
+    assert text.count("find_kept();") == 2
+    assert "const float2 both = unpack<Element>(whole[pair]);" in text
+    assert "rs<1>(dv, p + row / 4," in text
+    assert "store_rows(dv, dropout_scale," in text
 
 
 OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: float32, shape: [h], grad: {grad}}}}}\n"
