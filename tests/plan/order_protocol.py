@@ -1,9 +1,9 @@
 """A model of the fixed order in which the blocks of a CUDA backward add up dQ, as ``backward_protocol`` has one of a
 block's barriers.
 
-Roles follow ``_gradient_loader`` with ``_gradient_visits_ordered``, and ``_gradient_adder_ordered``, line by line; what
-lies between them is a queue of so many steps as a block has in flight. Additions land some time after they were
-issued. Blocks start when a multiprocessor is free, in any order.
+Roles follow ``_gradient_loader`` with ``_gradient_visits_ordered``, and ``_gradient_adder_ordered`` with ``order.cuh``,
+line by line; what lies between them is a queue of so many steps as a block has in flight. Additions land some time
+after they were issued. Blocks start when a multiprocessor is free, in any order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from random import Random
 
 from tests.plan.protocol import ProtocolError, Role, Simulation
 
+NONE_BEFORE = 2**31
 ALL_PASSED = 2**32 - 1
+LANES = 3  # of a warp, which ask that many earlier tiles at once
 IN_FLIGHT = 4  # steps that the loader is ahead of the adder
 
 #: What a tile of keys goes to: turns, ascending.
@@ -29,7 +31,9 @@ class Rules:
     all_are_taken: bool = True  # the first tile of a block, too, so that all before it belong to blocks that run
     end_is_told: bool = True  # the last step of a tile of keys says that later turns need not wait for it
     empty_are_told: bool = True  # as a tile of keys does that nothing sees
-    whole_chain: bool = True  # behind a tile of keys that has ended, the one before it is asked
+    whole_chain: bool = True  # behind a tile of keys that is passed over, the one before it is asked
+    for_this_turn: bool = True  # a tile of keys that begins later is passed over for earlier turns alone
+    near_alone: bool = True  # what one knows that stands behind a tile which begins later is not kept for later turns
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ def loader(s: Launch, block: int) -> Role:
         visits = grid.units[unit][kv_tile]
         for turn in visits:
             yield lambda: len(queue) < IN_FLIGHT
+            if turn == visits[0]:
+                s.counters[_counter(grid, index)] = NONE_BEFORE | turn
             queue.append((index, turn, turn == visits[-1]))
         if not visits and rules.empty_are_told:
             s.counters[_counter(grid, index)] = ALL_PASSED
@@ -150,7 +156,7 @@ def adder(s: Launch, block: int) -> Role:
     """``_gradient_adder_ordered.cu.j2`` of a block."""
     grid, rules, queue = s.grid, s.order_rules, s.queues[block]
     own = -1
-    passed = earlier = 0
+    passed = earlier = told = 0
     while True:
         yield lambda: bool(queue)
         step = queue.pop(0)
@@ -161,21 +167,44 @@ def adder(s: Launch, block: int) -> Role:
         unit, kv_tile = grid.place(index)
         counter = _counter(grid, index)
         if counter != own:
-            own, earlier, passed = counter, kv_tile, 0
-        while rules.wait_for_turn and earlier > 0 and passed <= turn:
-            asked = counter - kv_tile + earlier - 1
-            passed = s.counters[asked]
-            if passed == ALL_PASSED:
-                passed, earlier = 0, earlier - 1 if rules.whole_chain else 0
-            elif passed <= turn:
-                yield lambda asked=asked, seen=passed: s.counters[asked] != seen  # type: ignore[misc]
+            own, earlier, passed, told = counter, kv_tile, 0, 0
+        at = earlier
+        while rules.wait_for_turn and at > 0 and passed <= turn:
+            tiles = [counter - kv_tile + at - 1 - lane for lane in range(min(at, LANES))]
+            found = [s.counters[tile] for tile in tiles]
+            own_alone = [bool(value & NONE_BEFORE) for value in found]
+            asked = [not a or value - NONE_BEFORE <= turn for a, value in zip(own_alone, found, strict=True)]
+            left = [
+                value != ALL_PASSED if rules.for_this_turn else ask for value, ask in zip(found, asked, strict=True)
+            ]
+            if at == earlier:
+                earlier -= _before(left)
+            at -= _before(asked)
+            if not rules.whole_chain and not asked[0]:
+                break
+            if any(asked):
+                nearest = _before(asked)
+                if not own_alone[nearest] and found[nearest] > turn:
+                    if at == earlier or not rules.near_alone:
+                        passed = found[nearest]
+                    break
+                watched, seen = tiles[nearest], found[nearest]
+                yield lambda watched=watched, seen=seen: s.counters[watched] != seen  # type: ignore[misc]
             else:
                 yield lambda: True
-        s.counters[counter] = turn
+        if told < turn:
+            s.counters[counter] = turn
+        yield lambda: True
         landed = s.add(unit, turn, kv_tile)
         if rules.told_when_landed:
             yield lambda landed=landed: landed[0]  # type: ignore[misc]
         s.counters[counter] = ALL_PASSED if last and rules.end_is_told else turn + 1
+        told = turn + 1
+
+
+def _before(lanes: list[bool]) -> int:
+    """``lanes_before``, of so many lanes as ask."""
+    return lanes.index(True) if True in lanes else len(lanes)
 
 
 def _counter(grid: Grid, index: int) -> int:

@@ -62,6 +62,8 @@ def test_dq_is_added_up_in_the_order_of_keys_and_no_block_waits_forever(seed: in
         ("end_is_told", "deadlock"),
         ("empty_are_told", "deadlock"),
         ("whole_chain", "added"),
+        ("for_this_turn", "added"),
+        ("near_alone", "added"),
     ],
 )
 def test_a_rule_of_the_order_that_is_broken_is_found(rule: str, becomes: str) -> None:

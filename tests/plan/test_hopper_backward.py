@@ -97,7 +97,7 @@ def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
     assert found.driver == driver
     text = render(found).text
     assert "take_tile" not in text
-    (turn,) = re.findall(r"kv_tile, kv_tile, (.*), false\};", text)
+    (turn,) = re.findall(r"const uint32_t turn = (.*);", text)
     heads, tiles = range(6, 9), range(4, -1, -1)
     steps = [(h, t) for h in heads for t in tiles] if by_head else [(h, t) for t in tiles for h in heads]
     turns = [eval(turn, {"h": h, "hk": 2, "group": 3, "tile": t, "last_tile": 4}) for h, t in steps]
