@@ -26,6 +26,7 @@ _KEYS = 64 * _CONSUMERS
 _BARRIER_BYTES = 8
 _STEP_BYTES, _WORK_BYTES = 8, 32
 _SUMS = 8  # places of dQ that are remembered
+_SUM_BYTES, _ORDERED_SUM_BYTES = 4, 20
 _ELEMENT_BYTES = 2
 #: Registers of a thread of the producer and of a consumer, up to this head dim and beyond: dK and dV take most.
 _NARROW = 96
@@ -56,7 +57,10 @@ class _Choice:
 #: First match wins. "plain": no score, and a mask made of comparisons of positions and scalars. Others evaluate more
 #: for each pair, which takes registers that dP cannot have at the same time.
 #: Measured on an H200 where docs/performance.md says so; the rest follows from registers.
+#: "dropped": dV takes probabilities after dropout, dS those before.
 _TABLE = (
+    _Choice("dropped", 64, 128, overlap="nothing", packed=True, q_stages=2),
+    _Choice("dropped", 128, 64, overlap="nothing", packed=True, q_stages=2),
     _Choice("plain", 64, 128, overlap="dp", packed=True, q_stages=2),
     _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3),
     _Choice("any", 64, 128, overlap="nothing", packed=True, q_stages=2),
@@ -80,14 +84,14 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
     given = (spec.backward or Backward()).dkdv
-    wide = max(spec.head_dim_qk, spec.head_dim_v) > _BLOCK_HEAD_DIM
+    wide = _is_wide(spec)
     columns_qk, columns_v = (
         (_halves if wide else widths)(head_dim) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
     )
     qk, v = columns_qk.width, columns_v.width
     schedule = next(row for row in SCHEDULES if row.name == ("cuda_backward_cluster" if wide else "cuda_backward_wgmma"))
     check_head_dims(spec, schedule)
-    family = "plain" if is_light(spec.variant) else "any"
+    family = "dropped" if spec.variant.dropout else "plain" if is_light(spec.variant) else "any"
     choice = next(row for row in _TABLE if row.family in (family, "any") and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
@@ -107,20 +111,11 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_columns=64 if qk % 64 == 0 and v % 64 == 0 else 32,
         dq_columns=qk if by_rows else 64,
         dq_by_rows=by_rows,
+        ordered=spec.deterministic,
         shared=(),
     )
     if wide:
-        producer, consumers, queries = _ALL_REGISTERS if max(qk, v) <= _ALL_OF_DQ else _PART_REGISTERS
-        draft = replace(
-            draft,
-            cluster=_CLUSTER,
-            producer_registers=producer,
-            consumer_registers=consumers,
-            queries_registers=queries,
-            box_columns=64 if qk % 128 == 0 and v % 64 == 0 else 32,
-            dq_columns=qk // _CLUSTER,
-            dq_part=qk // _CLUSTER if max(qk, v) <= _ALL_OF_DQ else qk // _CLUSTER // 2,
-        )
+        draft = _clustered(draft, qk, v)
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
     name = naming.kernel_name(
         direction=spec.direction,
@@ -138,7 +133,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         fast_math=spec.fast_math,
         aligned=True,
         tile_map=driver == "tile_map",
-        choices=_LABELS[roles.overlap],
+        choices=(*_LABELS[roles.overlap], *(["deterministic"] if roles.ordered else [])),
     )
     plan = Plan(
         name=name,
@@ -173,6 +168,29 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     parts = tuple(_parts(plan))
     return replace(plan, parts=parts, arguments=next(part for part in parts if part.name == "dkdv").arguments)
+
+
+def _is_wide(spec: KernelSpec) -> bool:
+    """Whether dK and dV take more registers than the consumers of one block have."""
+    return max(spec.head_dim_qk, spec.head_dim_v) > _BLOCK_HEAD_DIM
+
+
+def _clustered(draft: HopperGradients, qk: int, v: int) -> HopperGradients:
+    """Return the roles of a block of a cluster."""
+    all_of_dq = max(qk, v) <= _ALL_OF_DQ
+    producer, consumers, queries = _ALL_REGISTERS if all_of_dq else _PART_REGISTERS
+    columns = qk // _CLUSTER
+    return replace(
+        draft,
+        cluster=_CLUSTER,
+        producer_registers=producer,
+        consumer_registers=consumers,
+        queries_registers=queries,
+        box_columns=64 if columns % 64 == 0 and v % 64 == 0 else 32,
+        dq_columns=columns,
+        dq_part=columns if all_of_dq else columns // 2,
+        dq_by_rows=False,
+    )
 
 
 def _halves(head_dim: int) -> Columns:
@@ -216,19 +234,22 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    if spec.deterministic:
+    if _is_wide(spec) and spec.deterministic:
         return refuse(
             spec,
             "deterministic",
-            "a backward in cuda adds up dQ in no fixed order; allowed: false, or backward: {backend: triton}",
+            f"head dims beyond {_BLOCK_HEAD_DIM} add up dQ in no fixed order in cuda; allowed: false, or "
+            "backward: {backend: triton}",
+        )
+    if _is_wide(spec) and spec.variant.dropout:
+        return refuse(
+            spec, "backward", f"head dims beyond {_BLOCK_HEAD_DIM} have no dropout in cuda; allowed: triton"
         )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
-    if spec.variant.dropout:
-        return refuse(spec, "backward", "a backward in cuda has no dropout; allowed: triton")
     return None
 
 
@@ -313,7 +334,7 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
         "dq_full": roles.consumers * _BARRIER_BYTES,
         "dq_empty": roles.consumers * _BARRIER_BYTES,
         "work_empty": 2 * _BARRIER_BYTES,
-        "sum_tile": 4 * _SUMS,
+        "sum_tile": (_ORDERED_SUM_BYTES if roles.ordered else _SUM_BYTES) * _SUMS,
     }
     yield from _placed(sizes)
 

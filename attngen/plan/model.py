@@ -153,6 +153,7 @@ class HopperGradients:
     box_columns: int  # columns of one copy
     dq_columns: int  # columns of dQ of a consumer
     dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
+    ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys behind its sums
     shared: tuple[Region, ...]
     cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
     queries_registers: int = 0  # where a warpgroup of its own multiplies dQ,
@@ -336,6 +337,7 @@ class Plan:
             "hopper": asdict(self.hopper) if self.hopper else None,
             "gradients": asdict(self.gradients) if self.gradients else None,
             "sum_columns": self.gradients.sum_columns if self.gradients else 0,
+            "ordered": bool(self.gradients and self.gradients.ordered),
             "persistent": bool(self.hopper and self.hopper.persistent),
             "pack_gqa": self.pack_gqa,
             "tile_map": {"batch": self.classifier.batch, "heads": self.classifier.heads} if self.classifier else None,

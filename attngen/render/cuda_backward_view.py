@@ -79,6 +79,9 @@ class CudaBackwardView:
     whole: str
     word_lines: tuple[str, ...]
     sum_tile: Callable[[str, str], str]
+    take: str
+    turn: str
+    turn_counters: str
     work_lines: tuple[str, ...]
     uses_q_first: bool
     uses_packed: bool
@@ -146,13 +149,16 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         else "(b * static_cast<long long>(heads) + h) * seqlen_q + q",
         uses_q_tiles=plan.varlen and uses("q_tiles", spans),
         uses_whole_tiles=uses("whole_tiles", spans),
-        by_head=by_head(plan.variant) or plan.driver == "tile_map",
+        by_head=_by_head(plan),
         span_lines=found.lines,
         count=_count(found),
         tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
+        take="take_in_order" if roles.ordered else "take_tile",
+        turn=_turn(dkdv),
+        turn_counters=_turn_counters(plan),
         work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
         uses_q_first=uses("q_first", steps),
         uses_packed=uses("q_begin", f"{steps}\n{spans}") or uses("k_begin", f"{steps}\n{spans}"),
@@ -220,6 +226,24 @@ def _sum_tile(plan: Plan, h: str, tile: str) -> str:
     if plan.varlen:  # a sequence has a tile more than its rows fill, so that all begin with a tile of their own
         return f"{h} * (total_q / kBlockM + batch) + q_begin / kBlockM + b + {tile}"
     return f"(b * heads + {h}) * q_tiles + {tile}"
+
+
+def _by_head(plan: Plan) -> bool:
+    """Whether the queries that see a tile of keys are found for each head by itself."""
+    return by_head(plan.variant) or plan.driver == "tile_map"
+
+
+def _turn(plan: Plan) -> str:
+    """Return the number of a step among all that a KV head may have, in the order in which its tiles of keys go."""
+    if _by_head(plan):
+        return "(h - hk * group) * (last_tile + 1) + last_tile - tile"
+    return "(last_tile - tile) * group + h - hk * group"
+
+
+def _turn_counters(plan: Plan) -> str:
+    """Return where the counters of tiles of keys begin: behind the sums, so that they are cleared with them."""
+    tiles = "heads * (total_q / kBlockM + batch)" if plan.varlen else "batch * heads * q_tiles"
+    return f"reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>({tiles}) * kSumsOfTile)"
 
 
 def _classifier(plan: Plan, part: Part) -> KeyClassifier:

@@ -121,12 +121,23 @@ def geometries(kernel: Kernel, call: Call, views: Mapping[str, View], *, dlse: b
 
 
 def sums_of(kernel: Kernel, call: Call) -> int:
-    """Return how many floats of dQ a backward adds up in global memory: tiles of all rows, or none."""
+    """Return how many floats of dQ a backward adds up in global memory: tiles of all rows, or none.
+
+    Where the order is fixed, counters of 32 bits follow them.
+    """
     if call.layout == "varlen":  # a sequence may end in the middle of a tile
         tiles = call.heads * (call.total_q // kernel.tile_m + call.batch)
     else:
         tiles = call.heads * call.batch * -(-call.seqlen_q // kernel.tile_m)
-    return tiles * kernel.tile_m * kernel.sum_columns
+    return tiles * kernel.tile_m * kernel.sum_columns + _turn_counters(kernel, call)
+
+
+def _turn_counters(kernel: Kernel, call: Call) -> int:
+    """Return how many counters of tiles of keys stand behind the sums, padded to what is cleared at once."""
+    if not kernel.ordered:
+        return 0
+    counters = call.batch * call.kv_heads * -(-call.seqlen_k // kernel.tile_n)
+    return -(-counters // 4) * 4
 
 
 def map_owner(part: str) -> str:

@@ -67,8 +67,9 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
     their tiles of work should take together: large tiles take less for each row, and waste more behind the last one.
     """
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, float, bool]:
-        # The closest architecture first, then TMA, then the hand-written schedules, then how rows fill tiles.
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, float, bool, bool]:
+        # The closest architecture first, then TMA, then the hand-written schedules, then how rows fill tiles; sums in
+        # a fixed order, which take longer, last.
         by_hand = kernel.backend == "cuda"
         return (
             not kernel.arch.specific,
@@ -78,6 +79,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
             by_hand and not kernel.persistent,
             _time(kernel, call) if by_hand else 0.0,
             kernel.pack_gqa,
+            kernel.ordered,
         )
 
     return sorted(kernels, key=rank)
@@ -121,10 +123,10 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     ):
         if built != asked:
             return f"{label} is {built}, the call has {asked}"
-    if request.deterministic and kernel.sum_columns:
+    if request.deterministic and kernel.sum_columns and not kernel.ordered:
         return (
             "it adds up dQ in no fixed order, and torch.use_deterministic_algorithms(True) asks for one; "
-            "a backward in Triton has one"
+            "a backward in Triton, or one with 'deterministic: true', has one"
         )
     for name, value in kernel.const_scalars.items():
         if name in request.given and request.given[name] != value:

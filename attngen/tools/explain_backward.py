@@ -84,9 +84,11 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
         ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, backward"),
         ("gradients", ", ".join(["q", "k", "v", *(tensor.name for tensor in variant.tensors if tensor.grad)])),
     ]
+    ordered = plan.gradients is not None and plan.gradients.ordered
     does = _DOES if plan.gradients is None else _DOES | _DOES_IN_CUDA
     for part in plan.parts:
-        lines.append((part.name, does[part.name].format(tile_m=part.tile_m, tile_n=part.tile_n)))
+        order = ", those of the first keys first" if ordered and part.name == "dkdv" else ""
+        lines.append((part.name, does[part.name].format(tile_m=part.tile_m, tile_n=part.tile_n) + order))
         if plan.gradients is None and part.name in ("dkdv", "dq"):
             memory = memory_of(plan, part)
             lines += [
@@ -95,7 +97,7 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
             ]
         elif plan.gradients is not None and part.name == "dkdv":
             lines += _roles(part, plan.gradients)
-    atomic = ["dq"] if plan.gradients is not None else differentiable(plan)
+    atomic = differentiable(plan) if plan.gradients is None else [] if ordered else ["dq"]
     lines.append(("same bits", f"on every run, but for {', '.join(atomic)}" if atomic else "on every run"))
     return lines
 

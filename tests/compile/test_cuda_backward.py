@@ -11,6 +11,8 @@ from attngen.compile.triton import MAX_SPILLS
 from attngen.render import render
 from tests.plan.specs import planned
 
+DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropout: true}\n"
+
 
 @pytest.mark.parametrize(
     ("variant", "fields"),
@@ -20,10 +22,14 @@ from tests.plan.specs import planned
         ("alibi", {"head_dim": 96, "layout": "varlen"}),
         ("allowed", {"head_dim": 64}),  # and its classifier
         ("causal_sink", {"head_dim": 80}),
+        ("dropped", {"head_dim": 128, "deterministic": "true"}),
+        ("dropped", {"head_dim": 64, "layout": "varlen"}),
+        ("sliding_window", {"head_dim": 128, "deterministic": "true"}),
+        ("allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}),
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
-    plan = planned(variant, passes="backward", backward="{backend: cuda}", **fields)
+    plan = planned(variant, passes="backward", backward="{backend: cuda}", declared=DROPPED, **fields)
     assert plan.gradients is not None
     artifact = compile_source(plan, render(plan))
     resources = artifact.manifest["resources"]

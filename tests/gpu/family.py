@@ -57,6 +57,7 @@ def label(plan: Plan) -> str:
         plan.layout,
         plan.schedule.rpartition("_")[2],  # descriptor, pointer, wgmma, unified
         *(["pack"] if plan.pack_gqa else []),
+        *(["ordered"] if plan.gradients and plan.gradients.ordered else []),
     ]
     return "-".join(parts)
 

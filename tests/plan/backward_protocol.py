@@ -30,6 +30,7 @@ class Rules:
     keys_until_products: bool = True  # K and V are released when all products are complete
     release_end: bool = True  # the end of a tile takes a stage of Q, and gives it back
     all_see_the_end: bool = True  # before that, lest a slow warp waits for a phase that is long over
+    mark_before_end: bool = True  # where the order of sums is fixed: consumers learn of the end when the adder may, too
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Backward(Simulation):
         self.works: list[int | None] = [None, None]
         self.work_empty = [Barrier(CONSUMERS), Barrier(CONSUMERS)]
         self.sums: list[object] = [None] * SUMS
+        self.last = [False] * SUMS  # whether that is the last step of its tile of work
         self.dq_full, self.dq_empty = (
             [Barrier(count) for _ in range(CONSUMERS)] for count in (WARPS, 1)
         )  # fmt: skip
@@ -73,6 +75,7 @@ class Backward(Simulation):
 def loader(s: Backward) -> Role:
     """``_gradient_loader.cu.j2``."""
     case: Case = s.case  # type: ignore[assignment]
+    rules: Rules = s.rules  # type: ignore[assignment]
     q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
     slot = work_phase = count = 0
 
@@ -91,7 +94,7 @@ def loader(s: Backward) -> Role:
         for step in range(steps):
             yield q.empty()
             s.steps[q.stage] = (work, step)
-            s.sums[count % SUMS] = (work, step)
+            s.sums[count % SUMS], s.last[count % SUMS] = (work, step), False
             count += 1
             s.copy(q, (work, step))
             if step == 0:
@@ -103,7 +106,12 @@ def loader(s: Backward) -> Role:
             s.copy(dout, (work, step))
             q.advance()
             dout.advance()
+        if steps and rules.mark_before_end:
+            s.last[(count - 1) % SUMS] = True
         yield from tell(END_OF_TILE)
+        if steps and not rules.mark_before_end:
+            yield lambda: True
+            s.last[(count - 1) % SUMS] = True
     s.sums[count % SUMS] = END_OF_ALL
     yield from tell(END_OF_ALL)
 
@@ -119,6 +127,8 @@ def adder(s: Backward) -> Role:
             raise ProtocolError(f"the adder read {s.sums[count % SUMS]} for {wanted}")
         if wanted == END_OF_ALL:
             return
+        if s.last[count % SUMS] != (count + 1 == len(expected) or expected[count + 1][0] != expected[count][0]):
+            raise ProtocolError(f"the adder read another end behind {wanted}")
         for c in range(CONSUMERS):
             yield s.dq_full[c].done(phase)
             yield lambda: True  # the copy reads it later

@@ -1,4 +1,5 @@
-"""The barriers of the CUDA backward, by simulation: no interleaving waits forever or reads what is not there."""
+"""The barriers of the CUDA backward, and its order of sums, by simulation: no interleaving waits forever, reads what is
+not there, or adds in another order."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from random import Random
 import pytest
 
 from tests.plan.backward_protocol import Backward, Case, Rules
+from tests.plan.order_protocol import Grid, Launch
+from tests.plan.order_protocol import Rules as OrderRules
 from tests.plan.protocol import ProtocolError
 
 RUNS = 150
@@ -29,6 +32,7 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
         ("keys_until_products", "read"),
         ("release_end", "deadlock"),
         ("all_see_the_end", "deadlock|read"),
+        ("mark_before_end", "another end"),
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:
@@ -37,3 +41,33 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:
     with pytest.raises(ProtocolError, match=becomes):
         for _ in range(RUNS):
             Backward(Case.random(random), Rules(**{rule: False}), random).run()
+
+
+# --- the order of additions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dq_is_added_up_in_the_order_of_keys_and_no_block_waits_forever(seed: int) -> None:
+    random = Random(seed)
+    for _ in range(RUNS):
+        Launch(Grid.random(random), OrderRules(), random).run()
+
+
+@pytest.mark.parametrize(
+    ("rule", "becomes"),
+    [
+        ("wait_for_turn", "added"),
+        ("told_when_landed", "added"),
+        ("all_are_taken", "deadlock"),
+        ("end_is_told", "deadlock"),
+        ("empty_are_told", "deadlock"),
+        ("whole_chain", "added"),
+        ("for_this_turn", "added"),
+        ("near_alone", "added"),
+    ],
+)
+def test_a_rule_of_the_order_that_is_broken_is_found(rule: str, becomes: str) -> None:
+    random = Random(1)
+    with pytest.raises(ProtocolError, match=becomes):
+        for _ in range(RUNS):
+            Launch(Grid.random(random), OrderRules(**{rule: False}), random).run()

@@ -77,6 +77,50 @@ def test_a_mask_that_hides_everything_has_an_empty_range() -> None:
     assert "const int tiles = max(0, 0);" in render(found).text
 
 
+HEAD_WINDOW = "variants:\n  own: {mask: q_pos >= kv and q_pos - kv < 64 * (h + 1)}\n"
+
+
+@pytest.mark.parametrize(
+    ("variant", "driver", "by_head"),
+    [
+        ("causal", "ranges", False), ("sink_window", "ranges", False), ("own", "ranges", True),
+        ("dilated", "classified", False), ("allowed", "tile_map", True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
+    variant: str, driver: str, by_head: bool, layout: str
+) -> None:
+    """Turns ascend from step to step of a tile of keys, as the model of the order has them."""
+    found = backward(variant, head_dim=128, deterministic="true", layout=layout, declared=HEAD_WINDOW)
+    assert found.name.endswith("_deterministic")
+    assert found.driver == driver
+    text = render(found).text
+    assert "take_tile" not in text
+    (turn,) = re.findall(r"const uint32_t turn = (.*);", text)
+    heads, tiles = range(6, 9), range(4, -1, -1)
+    steps = [(h, t) for h in heads for t in tiles] if by_head else [(h, t) for t in tiles for h in heads]
+    turns = [eval(turn, {"h": h, "hk": 2, "group": 3, "tile": t, "last_tile": 4}) for h, t in steps]
+    assert turns == list(range(15))
+    assert ("for (int h = hk * group;" in text) == by_head
+    assert ("if (++h == hk * group + group)" in text) != by_head
+
+
+def test_counters_of_a_fixed_order_stand_behind_the_sums() -> None:
+    for layout in ("dense", "varlen"):
+        ordered, other = (backward(head_dim=128, layout=layout, deterministic=d) for d in ("true", "false"))
+        assert ordered.arguments == other.arguments
+        text = render(ordered).text
+        (tiles,) = re.findall(
+            r"const counters = .*dq_sum_ptr \+ static_cast<long long>\((.*)\) \* kSumsOfTile\);", text
+        )
+        names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
+        assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
+        assert ordered.gradients is not None
+        assert other.gradients is not None
+        assert ordered.gradients.shared_bytes > other.gradients.shared_bytes
+
+
 def test_five_products_a_step() -> None:
     found = backward(head_dim=128)
     low = gradient_floor(found, found.part("dkdv"))
@@ -84,6 +128,18 @@ def test_five_products_a_step() -> None:
     assert low.products == (3, 2)
     assert low.flops == 2 * 5 * 64 * 128 * 128
     assert gradient_floor(found, found.part("dq")) is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_with_dropout_ds_takes_probabilities_before_it_and_dv_those_after(head_dim: int) -> None:
+    found = backward("own", head_dim=head_dim, declared="variants:\n  own: {dropout: true}\n")
+    assert found.gradients is not None
+    assert (found.gradients.overlap, found.gradients.packed) == ("nothing", True)
+    text = render(found).text
+    assert text.count("find_kept();") == 2
+    assert "const float2 both = unpack<Element>(whole[pair]);" in text
+    assert "rs<1>(dv, p + row / 4," in text
+    assert "store_rows(dv, dropout_scale," in text
 
 
 OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: float32, shape: [h], grad: {grad}}}}}\n"
@@ -98,7 +154,8 @@ OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: flo
         ("packed_documents", {"head_dim": 128}, r"backward: a tensor that the mask reads for each key"),
         ("relative_bias", {"head_dim": 128}, r"backward: .*the score for each pair"),
         ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
-        ("causal", {"deterministic": "true"}, r"deterministic: .*no fixed order; allowed: false"),
+        ("causal", {"head_dim": 256, "deterministic": "true"}, r"deterministic: .*beyond 128.*allowed: false"),
+        ("own", {"head_dim": 256, "declared": "variants:\n  own: {dropout: true}\n"}, r"backward: .*beyond 128.*allowed: triton"),
         ("causal", {"head_dim": 272}, r"head_dim: .*from 16 to 256; nearest: 256"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
         ("causal", {"loads": "pointer"}, r"loads: .*allowed: descriptor"),

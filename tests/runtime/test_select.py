@@ -10,7 +10,10 @@ import yaml
 
 import attngen
 from attngen.errors import NoKernelError
+from attngen.runtime.arguments import bind
+from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.select import Request, select
 from tests.runtime.support import (
     FakeDriver,
     bias_variant,
@@ -65,6 +68,30 @@ def test_the_architecture_decides(gpu: FakeDriver) -> None:
     assert explanation.kernel is None
     assert "it is built for sm90a only, device 0 is sm86" in explanation.reason
     assert "it needs 110000 B of shared memory, a block of device 0 has 101376 B" in explanation.reason
+
+
+def test_sums_in_a_fixed_order_where_they_are_asked_for(gpu: FakeDriver) -> None:
+    backwards = {"direction": "backward", "loads": "descriptor"}
+    fast, ordered = (
+        kernel_of(
+            {**manifest_of(variant(), name=name, backend="cuda", **backwards), "sum_columns": 64, "ordered": order}
+        )
+        for name, order in (("fast", False), ("ordered", True))
+    )
+    triton = kernel(variant(), name="triton", **backwards)
+    q, k, v = tensors()
+    call = bind(
+        variant(), q, k, v, None, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
+    )
+
+    def first(*kernels: Kernel, deterministic: bool) -> Kernel | None:
+        request = Request(call, 0, dict.fromkeys("qkv", 0), {}, direction="backward", deterministic=deterministic)
+        return select(kernels, request, gpu).kernel
+
+    assert first(triton, ordered, fast, deterministic=False) is fast
+    assert first(triton, ordered, fast, deterministic=True) is ordered
+    assert first(triton, fast, deterministic=True) is triton
+    assert first(fast, deterministic=True) is None
 
 
 def test_an_old_driver_is_named(gpu: FakeDriver) -> None:

@@ -41,3 +41,47 @@ __device__ __forceinline__ void drop_pairs(
     }
   }
 }
+
+// Finds which pairs of a step are kept where products have keys by rows: bit n is element n of a lane's 2 keys x 16 queries,
+// and of the next 16. Of the two keys that share a counter another lane, 4 further or before, holds the other one; of the two
+// queries of a lane each has a counter of its own. So a lane asks for one of them, and shares what it gets.
+template <int kQueries>
+__device__ __forceinline__ void keep_pairs(
+    uint32_t (&kept)[(kQueries + 63) / 64], uint64_t seed, uint32_t column, uint32_t row, bool odd, uint32_t unit,
+    uint32_t offset, uint32_t threshold) {
+#pragma unroll
+  for (int i = 0; i < (kQueries + 63) / 64; ++i) {
+    uint32_t own = 0;
+#pragma unroll
+    for (int block = 0; block < 4 && 4 * i + block < kQueries / 16; ++block) {
+      uint32_t word[4] = {column, row + odd + 8 * (4 * i + block), unit, offset};
+      philox(seed, word);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const uint32_t number = n % 2 == 0 ? word[n / 2] & 0xffffu : word[n / 2] >> 16;
+        own |= (number < threshold ? 0u : 1u) << (8 * block + n);
+      }
+    }
+    const uint32_t other = __shfl_xor_sync(~0u, own, 4);
+    kept[i] = odd ? (own & 0xaaaaaaaau) | (other >> 1 & 0x55555555u) : (own & 0x55555555u) | (other << 1 & 0xaaaaaaaau);
+  }
+}
+
+// The lane of a thread, and an argument: of these, and of what is made of them, the compiler keeps nothing in registers.
+__device__ __forceinline__ int lane_of_warp() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+__device__ __forceinline__ float anew(float argument) {
+  float same;
+  asm volatile("mov.f32 %0, %1;" : "=f"(same) : "f"(argument));
+  return same;
+}
+
+// Whether an element is kept.
+template <int kCount>
+__device__ __forceinline__ bool is_kept(const uint32_t (&kept)[kCount], int element) {
+  return kept[element / 32] >> element % 32 & 1;
+}
