@@ -49,6 +49,8 @@ kv_phase lse_numbers next_step other own pack_probabilities pair pairs place q_u
 row_numbers store_dq store_ds stride sum_tile sums sync_consumers tell thread threads tiles_of_all upper what both
 Earlier Sum await_turn counter counters earlier found last_tile passed store_relaxed store_release sum take_in_order
 told turn fence_async_global anew element find_kept first_word high is_kept keep_pairs kept_dp lane_of_warp low whole
+accumulate advance_buffer advance_dout buffer_phase ds_region empty here load_dout load_rows loads_dout loads_q
+other_rows other_start own_start place_of_pairs rank release rows_of_keys settle_dv there
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.

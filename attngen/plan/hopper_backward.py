@@ -188,7 +188,7 @@ def _clustered(draft: HopperGradients, qk: int, v: int) -> HopperGradients:
         queries_registers=queries,
         box_columns=64 if columns % 64 == 0 and v % 64 == 0 else 32,
         dq_columns=columns,
-        dq_part=columns if all_of_dq else columns // 2,
+        dq_part=columns if all_of_dq else next(part for part in (64, 32) if columns % part == 0),
         dq_by_rows=False,
     )
 
