@@ -51,6 +51,7 @@ Earlier Sum await_turn counter counters earlier found last_tile passed store_rel
 told turn fence_async_global anew element find_kept first_word high is_kept keep_pairs kept_dp lane_of_warp low whole
 accumulate advance_buffer advance_dout buffer_phase ds_region empty here load_dout load_rows loads_dout loads_q
 other_rows other_start own_start place_of_pairs rank release rows_of_keys settle_dv there
+cluster_rank mapped sync_cluster arrive_at load_box_to copy_to add_floats values
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.
