@@ -155,7 +155,11 @@ OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: flo
         ("relative_bias", {"head_dim": 128}, r"backward: .*the score for each pair"),
         ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
         ("causal", {"head_dim": 256, "deterministic": "true"}, r"deterministic: .*beyond 128.*allowed: false"),
-        ("own", {"head_dim": 256, "declared": "variants:\n  own: {dropout: true}\n"}, r"backward: .*beyond 128.*allowed: triton"),
+        (
+            "own",
+            {"head_dim": 256, "declared": "variants:\n  own: {dropout: true}\n"},
+            r"backward: .*beyond 128.*allowed: triton",
+        ),
         ("causal", {"head_dim": 272}, r"head_dim: .*from 16 to 256; nearest: 256"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
         ("causal", {"loads": "pointer"}, r"loads: .*allowed: descriptor"),

@@ -1,0 +1,463 @@
+"""A model of the barriers of the clustered CUDA backward, as ``backward_protocol`` has one of a single block.
+
+Roles follow ``_cluster_loader``, ``_cluster_values``, ``_cluster_keys`` and ``_cluster_queries``, line by line, in two
+blocks that copy to each other's memory and arrive at each other's barriers. Bytes are counted as PTX says: those of a
+phase may land before its arrivals. A product reads its operands from when all warps of a warpgroup have issued it to
+when it is complete, and both times finds what it should. Who waits for a phase must find it or the next one: parity
+tells no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+
+from tests.plan.protocol import WARPS, Condition, Named, ProtocolError, Role, Simulation
+
+BLOCKS = 2
+SUMS = 8
+END = "end"
+
+#: What stands in a piece of memory, and what should.
+Read = tuple[list[object], object]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules that keep the protocol alive. The templates obey all of them."""
+
+    release_to_both: bool = True  # a stage of Q or dO is given back to the loaders of both blocks, which both load it
+    taken_by_both: bool = True  # P goes where dS was when both blocks have multiplied it
+    wait_for_place: bool = True  # and not before
+    wait_for_landing: bool = True  # dS of the other block is multiplied when it is there
+    all_probabilities: bool = True  # dS is computed when all warps have written P
+    meet_before_ds: bool = True  # dS is passed on when all warps have written it
+    q_until_dk: bool = True  # a stage of Q, with the numbers of its rows, is given back behind dK
+    dout_until_dv: bool = True  # one of dO behind dV,
+    dout_until_dp: bool = True  # and behind dP
+    wait_for_rows: bool = True  # a stage of Q is full when the numbers of its rows are there
+    end_fills_a_stage: bool = True  # the end takes a stage of Q, and arrives for the numbers of rows, too
+    end_waits_its_turn: bool = True  # the end is told where dS was, when that was taken
+    dv_behind_dp: bool = True  # dV goes to the place of dO when nobody multiplies that any more
+    sums_are_remembered: bool = True  # more of their places than steps that a warpgroup may be behind
+    copies_land: bool = True  # what a block loads for itself is there before it leaves, though it has no step
+    leave_together: bool = True  # the other block may still arrive here
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster's work, and the depths of its pipelines."""
+
+    steps: int
+    q_stages: int
+    parts: int  # stages that dO of a step takes
+    stages: int
+    overlap: str
+
+    @classmethod
+    def random(cls, random: Random) -> Case:
+        """Return any case that the plan allows."""
+        parts = random.randint(1, 2)
+        return cls(
+            steps=random.choice((0, 1, 1, 2, 3, 5, 12)),
+            q_stages=random.randint(2, 3),
+            parts=parts,
+            stages=parts + random.randint(0, 2),
+            overlap=random.choice(("roles", "dv")),
+        )
+
+
+class Phases:
+    """An mbarrier of a block: ``count`` arrivals, and as many copies as they announce, complete a phase."""
+
+    def __init__(self, block: Block, count: int) -> None:
+        self.block, self.count = block, count
+        self.arrived = self.bytes = self.complete = 0
+
+    def arrive(self, announced: int = 0) -> None:
+        self.block.check_alive("arrived at")
+        self.arrived += 1
+        self._add(announced)
+
+    def land(self) -> None:
+        self.block.check_alive("copied to")
+        self._add(-1)
+
+    def _add(self, announced: int) -> None:
+        self.bytes += announced
+        if self.arrived == self.count and self.bytes == 0:
+            self.arrived, self.complete = 0, self.complete + 1
+
+    def done(self, phase: int) -> Condition:
+        """Return whether a phase, counted from 0, is complete; that of -1 always is."""
+
+        def found() -> bool:
+            if not phase <= self.complete <= phase + 1:
+                raise ProtocolError(f"waits for phase {phase}, passed or far: {self.complete} are complete")
+            return self.complete > phase
+
+        return found
+
+
+class Place:
+    """A stage and how often the ring came around."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages, self.stage, self.phase = stages, 0, 0
+
+    def advance(self) -> None:
+        self.stage += 1
+        if self.stage == self.stages:
+            self.stage, self.phase = 0, self.phase + 1
+
+    def last(self, count: int) -> list[int]:
+        """Return the stages before this one."""
+        return [(self.stage - part) % self.stages for part in range(1, count + 1)]
+
+
+class Products:
+    """What a warpgroup multiplies, in order."""
+
+    def __init__(self, s: Cluster, name: str) -> None:
+        self.s, self.name = s, name
+        self.issued = [0] * WARPS
+        self.complete = 0
+
+    def issue(self, warp: int, reads: Iterable[Read]) -> int:
+        """Issue the next one of a warp; return how many that are."""
+        self.issued[warp] += 1
+        number = self.issued[warp]
+        if min(self.issued) == number:  # by now all have
+            self.s.start(f"{self.name} {number}", self._multiply(number, list(reads)))
+        return number
+
+    def _multiply(self, number: int, reads: list[Read]) -> Role:
+        expect(reads)
+        yield lambda: self.complete == number - 1
+        expect(reads)
+        self.complete = number
+
+    def done(self, number: int) -> Condition:
+        return lambda: self.complete >= number
+
+
+def expect(reads: Iterable[Read]) -> None:
+    for where, wanted in reads:
+        if any(found != wanted for found in where):
+            raise ProtocolError(f"read {where} where {wanted} should be")
+
+
+class Block:
+    """Barriers and memory of one block."""
+
+    def __init__(self, s: Cluster, rank: int) -> None:
+        case, rules = s.case, s.rules
+        self.rank, self.at_work = rank, 0
+        releases = 2 * (BLOCKS if rules.release_to_both else 1)  # of the two warpgroups that read a stage
+
+        def barriers(stages: int, count: int) -> list[Phases]:
+            return [Phases(self, count) for _ in range(stages)]
+
+        def pieces(stages: int, count: int) -> list[list[object]]:
+            return [[None] * count for _ in range(stages)]
+
+        self.k_full, self.v_full, self.other_k_full = barriers(3, 1)
+        self.q_full, self.q_empty = barriers(case.q_stages, 1 + rules.wait_for_rows), barriers(case.q_stages, releases)
+        self.dout_full, self.dout_empty = barriers(case.stages, 1), barriers(case.stages, releases)
+        self.p_full = barriers(2, WARPS if rules.all_probabilities else 1)
+        self.ds_full, self.other_ds_full = barriers(2, 1), barriers(2, 1)
+        self.ds_empty = barriers(2, BLOCKS if rules.taken_by_both else 1)
+        self.k, self.v, self.other_k = pieces(3, 1)
+        self.q, self.dout = pieces(case.q_stages, BLOCKS), pieces(case.stages, BLOCKS)  # each block loads a half
+        self.steps, self.rows = pieces(case.q_stages, 1), pieces(case.q_stages, 1)
+        self.sums = pieces(SUMS if rules.sums_are_remembered else 2, 1)
+        self.ds, self.other_ds = pieces(2, WARPS), pieces(2, 1)  # a warp reads its own pairs of P, and writes dS there
+
+    def check_alive(self, what: str) -> None:
+        if self.at_work == 0:
+            raise ProtocolError(f"{what} a block that has left")
+
+
+class Cluster(Simulation):
+    """Two blocks with a tile of keys."""
+
+    case: Case  # type: ignore[assignment]
+    rules: Rules  # type: ignore[assignment]
+
+    def __init__(self, case: Case, rules: Rules, random: Random) -> None:
+        self.case, self.rules, self.random = case, rules, random  # type: ignore[assignment]
+        self.blocks = [Block(self, rank) for rank in range(BLOCKS)]
+        self.roles, self.waiting = {}, {}
+        groups = {"values": values, "keys": keys, "queries": queries}
+        self.end = Named(BLOCKS * (3 + WARPS * len(groups)))
+        for block in self.blocks:
+            own = {f"loader of {role.__name__[5:]}": role(self, block) for role in (load_q, load_dout, load_rows)}
+            for name, role in groups.items():
+                products = Products(self, f"products of {name} {block.rank}")
+                named = Named(WARPS)
+                own |= {f"{name}.{w}": role(self, block, w, products, named) for w in range(WARPS)}
+            block.at_work = len(own)
+            self.roles |= {f"{name} of block {block.rank}": self.stay(block, role) for name, role in own.items()}
+
+    def stay(self, block: Block, role: Role) -> Role:
+        yield from role
+        if self.rules.leave_together:
+            yield from self.end.sync()
+        block.at_work -= 1
+
+    def start(self, name: str, role: Role) -> None:
+        """Let something begin that no warp waits for at once."""
+        self.roles[name] = role
+        self.waiting[name] = next(role)
+
+    def copy(self, to: list[object], piece: int, what: object, full: Phases, source: Iterable[Read] = ()) -> None:
+        """Issue a copy; until it lands, the piece holds nothing."""
+        to[piece] = None
+        self.copies += 1
+
+        def land() -> Role:
+            for _ in range(self.random.choice((1, 1, 5, 50))):
+                yield lambda: True
+            expect(source)
+            to[piece] = what
+            full.land()
+
+        self.start(f"copy {self.copies}", land())
+
+    def release(self, block: Block, empty: str, stage: int) -> None:
+        """Give a stage back."""
+        for to in self.blocks if self.rules.release_to_both else [block]:
+            getattr(to, empty)[stage].arrive()
+
+
+# --- loaders: _cluster_loader.cu.j2 ---------------------------------------------------------------------------
+
+
+def load_q(s: Cluster, block: Block) -> Role:
+    q = Place(s.case.q_stages)
+    block.k_full.arrive(announced=1)
+    s.copy(block.k, 0, "K", block.k_full)
+    for step in range(s.case.steps):
+        yield block.q_empty[q.stage].done(q.phase - 1)
+        block.steps[q.stage][0] = step
+        block.sums[step % len(block.sums)][0] = step
+        block.q_full[q.stage].arrive(announced=BLOCKS)
+        for to in s.blocks:
+            s.copy(to.q[q.stage], block.rank, step, to.q_full[q.stage])
+        q.advance()
+    yield block.q_empty[q.stage].done(q.phase - 1)
+    block.sums[s.case.steps % len(block.sums)][0] = END
+    block.steps[q.stage][0] = END
+    for _ in range(block.q_full[q.stage].count if s.rules.end_fills_a_stage else 1):
+        block.q_full[q.stage].arrive()
+    if s.rules.copies_land:
+        yield block.k_full.done(0)
+
+
+def load_dout(s: Cluster, block: Block) -> Role:
+    place = Place(s.case.stages)
+    for what, to, full in (("V", block.v, block.v_full), ("other K", block.other_k, block.other_k_full)):
+        full.arrive(announced=1)
+        s.copy(to, 0, what, full)
+    for step in range(s.case.steps):
+        for part in range(s.case.parts):
+            yield block.dout_empty[place.stage].done(place.phase - 1)
+            block.dout_full[place.stage].arrive(announced=BLOCKS)
+            for to in s.blocks:
+                s.copy(to.dout[place.stage], block.rank, (step, part), to.dout_full[place.stage])
+            place.advance()
+    if s.rules.copies_land:
+        yield block.v_full.done(0)
+        yield block.other_k_full.done(0)
+
+
+def load_rows(s: Cluster, block: Block) -> Role:
+    q = Place(s.case.q_stages)
+    for step in range(s.case.steps):
+        yield block.q_empty[q.stage].done(q.phase - 1)
+        block.rows[q.stage][0] = step
+        if s.rules.wait_for_rows:
+            block.q_full[q.stage].arrive()
+        q.advance()
+
+
+# --- warpgroups -----------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """The steps of a warp, and where it stands in Q and dO."""
+
+    def __init__(self, s: Cluster, block: Block) -> None:
+        self.s, self.block = s, block
+        self.q, self.dout = Place(s.case.q_stages), Place(s.case.stages)
+        self.step: object = -1
+
+    def next(self) -> Role:
+        """Wait for what comes after this step."""
+        assert isinstance(self.step, int)
+        yield self.block.q_full[self.q.stage].done(self.q.phase)
+        wanted = self.step + 1 if self.step + 1 < self.s.case.steps else END
+        expect([(self.block.steps[self.q.stage], wanted)])
+        self.step = wanted
+
+    @property
+    def more(self) -> bool:
+        return self.step != END
+
+    def of_q(self) -> Read:
+        return self.block.q[self.q.stage], self.step
+
+    def rows(self) -> Read:
+        return self.block.rows[self.q.stage], self.step
+
+    def of_dout(self, step: object, part: int) -> Read:
+        return self.block.dout[self.dout.stage], (step, part)
+
+
+def values(s: Cluster, block: Block, w: int, products: Products, named: Named) -> Role:
+    """``_cluster_values.cu.j2``."""
+    leader, steps, buffer = w == 0, Steps(s, block), Place(2)
+    pending = 0  # dV
+
+    def issue_s() -> int:
+        return products.issue(w, [(block.k, "K"), steps.of_q()] if steps.more else [])
+
+    def issue_dv(own: object) -> Role:
+        nonlocal pending
+        reads = []
+        for part in range(s.case.parts):
+            yield block.dout_full[steps.dout.stage].done(steps.dout.phase)
+            reads.append(steps.of_dout(own, part))
+            steps.dout.advance()
+        pending = products.issue(w, reads)
+        if not s.rules.dout_until_dv:
+            release_dout()
+
+    def release_dout() -> None:
+        for stage in steps.dout.last(s.case.parts) if leader else ():
+            s.release(block, "dout_empty", stage)
+
+    def finish_dv() -> Role:
+        yield products.done(pending)
+        if pending and s.rules.dout_until_dv:
+            release_dout()
+
+    yield from steps.next()
+    if steps.more:
+        yield block.k_full.done(0)
+        yield products.done(issue_s())
+    while steps.more:
+        own = steps.step
+        expect([steps.rows()])
+        if leader:
+            s.release(block, "q_empty", steps.q.stage)
+        if s.case.overlap == "dv":
+            yield from finish_dv()
+        else:
+            yield from issue_dv(own)
+        if s.rules.wait_for_place:
+            yield block.ds_empty[buffer.stage].done(buffer.phase - 1)
+        block.ds[buffer.stage][w] = ("P", own)
+        if leader or s.rules.all_probabilities:
+            block.p_full[buffer.stage].arrive()
+        buffer.advance()
+        if s.case.overlap != "dv":
+            yield from finish_dv()
+        steps.q.advance()
+        yield from steps.next()
+        following = issue_s()
+        if s.case.overlap == "dv":
+            yield from issue_dv(own)
+        yield products.done(following)
+    yield products.done(pending)
+    if s.rules.dv_behind_dp:
+        (last,) = buffer.last(1)
+        yield block.ds_empty[last].done(buffer.phase - (buffer.stage == 0))
+    yield from out(block.dout, w, named)
+
+
+def keys(s: Cluster, block: Block, w: int, products: Products, named: Named) -> Role:
+    """``_cluster_keys.cu.j2``."""
+    leader, steps, buffer = w == 0, Steps(s, block), Place(2)
+    other = s.blocks[1 - block.rank]
+
+    def issue_dp() -> Role:
+        reads: list[Read] = [(block.v, "V")] if steps.more else []
+        for part in range(s.case.parts):
+            if steps.more:
+                yield block.dout_full[steps.dout.stage].done(steps.dout.phase)
+                reads.append(steps.of_dout(steps.step, part))
+            steps.dout.advance()
+        if steps.more and not s.rules.dout_until_dp:
+            release_dout()
+        yield products.done(products.issue(w, reads))
+
+    def release_dout() -> None:
+        for stage in steps.dout.last(s.case.parts) if leader else ():
+            s.release(block, "dout_empty", stage)
+
+    yield from steps.next()
+    if steps.more:
+        yield block.v_full.done(0)
+        yield from issue_dp()
+    while steps.more:
+        own = steps.step
+        if s.rules.dout_until_dp:
+            release_dout()
+        if leader and not s.rules.q_until_dk:
+            s.release(block, "q_empty", steps.q.stage)
+        yield block.p_full[buffer.stage].done(buffer.phase)
+        expect([([block.ds[buffer.stage][w]], ("P", own)), steps.rows()])
+        yield lambda: True
+        block.ds[buffer.stage][w] = ("dS", own)
+        dk = products.issue(w, [steps.of_q()])
+        if s.rules.meet_before_ds:
+            yield from named.sync()
+        if leader:
+            block.ds_full[buffer.stage].arrive()
+            source = [(block.ds[buffer.stage], ("dS", own))]
+            s.copy(other.other_ds[buffer.stage], 0, own, other.other_ds_full[buffer.stage], source)
+        buffer.advance()
+        yield products.done(dk)
+        if leader and s.rules.q_until_dk:
+            s.release(block, "q_empty", steps.q.stage)
+        steps.q.advance()
+        yield from steps.next()
+        yield from issue_dp()
+    if s.rules.end_waits_its_turn:
+        yield block.ds_empty[buffer.stage].done(buffer.phase - 1)
+    if leader:
+        block.ds_full[buffer.stage].arrive()
+    yield from out(block.q[:1], w, named)
+
+
+def queries(s: Cluster, block: Block, w: int, products: Products, named: Named) -> Role:
+    """``_cluster_queries.cu.j2``."""
+    leader, buffer = w == 0, Place(2)
+    for step in range(s.case.steps + 1):
+        yield block.ds_full[buffer.stage].done(buffer.phase)
+        expect([(block.sums[step % len(block.sums)], step if step < s.case.steps else END)])
+        if step == s.case.steps:
+            break
+        if leader:
+            block.other_ds_full[buffer.stage].arrive(announced=1)
+        if step == 0:
+            yield block.k_full.done(0)
+            yield block.other_k_full.done(0)
+        products.issue(w, [(block.ds[buffer.stage], ("dS", step)), (block.k, "K")])
+        if s.rules.wait_for_landing:
+            yield block.other_ds_full[buffer.stage].done(buffer.phase)
+        reads: list[Read] = [(block.other_ds[buffer.stage], step), (block.other_k, "other K")]
+        yield products.done(products.issue(w, reads))
+        for to in (s.blocks if s.rules.taken_by_both else [block]) if leader else ():
+            to.ds_empty[buffer.stage].arrive()
+        buffer.advance()
+
+
+def out(region: list[list[object]], w: int, named: Named) -> Role:
+    """``store_rows``: through memory that held other things; a warp writes some rows, and reads some of all."""
+    for stage in region:
+        stage[:] = ["rows"] * len(stage)
+    yield from named.sync()
+    expect([(stage, "rows") for stage in region])

@@ -1,0 +1,57 @@
+"""The barriers of the clustered CUDA backward, by simulation: no interleaving waits forever, waits for a phase that is
+over, or reads what is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.plan.cluster_protocol import Case, Cluster, Rules
+from tests.plan.protocol import ProtocolError
+
+RUNS = 200
+
+
+@pytest.mark.parametrize("overlap", ["roles", "dv"])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_rules_of_the_templates_hold(seed: int, overlap: str) -> None:
+    random = Random(seed)
+    for _ in range(RUNS):
+        Cluster(replace(Case.random(random), overlap=overlap), Rules(), random).run()
+
+
+@pytest.mark.parametrize(
+    ("rule", "becomes"),
+    [
+        ("release_to_both", "read|phase"),
+        ("taken_by_both", "deadlock|read"),
+        ("wait_for_place", "read|phase"),
+        ("wait_for_landing", "read"),
+        ("all_probabilities", "read"),
+        ("meet_before_ds", "read"),
+        ("q_until_dk", "read"),
+        ("dout_until_dv", "read"),
+        ("dout_until_dp", "read"),
+        ("wait_for_rows", "read"),
+        ("end_fills_a_stage", "deadlock"),
+        ("end_waits_its_turn", "phase|read"),
+        ("dv_behind_dp", "read"),
+        ("sums_are_remembered", "read"),
+        ("copies_land", "has left"),
+        ("leave_together", "has left"),
+    ],
+)
+def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:
+    """What the model could not find, it could not exclude either."""
+    random = Random(1)
+    with pytest.raises(ProtocolError, match=becomes):
+        for _ in range(RUNS):
+            Cluster(Case.random(random), Rules(**{rule: False}), random).run()
+
+
+def test_a_step_needs_a_stage_for_each_part_of_dout() -> None:
+    """As the plan insists."""
+    with pytest.raises(ProtocolError, match="deadlock"):
+        Cluster(Case(steps=1, q_stages=2, parts=2, stages=1, overlap="roles"), Rules(), Random(0)).run()
