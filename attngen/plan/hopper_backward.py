@@ -89,7 +89,9 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         (_halves if wide else widths)(head_dim) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
     )
     qk, v = columns_qk.width, columns_v.width
-    schedule = next(row for row in SCHEDULES if row.name == ("cuda_backward_cluster" if wide else "cuda_backward_wgmma"))
+    schedule = next(
+        row for row in SCHEDULES if row.name == ("cuda_backward_cluster" if wide else "cuda_backward_wgmma")
+    )
     check_head_dims(spec, schedule)
     family = "dropped" if spec.variant.dropout else "plain" if is_light(spec.variant) else "any"
     choice = next(row for row in _TABLE if row.family in (family, "any") and max(qk, v) <= row.head_dim)
@@ -97,7 +99,14 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
     if given.tile_n not in (None, _KEYS):
         raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
-    stages = given.stages or (HopperGradients.parts_of(v) + 1 if wide else 2)
+    parts_of_dout = HopperGradients.parts_of(v) if wide else 1
+    stages = given.stages or parts_of_dout + 1
+    if stages < parts_of_dout:
+        raise refuse(
+            spec,
+            "backward.dkdv.stages",
+            f"{stages} is not allowed: dO of a step takes {parts_of_dout} stages; nearest: {parts_of_dout}",
+        )
     driver = driver_of(spec, "q")
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
@@ -186,7 +195,7 @@ def _clustered(draft: HopperGradients, qk: int, v: int) -> HopperGradients:
         producer_registers=producer,
         consumer_registers=consumers,
         queries_registers=queries,
-        box_columns=64 if columns % 64 == 0 and v % 64 == 0 else 32,
+        box_columns=64 if columns % 64 == 0 else 32,  # of which V has a whole number in any case
         dq_columns=columns,
         dq_part=columns if all_of_dq else next(part for part in (64, 32) if columns % part == 0),
         dq_by_rows=False,
@@ -194,7 +203,7 @@ def _clustered(draft: HopperGradients, qk: int, v: int) -> HopperGradients:
 
 
 def _halves(head_dim: int) -> Columns:
-    """Return the columns of Q and K where each block of a cluster has half of those of dQ, in copies of 32."""
+    """Return the columns of which each block of a cluster has half of dQ, and loads half of dO, in copies of 32."""
     return Columns(0, -(-head_dim // (32 * _CLUSTER)) * 32 * _CLUSTER, head_dim)
 
 
@@ -242,9 +251,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "backward: {backend: triton}",
         )
     if _is_wide(spec) and spec.variant.dropout:
-        return refuse(
-            spec, "backward", f"head dims beyond {_BLOCK_HEAD_DIM} have no dropout in cuda; allowed: triton"
-        )
+        return refuse(spec, "backward", f"head dims beyond {_BLOCK_HEAD_DIM} have no dropout in cuda; allowed: triton")
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
@@ -302,14 +309,24 @@ def _with_memory(
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
             return replace(roles, shared=regions)
-    sizes = {region.name: region.bytes for region in regions}
+    operands = " + ".join(
+        f"{_OPERANDS[region.name]} {region.bytes}" + (f" ({stages} stages)" if region.name == "dout" else "")
+        for region in regions
+        if region.name in _OPERANDS
+    )
     raise refuse(
         spec,
         "backward.dkdv",
         f"Shared memory {regions[-1].offset + regions[-1].bytes} B exceeds {arch.shared_memory} B on {arch.name}: "
-        f"K {sizes['k']} + V {sizes['v']} + Q {sizes['q']} + dO {sizes['dout']} ({stages} stages) + dS {sizes['ds']} + "
-        f"dQ {sizes.get('dq', 0)} + barriers and rows",
+        f"{operands} + barriers and rows",
     )
+
+
+#: Regions that a refusal names.
+_OPERANDS = {
+    "k": "K", "v": "V", "other_k": "half of the other block's K", "q": "Q", "dout": "dO", "ds": "dS",
+    "other_ds": "dS of the other block", "dq": "dQ",
+}  # fmt: skip
 
 
 def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attngen.plan.hopper_backward import by_head
-from attngen.plan.model import Part, Plan
+from attngen.plan.model import HopperGradients, Part, Plan
 from attngen.render.cuda_gradients import factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
 from attngen.render.cuda_view import RegionView, argument_lines, constant, padding, uses
@@ -18,8 +18,13 @@ _REGION_TEXTS = {
     "ds": "dS of two steps, then dK on its way out", "dq": "dQ on its way out, then dV",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
-    "other_k": "half of the columns of the other block's K", "other_ds": "dS of the other block",
+    "other_k": "half of the columns of the other block's K",
     "step": "which queries each stage of Q holds", "sum_tile": "where dQ of the last steps belongs",
+}  # fmt: skip
+#: And in a cluster, where these differ.
+_CLUSTER_TEXTS = {
+    "q": "Q, a tile per stage, then dK on its way out", "ds": "P, then dS, of two steps",
+    "other_ds": "dS of the other block, of two steps",
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
@@ -128,7 +133,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         width_v=plan.columns_v[0].width,
         padding_v=padding(plan.columns_v[0]),
         regions=tuple(
-            RegionView(constant(r.name), r.offset, f"{r.bytes} B: {_REGION_TEXTS.get(r.name, 'barriers')}")
+            RegionView(constant(r.name), r.offset, f"{r.bytes} B: {_region_text(roles, plan, r.name)}")
             for r in roles.shared
         ),
         swizzle={64: 1, 32: 2}[roles.box_columns],
@@ -141,7 +146,9 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         row_of_dout=_row(plan, "dout", "row"),
         dkdv=parts["dkdv"],
         dkdv_lines=_lines(plan, parts["dkdv"]),
-        key_box=_key_box(plan, "own_start", "rows_of_keys") if roles.cluster > 1 else _key_box(plan, "kv_start", "rows"),
+        key_box=_key_box(plan, "own_start", "rows_of_keys")
+        if roles.cluster > 1
+        else _key_box(plan, "kv_start", "rows"),
         other_key_box=_key_box(plan, "other_start", "other_rows"),
         query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
         row_entry="h * static_cast<long long>(total_q) + q_begin + q"
@@ -181,6 +188,14 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         dq_padded=roles.sum_columns > plan.head_dim_qk,
         classifier=_classifier(plan, parts["classify_dkdv"]) if "classify_dkdv" in parts else None,
     )
+
+
+def _region_text(roles: HopperGradients, plan: Plan, name: str) -> str:
+    if roles.cluster > 1 and name == "dout":
+        part = "a tile" if roles.parts_of(plan.columns_v[0].width) == 1 else "half a tile"
+        return f"dO, {part} per stage, then dV on its way out"
+    texts = _REGION_TEXTS | _CLUSTER_TEXTS if roles.cluster > 1 else _REGION_TEXTS
+    return texts.get(name, "barriers")
 
 
 def _lines(plan: Plan, part: Part) -> tuple[str, ...]:

@@ -78,7 +78,8 @@ class PlanExplanation:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes: operands, and all that the plan of a CUDA kernel lists beside them."""
-        return self.plan.hopper.shared_bytes if self.plan.hopper else self.memory.total
+        roles = self.plan.hopper or self.plan.gradients
+        return roles.shared_bytes if roles else self.memory.total
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen explain --json`` prints it."""

@@ -22,14 +22,13 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Arrive at a barrier of any block of the cluster. What it guards is read and written by copies and products alone, which
-// wait for nothing else: a fence of the whole cluster would take longer than a product.
+// Arrive at a barrier of any block of the cluster. What it guards for another block is read by products, which are
+// complete, and written by copies alone: a fence of the whole cluster would take longer than a product.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped(barrier, rank)) : "memory");
 }
 
 // A box of a tensor to the same place of all blocks in `blocks`, one bit each, whose barriers count its bytes.
-
 __device__ __forceinline__ void load_box_to(
     uint32_t blocks, uint32_t to, const TensorMap& map, uint32_t full, int c0, int c1, int c2, int c3) {
   asm volatile(
