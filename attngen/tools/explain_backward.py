@@ -96,17 +96,34 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
                 ("", f"shared memory {memory.total} B of {plan.arch.shared_memory} B: {memory}"),
             ]
         elif plan.gradients is not None and part.name == "dkdv":
-            lines += _roles(part, plan.gradients)
+            lines += _roles(plan, part, plan.gradients)
     atomic = differentiable(plan) if plan.gradients is None else [] if ordered else ["dq"]
     lines.append(("same bits", f"on every run, but for {', '.join(atomic)}" if atomic else "on every run"))
     return lines
 
 
-def _roles(part: Part, roles: HopperGradients) -> Iterator[tuple[str, str]]:
+def _roles(plan: Plan, part: Part, roles: HopperGradients) -> Iterator[tuple[str, str]]:
     """Yield label and text of the warpgroups of the CUDA kernel of all products, and of its shared memory."""
-    yield "", f"producer: 1 warpgroup, {roles.producer_registers} registers a thread: loads, and adds dQ to its sums"
-    yield "", f"consumers: {roles.consumers} warpgroups of 64 keys, {roles.consumer_registers} registers a thread"
+    for text in _warpgroups(roles) if roles.cluster == 1 else _warpgroups_of_cluster(roles):
+        yield "", text
     yield "", f"loop: {part.driver}; the softmax of a step {_OVERLAPS[roles.overlap]}"
-    yield "", f"in flight: {roles.q_stages} tiles of Q, {part.stages} of dO, 2 of dS"
+    halved = roles.cluster > 1 and roles.parts_of(padded_width(plan.columns_v)) > 1
+    yield "", f"in flight: {roles.q_stages} tiles of Q, {part.stages} {'half ones ' if halved else ''}of dO, 2 of dS"
     sizes = ", ".join(f"{region.name} {region.bytes}" for region in roles.shared if region.bytes >= 1024)
     yield "", f"shared memory {roles.shared_bytes} B: {sizes}"
+
+
+def _warpgroups(roles: HopperGradients) -> Iterator[str]:
+    yield f"producer: 1 warpgroup, {roles.producer_registers} registers a thread: loads, and adds dQ to its sums"
+    yield f"consumers: {roles.consumers} warpgroups of 64 keys, {roles.consumer_registers} registers a thread"
+
+
+def _warpgroups_of_cluster(roles: HopperGradients) -> Iterator[str]:
+    yield f"a cluster of {roles.cluster} blocks of {roles.keys} keys, in each of which 1 warpgroup"
+    yield f"loads: {roles.producer_registers} registers a thread; a half of Q and dO for both blocks"
+    yield f"multiplies S and keeps dV: {roles.consumer_registers} registers a thread"
+    yield f"multiplies dP and keeps dK: {roles.consumer_registers} registers a thread"
+    yield (
+        f"multiplies {roles.dq_columns} columns of dQ, {roles.dq_part} at once, and adds them to sums: "
+        f"{roles.queries_registers} registers a thread"
+    )

@@ -26,6 +26,8 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
         ("dropped", {"head_dim": 64, "layout": "varlen"}),
         ("sliding_window", {"head_dim": 128, "deterministic": "true"}),
         ("allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}),
+        ("causal", {"head_dim": 256}),  # clusters
+        ("sliding_window", {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"}),
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:

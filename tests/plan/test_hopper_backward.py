@@ -18,6 +18,58 @@ def backward(variant: str = "causal", **fields: object) -> Plan:
     return planned(variant, passes="backward", **{"backward": "{backend: cuda}", **fields})
 
 
+WIDE = [
+    *range(144, 257, 16), "{qk: 64, v: 256}", "{qk: 80, v: 144}", "{qk: 192, v: 128}", "{qk: 192, v: 256}",
+    "{qk: 256, v: 64}", "{qk: 256, v: 192}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", WIDE)
+def test_memory_and_registers_of_a_cluster_fit(head_dim: object) -> None:
+    found = backward(head_dim=head_dim)
+    roles, (columns_qk,), (columns_v,) = found.gradients, found.columns_qk, found.columns_v
+    assert roles is not None
+    assert (roles.cluster, roles.keys, found.threads) == (2, 64, 512)
+    assert roles.shared_bytes <= ARCHES["sm90a"].shared_memory
+    ends = 0
+    for region in roles.shared:
+        assert region.offset == ends
+        ends += region.bytes
+        if region.name in ("k", "v", "other_k", "q", "dout", "ds", "other_ds"):  # swizzled by 128 bytes x 8 rows
+            assert region.offset % 1024 == 0
+        elif region.name != "sum_tile":
+            assert region.offset % 8 == 0
+    # what a launch reserves for each thread of four warpgroups, and what its roles make of it
+    assert roles.producer_registers + 2 * roles.consumer_registers + roles.queries_registers <= 4 * (65536 // 512)
+    assert roles.consumer_registers >= 64 // 2 + max(columns_qk.width, columns_v.width) // 2  # a product, dK or dV
+    assert roles.queries_registers >= roles.dq_part // 2
+    sizes = {region.name: region.bytes for region in roles.shared}
+    assert sizes["q"] >= 64 * columns_qk.width * 2  # where dK goes out
+    assert sizes["dout"] >= 64 * columns_v.width * 2  # and dV
+    # each block has half of the columns of dQ, in products and copies of some; and loads half of the copies of dO
+    assert 2 * roles.dq_columns == roles.sum_columns == columns_qk.width >= found.head_dim_qk
+    assert roles.dq_columns % roles.dq_part == 0
+    assert roles.dq_part % roles.box_columns == 0
+    assert columns_v.width >= found.head_dim_v
+    assert columns_v.width // roles.parts_of(columns_v.width) % roles.box_columns == 0
+    assert found.stages >= roles.parts_of(columns_v.width)
+
+
+def test_a_cluster_has_a_tile_of_keys() -> None:
+    found = backward(head_dim=256, layout="varlen")
+    assert found.name == "bwd_sm90a_cluster_bf16_d256_causal_varlen_m64n128s3c2_dvoverlap"
+    rows = [part.to_dict() for part in found.parts]
+    assert [(row["name"], row["grid"], row["cluster"], row["persistent"]) for row in rows] == [
+        ("preprocess", "rows", 1, False), ("dkdv", "keys", 2, False), ("dq", "queries", 1, False),
+    ]  # fmt: skip
+    text = render(found).text
+    assert f"__cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) {found.part('dkdv').symbol}(" in text
+    windows = {argument.of: argument.window for argument in found.arguments if argument.kind == "descriptor"}
+    assert windows == {"q": 64, "k": 64, "v": 64, "dout": 64}
+    assert "tile_counter" not in [argument.name for argument in found.arguments]
+    assert backward(head_dim=192).name == "bwd_sm90a_cluster_bf16_d192_causal_m64n128s2c2"
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128])
 def test_memory_and_registers_fit(head_dim: int) -> None:
     found = backward(head_dim=head_dim)
@@ -169,6 +221,17 @@ OWN = "variants:\n  own:\n    score: {score}\n    tensors: {{slope: {{dtype: flo
         ("causal", {"backward": "{backend: cuda, dkdv: {tile: {m: 64}}}"}, r"backward\.dkdv\.tile\.m: .*allowed: 128"),
         ("causal", {"backward": "{backend: cuda, dkdv: {tile: {n: 64}}}"}, r"backward\.dkdv\.tile\.n: .*allowed: 128"),
         ("causal", {"backward": "{backend: cuda, dkdv: {stages: 8}}"}, r"backward\.dkdv: Shared memory \d+ B exceeds"),
+        (
+            "causal",
+            {"head_dim": 256, "backward": "{backend: cuda, dkdv: {stages: 8}}"},
+            r"backward\.dkdv: Shared memory \d+ B exceeds .* half of the other block's K 16384 \+ Q 65536 \+ "
+            r"dO 131072 \(8 stages\) \+ dS 16384 \+ dS of the other block 16384 \+ barriers",
+        ),
+        (
+            "causal",
+            {"head_dim": 256, "backward": "{backend: cuda, dkdv: {stages: 1}}"},
+            r"backward\.dkdv\.stages: 1 is not allowed: dO of a step takes 2 stages; nearest: 2",
+        ),
     ],
 )
 def test_what_is_refused(variant: str, fields: dict[str, str], message: str) -> None:

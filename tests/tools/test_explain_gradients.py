@@ -87,3 +87,54 @@ def test_what_is_printed(tmp_path: Path) -> None:
     assert ["bound", "by", "640", "products"] in lines
     (head,) = [line for line in lines if line[:3] == ["seqlen", "1024:", "steps"]]
     assert head[3:8] == ["272", "of", "dkdv,", "72", "of"]
+
+
+CUDA = """
+schema: 1
+package: mine
+arch: sm90a
+kernels:
+  - {variant: causal, head_dim: [128, 192, 256], passes: backward, backward: {backend: cuda}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "roles"),
+    [
+        (128, [
+            "producer: 1 warpgroup, 24 registers a thread: loads, and adds dQ to its sums",
+            "consumers: 2 warpgroups of 64 keys, 240 registers a thread",
+            "loop: ranges; the softmax of a step runs under dQ and dK of the one before",
+            "in flight: 3 tiles of Q, 2 of dO, 2 of dS",
+        ]),
+        (192, [
+            "a cluster of 2 blocks of 64 keys, in each of which 1 warpgroup",
+            "loads: 40 registers a thread; a half of Q and dO for both blocks",
+            "multiplies S and keeps dV: 192 registers a thread",
+            "multiplies dP and keeps dK: 192 registers a thread",
+            "multiplies 96 columns of dQ, 96 at once, and adds them to sums: 88 registers a thread",
+            "loop: ranges; the softmax of a step runs under products of other warpgroups",
+            "in flight: 3 tiles of Q, 2 of dO, 2 of dS",
+        ]),
+        (256, [
+            "a cluster of 2 blocks of 64 keys, in each of which 1 warpgroup",
+            "loads: 32 registers a thread; a half of Q and dO for both blocks",
+            "multiplies S and keeps dV: 208 registers a thread",
+            "multiplies dP and keeps dK: 208 registers a thread",
+            "multiplies 128 columns of dQ, 64 at once, and adds them to sums: 64 registers a thread",
+            "loop: ranges; the softmax of a step runs under dV of the one before, and products of other warpgroups",
+            "in flight: 2 tiles of Q, 3 half ones of dO, 2 of dS",
+        ]),
+    ],
+)  # fmt: skip
+def test_roles_of_a_backward_in_cuda(tmp_path: Path, head_dim: int, roles: list[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(CUDA)
+    done = CliRunner().invoke(cli.group, ["explain", str(path), f"d{head_dim}"])
+    lines = [line.strip() for line in done.output.splitlines()]
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("dkdv ")]
+    assert lines[first + 1 : first + 1 + len(roles)] == roles
+    (found,) = [one for one in explain_spec(path, seqlens=()) if f"_d{head_dim}_" in one.plan.name]
+    assert found.plan.gradients is not None
+    assert found.shared_bytes == found.plan.gradients.shared_bytes
+    assert lines[first + 1 + len(roles)].startswith(f"shared memory {found.shared_bytes} B: k ")

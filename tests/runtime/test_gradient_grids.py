@@ -1,0 +1,49 @@
+"""The grids of the kernels of a CUDA backward, as the manifest of a plan gives them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attngen.plan import plan
+from attngen.runtime.arguments import Packing, bind
+from attngen.runtime.gradients import geometries, sums_of
+from attngen.spec import expand, load_spec_text
+from tests.runtime.support import FakeDriver, kernel_of, variant
+
+MULTIPROCESSORS = 132
+_RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize(("head_dim", "clusters"), [(128, False), (256, True)])
+def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
+    head_dim: int, clusters: bool, layout: str
+) -> None:
+    text = (
+        "schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {variant: causal, passes: backward, "
+        f"head_dim: {head_dim}, layout: {layout}, backward: {{backend: cuda}}}}\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    kernel = kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+    batch, seqlen_q, seqlen_k, heads, kv_heads = 7, 300, 700, 8, 4
+    packing = None
+    shapes = [(batch, seqlen_q, heads), *[(batch, seqlen_k, kv_heads)] * 2]
+    if layout == "varlen":
+        shapes = [(b * s, h) for b, s, h in shapes]
+        packing = Packing(*(torch.arange(batch + 1).int() * s for s in (seqlen_q, seqlen_k)), seqlen_q, seqlen_k)
+    tensors = (torch.empty(*shape, head_dim).bfloat16() for shape in shapes)
+    call = bind(
+        variant(), *tensors, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
+    )
+    grids = {one.part.name: one.part_blocks(FakeDriver(), 0) for one in geometries(kernel, call, {}, dlse=False)}
+    tiles = batch * kv_heads * -(-seqlen_k // 128)
+    q_tiles = -(-seqlen_q // 64)
+    rows = -(-batch * seqlen_q // 64) if layout == "varlen" else batch * q_tiles
+    assert grids == {
+        "preprocess": rows * heads,
+        "dkdv": 2 * tiles if clusters else min(tiles, MULTIPROCESSORS),
+        "dq": batch * heads * q_tiles,
+    }
+    in_sums = heads * (batch * seqlen_q // 64 + batch) if layout == "varlen" else batch * heads * q_tiles
+    assert sums_of(kernel, call) == in_sums * 64 * head_dim
