@@ -74,9 +74,11 @@ _TABLE = (
 _BLOCK_HEAD_DIM = 128
 _CLUSTER = 2
 #: Registers of a thread that produces, that keeps dK or dV, and that multiplies dQ, up to this head dim and beyond: of
-#: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more.
+#: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more, what multiplies few of them
+#: leaves more to those that find tiles.
 _ALL_OF_DQ = 192
-_ALL_REGISTERS, _PART_REGISTERS = (40, 192, 88), (32, 208, 64)
+_ALL_REGISTERS = (40, 192, 88)
+_REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
 
 def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -186,9 +188,9 @@ def _is_wide(spec: KernelSpec) -> bool:
 
 def _clustered(draft: HopperGradients, qk: int, v: int) -> HopperGradients:
     """Return the roles of a block of a cluster."""
-    all_of_dq = max(qk, v) <= _ALL_OF_DQ
-    producer, consumers, queries = _ALL_REGISTERS if all_of_dq else _PART_REGISTERS
-    columns = qk // _CLUSTER
+    all_of_dq, columns = max(qk, v) <= _ALL_OF_DQ, qk // _CLUSTER
+    part = columns if all_of_dq else next(part for part in _REGISTERS_OF_PART if columns % part == 0)
+    producer, consumers, queries = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
     return replace(
         draft,
         cluster=_CLUSTER,
@@ -197,7 +199,7 @@ def _clustered(draft: HopperGradients, qk: int, v: int) -> HopperGradients:
         queries_registers=queries,
         box_columns=64 if columns % 64 == 0 else 32,  # of which V has a whole number in any case
         dq_columns=columns,
-        dq_part=columns if all_of_dq else next(part for part in (64, 32) if columns % part == 0),
+        dq_part=part,
         dq_by_rows=False,
     )
 

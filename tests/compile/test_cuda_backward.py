@@ -27,6 +27,7 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
         ("sliding_window", {"head_dim": 128, "deterministic": "true"}),
         ("allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}),
         ("causal", {"head_dim": 256}),  # clusters
+        ("neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}),
         ("sliding_window", {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"}),
     ],
 )
