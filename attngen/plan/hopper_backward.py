@@ -74,8 +74,8 @@ _TABLE = (
 _BLOCK_HEAD_DIM = 128
 _CLUSTER = 2
 #: Registers of a thread that produces, that keeps dK or dV, and that multiplies dQ, up to this head dim and beyond: of
-#: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more, what multiplies few of them
-#: leaves more to those that find tiles.
+#: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more; few of them leave more to
+#: what finds tiles.
 _ALL_OF_DQ = 192
 _ALL_REGISTERS = (40, 192, 88)
 _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
