@@ -164,7 +164,7 @@ def _planned_gradients(plan: Plan, roles: HopperGradients) -> int:
     """
     s, dp, rows = plan.columns_qk[0].width // 16, plan.columns_v[0].width // 16, plan.tile_m // 16
     loop = s + dp + 2 * rows + plan.tile_n // 16
-    return loop + s if roles.overlap == "gradients" else loop + s + dp + rows
+    return loop + s + dp + rows if roles.overlap == "dp" else loop + s
 
 
 def _parameters(kernel: str, symbol: str, arguments: Sequence[Argument], cubin: bytes) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
 from attngen.errors import PlanError
-from attngen.lang.folding import fold_logit, fold_slope
-from attngen.lang.ir import names
-from attngen.lang.simplify import TRUE
+from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
+from attngen.lang.ir import Expr, Op, names, walk
+from attngen.lang.simplify import mul
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
 from attngen.plan import naming
@@ -18,7 +18,7 @@ from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
 from attngen.plan.hopper import widths
 from attngen.plan.model import HopperGradients, Part, Plan, Region
-from attngen.plan.traits import gathers, is_light, reads_data_per_key
+from attngen.plan.traits import is_light, reads_positions
 from attngen.spec.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
@@ -35,7 +35,7 @@ _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 _SECTION_BYTES = 24 * 2**20
 
 #: How names of kernels say what the softmax runs over.
-_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",)}
+_LABELS = {"gradients": (), "dp": ("dpoverlap",), "dk": ("dkoverlap",)}
 
 #: Query rows of a block that computes the sums of rows, and of warps of a block.
 _ROWS, _ROWS_WARPS = 64, 4
@@ -53,15 +53,21 @@ class _Choice:
     q_stages: int
 
 
-#: First match wins. "plain": no score, and a mask made of comparisons of positions and scalars. Others evaluate more
-#: for each pair, which takes registers that dP cannot have at the same time.
-#: Measured on an H200 where docs/performance.md says so; the rest follows from registers.
+#: First match wins; ``_family`` says what the families are. Measured on an H200 where docs/performance.md says so; the
+#: rest follows from registers: those of dQ are free for the softmax once dQ has left ("dk").
 _TABLE = (
     _Choice("plain", 64, 128, overlap="dp", packed=True, q_stages=2),
     _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3),
-    _Choice("any", 64, 128, overlap="nothing", packed=True, q_stages=2),
-    _Choice("any", 128, 64, overlap="nothing", packed=True, q_stages=2),
+    _Choice("light", 64, 128, overlap="gradients", packed=True, q_stages=2),
+    _Choice("light", 128, 64, overlap="gradients", packed=True, q_stages=3),
+    _Choice("derived", 64, 128, overlap="dk", packed=True, q_stages=2),
+    _Choice("derived", 128, 64, overlap="gradients", packed=True, q_stages=3),
+    _Choice("heavy", 64, 128, overlap="dk", packed=True, q_stages=2),
+    _Choice("heavy", 128, 64, overlap="dk", packed=True, q_stages=3),
 )
+
+#: Most operations of a derivative that fit beside dQ.
+_LIGHT_DERIVATIVE = 4
 
 
 def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -73,15 +79,15 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     given = (spec.backward or Backward()).dkdv
     columns_qk, columns_v = widths(spec.head_dim_qk), widths(spec.head_dim_v)
     qk, v = columns_qk.width, columns_v.width
-    family = "plain" if is_light(spec.variant) else "any"
-    choice = next(row for row in _TABLE if row.family in (family, "any") and max(qk, v) <= row.head_dim)
+    family = _family(spec)
+    choice = next(row for row in _TABLE if row.family == family and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
     if given.tile_n not in (None, _KEYS):
         raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
     stages = given.stages or 2
     driver = driver_of(spec, "q")
-    registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW else _WIDE_REGISTERS
+    registers = _NARROW_REGISTERS if family == "plain" and max(qk, v) <= _NARROW else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     draft = HopperGradients(
         consumers=_CONSUMERS,
@@ -165,20 +171,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "backward",
             "a backward in cuda gives no gradients of a variant's own tensors (grad: true); allowed: triton",
         )
-    if _has_slope(spec):
-        return refuse(
-            spec,
-            "backward",
-            "the derivative of this score differs from pair to pair, or from head to head, which takes more registers "
-            "than a consumer of cuda kernels has; allowed: triton",
-        )
-    if _is_listed(spec.variant) or gathers(replace(spec.variant, mask=TRUE)):
-        return refuse(
-            spec,
-            "backward",
-            "a tensor that the mask reads for each key, or the score for each pair, takes more registers than a "
-            "consumer of cuda kernels has; allowed: triton",
-        )
     if not spec.fast_math:
         return refuse(
             spec,
@@ -201,17 +193,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _is_listed(variant: Variant) -> bool:
-    return reads_data_per_key(variant) and not gathers(variant)
-
-
-def _has_slope(spec: KernelSpec) -> bool:
-    """Whether the derivative of the score differs from pair to pair, or among the heads that dK sums over."""
-    variant = spec.variant
-    slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=spec.fast_math), fast_math=spec.fast_math)
-    return slope.varying is not None or "h" in names(slope.factor)
-
-
 def _parts(plan: Plan) -> Iterator[Part]:
     """Yield the kernels in the order of their launches."""
     common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1, "driver": "ranges"}
@@ -230,6 +211,31 @@ def _parts(plan: Plan) -> Iterator[Part]:
         arguments=arguments.dkdv_arguments(plan),
     )  # fmt: skip
     yield part("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
+
+
+def _family(spec: KernelSpec) -> str:
+    """Return what mask and score are made of: what they take of registers decides what a softmax can run over.
+
+    "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
+    same for all pairs. "derived": one whose derivative differs. "heavy": more operations, or tensors read by position.
+    """
+    variant = spec.variant
+    if is_light(variant):
+        return "plain"
+    slope = derivative(variant, fast_math=spec.fast_math).varying
+    if reads_positions(variant) or (slope is not None and _operations(slope) > _LIGHT_DERIVATIVE):
+        return "heavy"
+    return "light" if slope is None else "derived"
+
+
+def derivative(variant: Variant, *, fast_math: bool) -> Slope:
+    """Return the derivative of the logit by the product; its factor is one that all heads share, since dK sums over them."""
+    slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=fast_math), fast_math=fast_math)
+    return Slope(ONE, mul(slope.varying or ONE, slope.factor)) if "h" in names(slope.factor) else slope
+
+
+def _operations(expr: Expr) -> int:
+    return sum(isinstance(node, Op) for node in set(walk(expr)))
 
 
 def by_head(variant: Variant) -> bool:
