@@ -47,6 +47,7 @@ DsColumns DsRows KeyColumns KeyRows QueryColumns QueryRows Step advance_q buffer
 dq_phase exponentiate_step first first_column issue_dk issue_dp issue_dq issue_dv issue_s j key_rows keys_loaded
 kv_phase lse_numbers next_step other own pack_probabilities pair pairs place q_used ragged region release_dout
 row_numbers store_dq store_ds stride sum_tile sums sync_consumers tell thread threads tiles_of_all upper what both
+derivative not_hoisted own_lane p_derivative weighted
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.

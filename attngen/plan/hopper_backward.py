@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
-from attngen.lang.ir import Expr, Op, names, walk
+from attngen.lang.ir import names
 from attngen.lang.simplify import mul
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
@@ -61,13 +61,9 @@ _TABLE = (
     _Choice("light", 64, 128, overlap="gradients", packed=True, q_stages=2),
     _Choice("light", 128, 64, overlap="gradients", packed=True, q_stages=3),
     _Choice("derived", 64, 128, overlap="dk", packed=True, q_stages=2),
-    _Choice("derived", 128, 64, overlap="gradients", packed=True, q_stages=3),
-    _Choice("heavy", 64, 128, overlap="dk", packed=True, q_stages=2),
-    _Choice("heavy", 128, 64, overlap="dk", packed=True, q_stages=3),
+    _Choice("derived", 128, 64, overlap="dk", packed=True, q_stages=3),
+    _Choice("reading", 128, 64, overlap="dk", packed=True, q_stages=3),
 )
-
-#: Most operations of a derivative that fit beside dQ.
-_LIGHT_DERIVATIVE = 4
 
 
 def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -87,7 +83,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
     stages = given.stages or 2
     driver = driver_of(spec, "q")
-    registers = _NARROW_REGISTERS if family == "plain" and max(qk, v) <= _NARROW else _WIDE_REGISTERS
+    registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and choice.overlap != "dk" else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     draft = HopperGradients(
         consumers=_CONSUMERS,
@@ -96,8 +92,8 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         overlap=choice.overlap,
         packed=choice.packed,
         q_stages=choice.q_stages,
-        box_columns=64 if qk % 64 == 0 and v % 64 == 0 else 32,
-        dq_columns=qk if by_rows else 64,
+        box_columns=64 if qk % 64 == 0 and v % 64 == 0 and (by_rows or qk > 64) else 32,
+        dq_columns=qk if by_rows else 64 if qk > 64 else 32,
         dq_by_rows=by_rows,
         shared=(),
     )
@@ -217,25 +213,20 @@ def _family(spec: KernelSpec) -> str:
     """Return what mask and score are made of: what they take of registers decides what a softmax can run over.
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
-    same for all pairs. "derived": one whose derivative differs. "heavy": more operations, or tensors read by position.
+    same for all pairs. "derived": one whose derivative differs. "reading": tensors are read by position.
     """
     variant = spec.variant
     if is_light(variant):
         return "plain"
-    slope = derivative(variant, fast_math=spec.fast_math).varying
-    if reads_positions(variant) or (slope is not None and _operations(slope) > _LIGHT_DERIVATIVE):
-        return "heavy"
-    return "light" if slope is None else "derived"
+    if reads_positions(variant):
+        return "reading"
+    return "light" if derivative(variant, fast_math=spec.fast_math).varying is None else "derived"
 
 
 def derivative(variant: Variant, *, fast_math: bool) -> Slope:
     """Return the derivative of the logit by the product; its factor is one that all heads share, since dK sums over them."""
     slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=fast_math), fast_math=fast_math)
     return Slope(ONE, mul(slope.varying or ONE, slope.factor)) if "h" in names(slope.factor) else slope
-
-
-def _operations(expr: Expr) -> int:
-    return sum(isinstance(node, Op) for node in set(walk(expr)))
 
 
 def by_head(variant: Variant) -> bool:

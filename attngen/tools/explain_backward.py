@@ -65,7 +65,7 @@ _DOES_IN_CUDA = {
 _OVERLAPS = {
     "gradients": "runs under dQ and dK of the one before",
     "dp": "runs under its dP",
-    "nothing": "runs under no product of its own warpgroup",
+    "dk": "runs under dK of the one before",
 }
 
 

@@ -20,6 +20,9 @@ from tests.plan.specs import planned
         ("alibi", {"head_dim": 96, "layout": "varlen"}),
         ("allowed", {"head_dim": 64}),  # and its classifier
         ("causal_sink", {"head_dim": 80}),
+        ("softcap", {"head_dim": 128}),
+        ("packed_documents", {"head_dim": 64, "layout": "varlen"}),
+        ("relative_bias", {"head_dim": 128, "dtype": "fp16"}),
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
