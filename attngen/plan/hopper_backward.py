@@ -224,7 +224,7 @@ def _family(spec: KernelSpec) -> str:
 
 
 def derivative(variant: Variant, *, fast_math: bool) -> Slope:
-    """Return the derivative of the logit by the product; its factor is one that all heads share, since dK sums over them."""
+    """Return the derivative of the logit by the product, with a factor that all heads share: dK sums over them."""
     slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=fast_math), fast_math=fast_math)
     return Slope(ONE, mul(slope.varying or ONE, slope.factor)) if "h" in names(slope.factor) else slope
 

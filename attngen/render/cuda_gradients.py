@@ -37,8 +37,8 @@ _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
 class Probabilities:
     """How products become probabilities: the steps of partial and of full tiles, and what ``exp2`` is taken of.
 
-    dK and dQ are multiplied by ``factor`` at the end: what of the derivative of the logit by the product is the same for
-    all pairs. ``weighted`` is the probability times the rest of it, which elements call ``derivative``; None without.
+    dK and dQ are multiplied by ``factor`` at the end: what all pairs share of the derivative of the logit by the
+    product. ``weighted`` is the probability times the rest of it, which elements call ``derivative``; None without.
     """
 
     block: tuple[str, ...]
