@@ -26,6 +26,9 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
         ("dropped", {"head_dim": 64, "layout": "varlen"}),
         ("sliding_window", {"head_dim": 128, "deterministic": "true"}),
         ("allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}),
+        ("softcap", {"head_dim": 128}),
+        ("packed_documents", {"head_dim": 64, "layout": "varlen"}),
+        ("relative_bias", {"head_dim": 128, "dtype": "fp16"}),
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
