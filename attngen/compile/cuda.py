@@ -167,7 +167,7 @@ def _planned_gradients(plan: Plan, roles: HopperGradients) -> int:
     if roles.cluster > 1:  # each begins with one of its own
         parts = sum(roles.parts_of(16 * width) for width in (s, dp))
         return s + dp + s + dp + rows * parts + plan.tile_n // 16 * (roles.dq_columns // roles.dq_part)
-    return loop + s if roles.overlap == "gradients" else loop + s + dp + rows
+    return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
 
 
 def _parameters(kernel: str, symbol: str, arguments: Sequence[Argument], cubin: bytes) -> list[dict[str, Any]]:

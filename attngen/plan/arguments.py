@@ -52,6 +52,7 @@ told turn fence_async_global anew element find_kept first_word high is_kept keep
 accumulate advance_buffer advance_dout buffer_phase ds_region empty here load_dout load_rows loads_dout loads_q
 other_rows other_start own_start place_of_pairs rank release rows_of_keys settle_dv there
 cluster_rank mapped sync_cluster arrive_at load_box_to copy_to add_floats values
+derivative not_hoisted own_lane p_derivative weighted
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.

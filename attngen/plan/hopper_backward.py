@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
 from attngen.errors import PlanError
-from attngen.lang.folding import fold_logit, fold_slope
+from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import names
-from attngen.lang.simplify import TRUE
+from attngen.lang.simplify import mul
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
 from attngen.plan import naming
@@ -18,7 +18,7 @@ from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
 from attngen.plan.hopper import widths
 from attngen.plan.model import Columns, HopperGradients, Part, Plan, Region
-from attngen.plan.traits import gathers, is_light, reads_data_per_key
+from attngen.plan.traits import is_light, reads_positions
 from attngen.spec.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
@@ -36,7 +36,10 @@ _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 _SECTION_BYTES = 24 * 2**20
 
 #: How names of kernels say what the softmax runs over.
-_LABELS = {"gradients": (), "dp": ("dpoverlap",), "nothing": ("nooverlap",), "roles": (), "dv": ("dvoverlap",)}
+_LABELS = {
+    "gradients": (), "dp": ("dpoverlap",), "dk": ("dkoverlap",), "nothing": ("nooverlap",), "roles": (),
+    "dv": ("dvoverlap",),
+}  # fmt: skip
 
 #: Query rows of a block that computes the sums of rows, and of warps of a block.
 _ROWS, _ROWS_WARPS = 64, 4
@@ -54,19 +57,24 @@ class _Choice:
     q_stages: int
 
 
-#: First match wins. "plain": no score, and a mask made of comparisons of positions and scalars. Others evaluate more
-#: for each pair, which takes registers that dP cannot have at the same time.
-#: Measured on an H200 where docs/performance.md says so; the rest follows from registers.
-#: "dropped": dV takes probabilities after dropout, dS those before.
+#: First match wins; ``_family`` says what the families are. Measured on an H200 where docs/performance.md says so; the
+#: rest follows from registers: those of dQ are free for the softmax once dQ has left ("dk").
 _TABLE = (
-    _Choice("dropped", 64, 128, overlap="nothing", packed=True, q_stages=2),
-    _Choice("dropped", 128, 64, overlap="nothing", packed=True, q_stages=2),
+    _Choice("tight", 64, 128, overlap="nothing", packed=True, q_stages=2),
+    _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
     _Choice("plain", 64, 128, overlap="dp", packed=True, q_stages=2),
     _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3),
-    _Choice("any", 64, 128, overlap="nothing", packed=True, q_stages=2),
-    _Choice("any", 128, 64, overlap="nothing", packed=True, q_stages=2),
-    _Choice("any", 192, 64, overlap="roles", packed=False, q_stages=3),
-    _Choice("any", 256, 64, overlap="dv", packed=False, q_stages=3),
+    _Choice("light", 64, 128, overlap="gradients", packed=True, q_stages=2),
+    _Choice("light", 128, 64, overlap="gradients", packed=True, q_stages=3),
+    _Choice("derived", 64, 128, overlap="dk", packed=True, q_stages=2),
+    _Choice("derived", 128, 64, overlap="dk", packed=True, q_stages=3),
+    _Choice("reading", 128, 64, overlap="dk", packed=True, q_stages=3),
+    _Choice("plain", 192, 64, overlap="roles", packed=False, q_stages=3),
+    _Choice("plain", 256, 64, overlap="dv", packed=False, q_stages=3),
+    _Choice("light", 192, 64, overlap="roles", packed=False, q_stages=3),
+    _Choice("light", 256, 64, overlap="dv", packed=False, q_stages=3),
+    _Choice("derived", 256, 64, overlap="roles", packed=False, q_stages=3),
+    _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
 
 #: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
@@ -95,8 +103,8 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         row for row in SCHEDULES if row.name == ("cuda_backward_cluster" if wide else "cuda_backward_wgmma")
     )
     check_head_dims(spec, schedule)
-    family = "dropped" if spec.variant.dropout else "plain" if is_light(spec.variant) else "any"
-    choice = next(row for row in _TABLE if row.family in (family, "any") and max(qk, v) <= row.head_dim)
+    family = _family(spec)
+    choice = next(row for row in _TABLE if row.family == family and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
     if given.tile_n not in (None, _KEYS):
@@ -110,7 +118,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
             f"{stages} is not allowed: dO of a step takes {parts_of_dout} stages; nearest: {parts_of_dout}",
         )
     driver = driver_of(spec, "q")
-    registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW else _WIDE_REGISTERS
+    registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and choice.overlap != "dk" else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     draft = HopperGradients(
         consumers=_CONSUMERS,
@@ -119,8 +127,8 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         overlap=choice.overlap,
         packed=choice.packed,
         q_stages=choice.q_stages,
-        box_columns=64 if qk % 64 == 0 and v % 64 == 0 else 32,
-        dq_columns=qk if by_rows else 64,
+        box_columns=64 if qk % 64 == 0 and v % 64 == 0 and (by_rows or qk > 64) else 32,
+        dq_columns=qk if by_rows else 64 if qk > 64 else 32,
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
         shared=(),
@@ -225,20 +233,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "backward",
             "a backward in cuda gives no gradients of a variant's own tensors (grad: true); allowed: triton",
         )
-    if _has_slope(spec):
-        return refuse(
-            spec,
-            "backward",
-            "the derivative of this score differs from pair to pair, or from head to head, which takes more registers "
-            "than a consumer of cuda kernels has; allowed: triton",
-        )
-    if _is_listed(spec.variant) or gathers(replace(spec.variant, mask=TRUE)):
-        return refuse(
-            spec,
-            "backward",
-            "a tensor that the mask reads for each key, or the score for each pair, takes more registers than a "
-            "consumer of cuda kernels has; allowed: triton",
-        )
     if not spec.fast_math:
         return refuse(
             spec,
@@ -252,8 +246,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             f"head dims beyond {_BLOCK_HEAD_DIM} add up dQ in no fixed order in cuda; allowed: false, or "
             "backward: {backend: triton}",
         )
-    if _is_wide(spec) and spec.variant.dropout:
-        return refuse(spec, "backward", f"head dims beyond {_BLOCK_HEAD_DIM} have no dropout in cuda; allowed: triton")
+    if spec.variant.dropout and (refused := _refused_dropout(spec)):
+        return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
@@ -262,15 +256,13 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _is_listed(variant: Variant) -> bool:
-    return reads_data_per_key(variant) and not gathers(variant)
-
-
-def _has_slope(spec: KernelSpec) -> bool:
-    """Whether the derivative of the score differs from pair to pair, or among the heads that dK sums over."""
-    variant = spec.variant
-    slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=spec.fast_math), fast_math=spec.fast_math)
-    return slope.varying is not None or "h" in names(slope.factor)
+def _refused_dropout(spec: KernelSpec) -> str | None:
+    """Return what cannot be dropped from, or None."""
+    if _is_wide(spec):
+        return f"head dims beyond {_BLOCK_HEAD_DIM}"
+    if derivative(spec.variant, fast_math=spec.fast_math).varying is not None:
+        return "scores whose derivative differs from pair to pair, or from head to head"
+    return None
 
 
 def _parts(plan: Plan) -> Iterator[Part]:
@@ -293,6 +285,30 @@ def _parts(plan: Plan) -> Iterator[Part]:
         persistent=cluster == 1, arguments=arguments.dkdv_arguments(plan),
     )  # fmt: skip
     yield part("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
+
+
+def _family(spec: KernelSpec) -> str:
+    """Return what mask and score are made of: what they take of registers decides what a softmax can run over.
+
+    "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
+    same for all pairs. "derived": one whose derivative differs. "reading": tensors are read by position. "tight": with
+    dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes more of a
+    loader.
+    """
+    variant = spec.variant
+    if variant.dropout or (spec.deterministic and driver_of(spec, "q") == "tile_map"):
+        return "tight"
+    if is_light(variant):
+        return "plain"
+    if reads_positions(variant):
+        return "reading"
+    return "light" if derivative(variant, fast_math=spec.fast_math).varying is None else "derived"
+
+
+def derivative(variant: Variant, *, fast_math: bool) -> Slope:
+    """Return the derivative of the logit by the product, with a factor that all heads share: dK sums over them."""
+    slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=fast_math), fast_math=fast_math)
+    return Slope(ONE, mul(slope.varying or ONE, slope.factor)) if "h" in names(slope.factor) else slope
 
 
 def by_head(variant: Variant) -> bool:

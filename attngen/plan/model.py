@@ -147,8 +147,8 @@ class HopperGradients:
     consumers: int  # warpgroups that keep sums in registers: of 64 keys each, or one of dV and one of dK
     producer_registers: int  # per thread, as are the next two
     consumer_registers: int
-    overlap: str  # what the softmax of a step runs over: gradients (dQ and dK of the step before) | dp | nothing; in a
-    # cluster: roles (products of other warpgroups) | dv (that of the step before, too)
+    overlap: str  # what the softmax of a step runs over: gradients (dQ and dK of the step before) | dk | dp | nothing;
+    # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
     packed: bool  # dS is computed from probabilities in 16 bits, not in float32
     q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
     box_columns: int  # columns of one copy

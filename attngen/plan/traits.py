@@ -39,6 +39,12 @@ def gathers(variant: Variant) -> bool:
     return False
 
 
+def reads_positions(variant: Variant) -> bool:
+    """Whether mask or score read a tensor at an index that depends on the query or the key."""
+    loads = (node for node in _nodes(variant) if isinstance(node, Load))
+    return any(names(index) & (_ROWS | _KEYS) for load in loads for index in load.indices)
+
+
 def is_light(variant: Variant) -> bool:
     """Whether there is no score, and the mask takes no registers to speak of: comparisons of sums, nothing else."""
     heavy = ("floordiv", "mod", "truediv", "pow")

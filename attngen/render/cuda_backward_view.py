@@ -95,6 +95,7 @@ class CudaBackwardView:
     partial: Steps
     full: Steps
     exponent: str
+    weighted: str | None
     factor_lines: tuple[str, ...]
     factor: str
     uses_b: bool
@@ -174,6 +175,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         partial=code.partial,
         full=code.full,
         exponent=code.exponent,
+        weighted=code.weighted,
         factor_lines=factor_lines,
         factor=factor_text,
         uses_b=not plan.varlen or uses("b", "\n".join([*factor_lines, factor_text])),

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from attngen.lang.bands import classify
 from attngen.lang.emit import Binding
 from attngen.lang.facts import index
-from attngen.lang.folding import PRODUCT, fold_logit, fold_slope
+from attngen.lang.folding import PRODUCT, fold_logit, is_finite
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
+from attngen.plan.hopper_backward import derivative
 from attngen.plan.model import Plan
 from attngen.render.cuda_math import Steps, declarations, declared, masking, used, with_corners
 from attngen.render.expressions import (
@@ -36,8 +37,8 @@ _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
 class Probabilities:
     """How products become probabilities: the steps of partial and of full tiles, and what ``exp2`` is taken of.
 
-    dK and dQ are multiplied by ``factor``, the derivative of the logit by the product, at the end: no plan lets it
-    differ from pair to pair.
+    dK and dQ are multiplied by ``factor`` at the end: what all pairs share of the derivative of the logit by the
+    product. ``weighted`` is the probability times the rest of it, which elements call ``derivative``; None without.
     """
 
     block: tuple[str, ...]
@@ -45,19 +46,23 @@ class Probabilities:
     full: Steps
     exponent: str
     factor: Expr
+    weighted: str | None
 
 
 def probabilities(plan: Plan) -> Probabilities:
     """Return the lines of a step."""
     variant = plan.variant
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
-    slope = fold_slope(logit, (), fast_math=plan.fast_math)
+    slope = derivative(variant, fast_math=plan.fast_math)
+    roots = [logit.value, logit.multiplier, *([] if slope.varying is None else [slope.varying])]
     block: dict[str, None] = {}  # lines that are the same for all steps
     found, multiplier = [], ""
     for partial in (True, False):
         bound = _elements(plan)
-        scored = emit_for(plan, CUDA, [logit.value, logit.multiplier], bound, inner="q")
+        scored = emit_for(plan, CUDA, roots, bound, inner="q")
         hoisted, body = list(scored.hoisted), list(scored.body)
+        if slope.varying is not None:
+            body.append(f"const float derivative = {scored.results[2]};")
         if variant.score is not None:
             body.append(f"x = {scored.results[0]};")
         if partial:
@@ -77,7 +82,15 @@ def probabilities(plan: Plan) -> Probabilities:
         full=found[1],
         exponent=_exponent(multiplier),
         factor=slope.factor,
+        weighted=_weighted(slope.varying),
     )
+
+
+def _weighted(slope: Expr | None) -> str | None:
+    """Return the probability times the derivative of its logit; zero times infinity is no zero, so it is selected."""
+    if slope is None:
+        return None
+    return "x * derivative" if is_finite(slope) else "x != 0.0f ? x * derivative : 0.0f"
 
 
 def _once(lines: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -114,7 +127,7 @@ def _steps(hoisted: Sequence[str], body: Sequence[str]) -> Steps:
             row_names.update(declared([line]))
         else:
             tile.append(line)
-    varying = {"x", *row_names}
+    varying = {"x", "derivative", *row_names}
     column, element = [], []
     for line in body:
         if varying & set(re.findall(r"\w+", line)):

@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       commit_products();
     };
     const auto issue_dp = [&](int stage) {
-      const KeyRows v(kV + key_rows);
+      const KeyRows v(kV + not_hoisted(key_rows));
       const QueryRows dout(kDout + stage * kDoutBytes);
       fence_products();
 #pragma unroll
@@ -474,10 +474,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const auto store_rows = [&](const auto& acc, float factor, uint32_t region, Element* rows, long long stride, int count, int columns) {
       constexpr int kChunks = sizeof(acc) / 16;  // of 8 columns
       const uint32_t own = region + warpgroup * 64 * 16 * kChunks;
-      const int row = 16 * (warp % 4) + lane % 16;
+      const int own_lane = not_hoisted(lane), row = 16 * (warp % 4) + own_lane % 16;
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
-        const int chunk = i + lane / 16, swizzled = chunk ^ (row % 8);
+        const int chunk = i + own_lane / 16, swizzled = chunk ^ (row % 8);
         const auto pair = [&](int j) { return pack<Element>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
         store_blocks(own + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
       }
@@ -537,6 +537,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           wait_products<2>();
           settle(s);
           if (__any_sync(~0u, more)) exponentiate_step();
+
           wait_products<1>();
           settle(dq);
           store_dq();

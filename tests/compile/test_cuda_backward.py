@@ -29,6 +29,9 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
         ("causal", {"head_dim": 256}),  # clusters
         ("neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}),
         ("sliding_window", {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"}),
+        ("softcap", {"head_dim": 128}),
+        ("packed_documents", {"head_dim": 64, "layout": "varlen"}),
+        ("relative_bias", {"head_dim": 128, "dtype": "fp16"}),
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:

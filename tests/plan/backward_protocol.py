@@ -46,7 +46,7 @@ class Case:
     def random(cls, random: Random) -> Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
-        return cls(works, random.randint(2, 3), random.randint(2, 3), random.choice(("gradients", "dp", "nothing")))
+        return cls(works, random.randint(2, 3), random.randint(2, 3), random.choice(("gradients", "dk", "dp")))
 
 
 class Backward(Simulation):
@@ -237,10 +237,13 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             pending = product("dk", (before, here, buffer), own)
             yield from issue(*reads)
             yield from issue(*pending)
-            if more:
-                yield from complete(*product("s", (q, here, buffer), following))
+            of_next = product("s", (q, here, buffer), following) if more else ()
+            if case.overlap == "gradients":  # the softmax comes before dQ leaves, else after it
+                yield from complete(*of_next)
             yield from complete(*reads)
             yield from store_dq(own)
+            if case.overlap == "dk":
+                yield from complete(*of_next)
             own = following
         yield from complete(*pending)
         assert before is not None
@@ -248,7 +251,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             before.release()
 
     def plain() -> Role:
-        """``_gradient_steps.cu.j2``; whether dP follows S at once or behind the softmax is the same to barriers."""
+        """``_gradient_steps.cu.j2``."""
         own = step
         yield dout.full()
         yield from issue(*product("s", (q, dout, buffer), own))
@@ -302,7 +305,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield kv.full()
             if not rules.keys_until_products and leader:
                 kv.release()
-            yield from (overlapping() if case.overlap == "gradients" else plain())
+            yield from (plain() if case.overlap == "dp" else overlapping())
             if rules.keys_until_products and leader:
                 kv.release()
             kv.advance()

@@ -12,6 +12,13 @@ __device__ __forceinline__ void store_transposed(uint32_t to, uint32_t b0, uint3
       : "memory");
 }
 
+// The same value, of which the compiler does not know that: what is computed of it is computed where it stands, and
+// takes no registers before.
+__device__ __forceinline__ uint32_t not_hoisted(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Adds floats of shared memory to global memory, in no fixed order (PTX ISA, "cp.reduce.async.bulk").
 __device__ __forceinline__ void add_floats(float* to, uint32_t from, uint32_t bytes) {
   asm volatile(

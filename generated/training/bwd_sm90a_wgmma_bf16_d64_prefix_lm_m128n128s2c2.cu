@@ -1,4 +1,4 @@
-// bwd_sm90a_wgmma_bf16_d64_prefix_lm_m128n128s2c2_nooverlap
+// bwd_sm90a_wgmma_bf16_d64_prefix_lm_m128n128s2c2
 //
 // Attention backward, variant prefix_lm: mask `kv < prefix[b] or q_pos >= kv`.
 // Rendered from templates/cuda/backward.cu.j2 by `attngen build specs/training.yaml`.
@@ -91,7 +91,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_prefix_lm_m128n128s2c2_nooverlap_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_prefix_lm_m128n128s2c2_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_prefi
 // that share them. The last warpgroup produces: one warp finds the tiles and loads them by TMA, and one adds dQ to its
 // sums in global memory. The others consume: each has 64 keys, multiplies S^T = K Q^T and dP^T = V dO^T, and keeps dK
 // and dV in registers; dS goes through shared memory, since dQ sums over the keys of both.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_prefix_lm_m128n128s2c2_nooverlap_dkdv(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_prefix_lm_m128n128s2c2_dkdv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       commit_products();
     };
     const auto issue_dp = [&](int stage) {
-      const KeyRows v(kV + key_rows);
+      const KeyRows v(kV + not_hoisted(key_rows));
       const QueryRows dout(kDout + stage * kDoutBytes);
       fence_products();
 #pragma unroll
@@ -490,10 +490,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const auto store_rows = [&](const auto& acc, float factor, uint32_t region, Element* rows, long long stride, int count, int columns) {
       constexpr int kChunks = sizeof(acc) / 16;  // of 8 columns
       const uint32_t own = region + warpgroup * 64 * 16 * kChunks;
-      const int row = 16 * (warp % 4) + lane % 16;
+      const int own_lane = not_hoisted(lane), row = 16 * (warp % 4) + own_lane % 16;
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
-        const int chunk = i + lane / 16, swizzled = chunk ^ (row % 8);
+        const int chunk = i + own_lane / 16, swizzled = chunk ^ (row % 8);
         const auto pair = [&](int j) { return pack<Element>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
         store_blocks(own + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
       }
@@ -520,52 +520,47 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(s);
         exponentiate_step();
-
-        wait(kDoutFull + 8 * stage, phase);
-        issue_dp(stage);
-        issue_dv(stage);
-        wait_products<1>();
-        settle(dp);
-        bool more = true;
+        bool more = true, first = true;
         while (__any_sync(~0u, more)) {
-          // dP and the probabilities of this step are known; dV is in flight.
+          // Probabilities of this step are known; dK of the one before is in flight.
+          wait(kDoutFull + 8 * stage, phase);
+          issue_dp(stage);
+          wait_products<1>();
+          settle(dk);
+          if (leader && !first) arrive(kQEmpty + 8 * (q_stage == 0 ? kQStages - 1 : q_stage - 1));
+          first = false;
+          issue_dv(stage);
+          wait_products<1>();
+          settle(dp);
           buffer ^= 1;
           store_ds(buffer);
-          sync_consumers();  // dS of both is complete
-          issue_dq(buffer);
-          issue_dk(q_stage, buffer);
-          wait_products<2>();
-          settle(dv);
 
-          // The products of the next step under these; behind the last one those of what is there, with probabilities of 0.
+          // S of the next step; behind the last one, of whatever is there.
           const int q_used = q_stage;
           advance_q();
           step = next_step();
           more = step.tile >= 0;
-          if (__any_sync(~0u, more)) release_dout();
           issue_s(q_stage);
+          wait_products<1>();
+          settle(dv);
+          release_dout();
+          sync_consumers();  // dS of both is complete
+          issue_dq(buffer);
+          issue_dk(q_used, buffer);
+
+          // The softmax of the next step under dQ and dK.
           wait_products<2>();
+          settle(s);
+          exponentiate_step();  // behind the last step, too: past a branch the registers of P would be needed twice
+
+          wait_products<1>();
           settle(dq);
           store_dq();
-          wait_products<0>();
-          settle(dk);
-          settle(s);
-          if (leader) arrive(kQEmpty + 8 * q_used);
-          exponentiate_step();
-
-          if (__any_sync(~0u, more)) wait(kDoutFull + 8 * stage, phase);
-          issue_dp(stage);
-          if (__any_sync(~0u, !more)) {
-#pragma unroll
-            for (int i = 0; i < kBlockM / 4; ++i) p[i] = 0;
-          }
-          issue_dv(stage);
-          wait_products<1>();
-          settle(dp);
         }
         wait_products<0>();
-        settle(dv);
-        release_dout();
+        settle(dk);
+        settle(s);
+        if (leader) arrive(kQEmpty + 8 * (q_stage == 0 ? kQStages - 1 : q_stage - 1));
         if (leader) arrive(kKvEmpty);
       }
       // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
@@ -589,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 }
 
 // dQ of a tile of queries from its sums, which hold what the registers of two warpgroups did.
-extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_wgmma_bf16_d64_prefix_lm_m128n128s2c2_nooverlap_dq(
+extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_wgmma_bf16_d64_prefix_lm_m128n128s2c2_dq(
     const float* dq_sum_ptr, bf16* dq_ptr, const int* prefix_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     int extent_prefix_0,
