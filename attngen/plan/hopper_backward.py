@@ -248,12 +248,31 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         )
     if spec.variant.dropout and (refused := _refused_dropout(spec)):
         return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
+    if "unverified" not in spec.allow and (unverified := _unverified(spec)):
+        return refuse(
+            spec,
+            "backward",
+            f"{unverified} in cuda has not passed 'attngen verify' on a GPU in all shapes; allowed: triton, or "
+            "'allow: [unverified]'",
+        )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
     return None
+
+
+def _unverified(spec: KernelSpec) -> str | None:
+    """Return what of a backward was not seen to be right in all shapes that are verified, or None."""
+    if _is_wide(spec):
+        return f"the backward of head dims beyond {_BLOCK_HEAD_DIM}"
+    family = _family(spec)
+    texts = {
+        "derived": "a derivative of the score that differs from pair to pair, or from head to head,",
+        "reading": "a backward that reads tensors by position",
+    }
+    return texts.get(family)
 
 
 def _refused_dropout(spec: KernelSpec) -> str | None:

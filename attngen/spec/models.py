@@ -50,7 +50,7 @@ TileMap = Annotated[str, Choice(("auto", "never", "always"))]
 Schedule = Annotated[str, Choice(("pingpong", "cooperative"))]
 Epilogue = Annotated[str, Choice(("staged", "direct"))]
 Order = Annotated[str, Choice(("longest_first", "natural"))]
-Allowance = Annotated[str, Choice(("spill", "serialized_wgmma"))]
+Allowance = Annotated[str, Choice(("spill", "serialized_wgmma", "unverified"))]
 
 HeadDimension = Annotated[int, Field(ge=1, le=1024)]
 TileExtent = Annotated[int, Field(ge=1, le=1024)]

@@ -15,7 +15,17 @@ from tests.plan.specs import planned
 
 
 def backward(variant: str = "causal", **fields: object) -> Plan:
-    return planned(variant, passes="backward", **{"backward": "{backend: cuda}", **fields})
+    given = {"backward": "{backend: cuda}", "allow": "[unverified]"}
+    return planned(variant, passes="backward", **{**given, **fields})
+
+
+@pytest.mark.parametrize(
+    ("variant", "head_dim"), [("causal", 256), ("softcap", 64), ("packed_documents", 128), ("allowed", 64)]
+)
+def test_what_was_not_verified_on_a_gpu_is_asked_for(variant: str, head_dim: int) -> None:
+    assert backward(variant, head_dim=head_dim).backend == "cuda"
+    with pytest.raises(PlanError, match=r"backward: .* has not passed 'attngen verify'.*allow: \[unverified\]"):
+        backward(variant, head_dim=head_dim, allow=None)
 
 
 WIDE = [
