@@ -207,7 +207,7 @@ def test_sdpa_in_checkpointed_layers_under_autocast(reentrant: bool, only: Packa
 
 
 def near(found: dict[str, Tensor], plain: dict[str, Tensor], wanted: dict[str, Tensor], times: float = 2) -> None:
-    """Assert that each gradient errs at most ``times`` as much as eager's in bf16, or by one unit of the largest one."""
+    """Assert that each gradient errs at most ``times`` as much as eager's in bf16, or by a unit of the largest one."""
     size = {name: float(gradient.square().mean().sqrt()) for name, gradient in wanted.items()}
     unit = 2**-8 * max(size.values())
     assert found.keys() == wanted.keys()

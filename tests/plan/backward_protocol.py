@@ -46,7 +46,7 @@ class Case:
     def random(cls, random: Random) -> Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
-        return cls(works, random.randint(2, 3), random.randint(2, 3), random.choice(("gradients", "dk", "dp")))
+        return cls(works, random.randint(2, 3), random.randint(2, 3), random.choice(("gradients", "dk", "dp", "nothing")))
 
 
 class Backward(Simulation):
@@ -251,7 +251,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             before.release()
 
     def plain() -> Role:
-        """``_gradient_steps.cu.j2``."""
+        """``_gradient_steps.cu.j2``; whether dP follows S at once or behind the softmax is the same to barriers."""
         own = step
         yield dout.full()
         yield from issue(*product("s", (q, dout, buffer), own))
@@ -305,7 +305,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield kv.full()
             if not rules.keys_until_products and leader:
                 kv.release()
-            yield from (plain() if case.overlap == "dp" else overlapping())
+            yield from (overlapping() if case.overlap in ("gradients", "dk") else plain())
             if rules.keys_until_products and leader:
                 kv.release()
             kv.advance()
