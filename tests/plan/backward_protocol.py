@@ -46,7 +46,8 @@ class Case:
     def random(cls, random: Random) -> Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
-        return cls(works, random.randint(2, 3), random.randint(2, 3), random.choice(("gradients", "dk", "dp", "nothing")))
+        overlap = random.choice(("gradients", "dk", "dp", "nothing"))
+        return cls(works, random.randint(2, 3), random.randint(2, 3), overlap)
 
 
 class Backward(Simulation):
