@@ -28,6 +28,9 @@ from attngen.runtime.select import Request, no_kernel, select
 from attngen.runtime.sinks import add_gradients
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
+_CU_SEQLENS_Q, _CU_SEQLENS_K, _SEQUSED_K, _DLSE = map(
+    ADDRESSES.index, ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dlse")
+)
 
 
 class Settings(NamedTuple):
@@ -155,6 +158,7 @@ def differentiate(
         variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
         dlse is None, seqused_k is None, determinism, q.dtype, q.get_device(), asked, names, *scalars,
     ]  # fmt: skip
+    # In the order of ``ADDRESSES``; 0 for what is absent, or allocated later.
     addresses = [
         _note(key, q), _note(key, k), _note(key, v), _note(key, out), lse.data_ptr(), 0, 0, 0, 0, _note(key, dout),
         0, 0, 0, 0, 0, 0, 0, 0,
@@ -163,11 +167,11 @@ def differentiate(
     if packing is not None:
         cu_seqlens_q = packing[0]
         key.append(cu_seqlens_q.shape)
-        addresses[5], addresses[6] = cu_seqlens_q.data_ptr(), packing[1].data_ptr()
+        addresses[_CU_SEQLENS_Q], addresses[_CU_SEQLENS_K] = cu_seqlens_q.data_ptr(), packing[1].data_ptr()
     if seqused_k is not None:
-        addresses[7] = seqused_k.data_ptr()
+        addresses[_SEQUSED_K] = seqused_k.data_ptr()
     if dlse is not None:
-        addresses[10] = dlse.data_ptr()
+        addresses[_DLSE] = dlse.data_ptr()
     for tensor in own:
         key.append(tensor.dtype)
         addresses.append(_note(key, tensor))
