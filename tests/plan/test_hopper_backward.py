@@ -20,12 +20,21 @@ def backward(variant: str = "causal", **fields: object) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("variant", "head_dim"), [("causal", 256), ("softcap", 64), ("packed_documents", 128), ("allowed", 64)]
+    ("variant", "fields"),
+    [
+        ("causal", {"head_dim": 256}),
+        ("causal", {"deterministic": "true"}),
+        ("alibi", {}),
+        ("dilated", {}),
+        ("softcap", {}),
+        ("packed_documents", {"head_dim": 128}),
+        ("allowed", {}),
+    ],
 )
-def test_what_was_not_verified_on_a_gpu_is_asked_for(variant: str, head_dim: int) -> None:
-    assert backward(variant, head_dim=head_dim).backend == "cuda"
+def test_what_was_not_verified_on_a_gpu_is_asked_for(variant: str, fields: dict[str, object]) -> None:
+    assert backward(variant, **fields).backend == "cuda"
     with pytest.raises(PlanError, match=r"backward: .* has not passed 'attngen verify'.*allow: \[unverified\]"):
-        backward(variant, head_dim=head_dim, allow=None)
+        backward(variant, allow=None, **fields)
 
 
 WIDE = [
