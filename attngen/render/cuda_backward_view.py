@@ -72,7 +72,6 @@ class CudaBackwardView:
     dkdv: Part
     dkdv_lines: tuple[str, ...]
     key_box: str
-    other_key_box: str
     query_box: str
     row_entry: str
     uses_q_tiles: bool
@@ -147,10 +146,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         row_of_dout=_row(plan, "dout", "row"),
         dkdv=parts["dkdv"],
         dkdv_lines=_lines(plan, parts["dkdv"]),
-        key_box=_key_box(plan, "own_start", "rows_of_keys")
-        if roles.cluster > 1
-        else _key_box(plan, "kv_start", "rows"),
-        other_key_box=_key_box(plan, "other_start", "other_rows"),
+        key_box=_key_box(plan, "start" if roles.cluster > 1 else "kv_start"),
         query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
         row_entry="h * static_cast<long long>(total_q) + q_begin + q"
         if plan.varlen
@@ -222,11 +218,11 @@ def _cluster_lines(steps: str) -> tuple[str, ...]:
     return (*lines, "const int h = step.h;") if uses("h", steps) else tuple(lines)
 
 
-def _key_box(plan: Plan, start: str, rows: str) -> str:
-    """Return the coordinates of a box of keys: what lies beyond the last of ``rows`` arrives as zeros."""
+def _key_box(plan: Plan, start: str) -> str:
+    """Return the coordinates of a box of keys: what lies beyond the last of its ``rows`` arrives as zeros."""
     assert plan.gradients is not None
     keys = "kKeys" if plan.gradients.cluster > 1 else "kBlockN"
-    return f"{keys} - {rows}, k_begin + {start} + {rows}" if plan.varlen else f"{keys} - {rows}, {start} + {rows}, b"
+    return f"{keys} - rows, k_begin + {start} + rows" if plan.varlen else f"{keys} - rows, {start} + rows, b"
 
 
 def _row(plan: Plan, name: str, row: str, head: str = "h") -> str:

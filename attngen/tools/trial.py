@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +36,7 @@ class CaseResult:
     seed: int
     deviation: Deviation | None = None
     error: str | None = None  # the kernel failed
+    broken: bool = False  # what it left behind is not to be trusted: after a fault, every later call of CUDA fails
     skipped: str | None = None  # the case is no legal call of this variant
 
     @property
@@ -83,8 +84,7 @@ class Trial:
 def try_kernel(kernel: Kernel, launch: Launch, device: torch.device | str, seed: int, *, small: bool) -> Trial:
     """Run a kernel on every case of its layout; ``small`` picks those that suit an interpreter."""
     cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
-    results = [_try_case(kernel, launch, case, device, seed + index) for index, case in enumerate(cases)]
-    return Trial(tuple(results))
+    return _trial(_try_case(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
 
 
 def try_backward(
@@ -92,8 +92,17 @@ def try_backward(
 ) -> Trial:
     """Run a backward on every case of its layout, as ``try_kernel`` does a forward."""
     cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
-    results = [_try_gradients(kernel, launch, case, device, seed + index) for index, case in enumerate(cases)]
-    return Trial(tuple(results))
+    return _trial(_try_gradients(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
+
+
+def _trial(results: Iterable[CaseResult]) -> Trial:
+    """Take results until a kernel breaks."""
+    taken: list[CaseResult] = []
+    for result in results:
+        taken.append(result)
+        if result.broken:
+            break
+    return Trial(tuple(taken))
 
 
 def _try_gradients(
@@ -115,7 +124,7 @@ def _try_gradients(
     except AttngenError as error:
         return CaseResult(case.name, seed, error=str(error))
     except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
-        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}")
+        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}", broken=True)
 
 
 def _inputs_in_extent(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call]:
@@ -139,7 +148,7 @@ def _try_case(kernel: Kernel, launch: Launch, case: Case, device: torch.device |
     except AttngenError as error:
         return CaseResult(case.name, seed, error=str(error))
     except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
-        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}")
+        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}", broken=True)
 
 
 def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call, Expected]:
