@@ -41,8 +41,8 @@ _LABELS = {
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
-#: Query rows of a block that computes the sums of rows, and of warps of a block.
-_ROWS, _ROWS_WARPS = 64, 4
+#: Query rows of a block that computes the sums of rows, at least, and its warps.
+_ROWS, _ROWS_WARPS = 16, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         shared=(),
     )
     if wide:
-        draft = _clustered(draft, qk, v)
+        draft = _clustered(draft, qk, v, divides=family == "light" and not is_light(replace(spec.variant, score=None)))
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
     name = naming.kernel_name(
         direction=spec.direction,
@@ -194,10 +194,11 @@ def _is_wide(spec: KernelSpec) -> bool:
     return max(spec.head_dim_qk, spec.head_dim_v) > _BLOCK_HEAD_DIM
 
 
-def _clustered(draft: HopperGradients, qk: int, v: int) -> HopperGradients:
-    """Return the roles of a block of a cluster."""
+def _clustered(draft: HopperGradients, qk: int, v: int, *, divides: bool) -> HopperGradients:
+    """Return the roles of a block of a cluster; a mask that ``divides`` positions takes more of what finds tiles."""
     all_of_dq, columns = max(qk, v) <= _ALL_OF_DQ, qk // _CLUSTER
-    part = columns if all_of_dq else next(part for part in _REGISTERS_OF_PART if columns % part == 0)
+    parts = [part for part in _REGISTERS_OF_PART if columns % part == 0]
+    part = columns if all_of_dq else parts[-1 if divides else 0]
     producer, consumers, queries = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
     return replace(
         draft,
@@ -210,6 +211,11 @@ def _clustered(draft: HopperGradients, qk: int, v: int) -> HopperGradients:
         dq_part=part,
         dq_by_rows=False,
     )
+
+
+def row_lanes(head_dim: int) -> int:
+    """Return how many lanes of a warp read a row of so many columns, 8 each; some may have none."""
+    return 1 << (head_dim // 8 - 1).bit_length()
 
 
 def _halves(head_dim: int) -> Columns:
@@ -295,7 +301,8 @@ def _parts(plan: Plan) -> Iterator[Part]:
         symbol = naming.part_name(plan.name, name)
         return Part(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
 
-    yield part("preprocess", "rows", _ROWS_WARPS, tile_m=_ROWS, arguments=arguments.preprocess_arguments(plan))
+    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v))
+    yield part("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=arguments.preprocess_arguments(plan))
     axes = map_axes(plan.variant, varlen=plan.varlen) if plan.driver == "tile_map" else None
     if axes is not None:
         own = arguments.classifier_arguments(plan)

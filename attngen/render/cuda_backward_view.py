@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from attngen.plan.hopper_backward import by_head
+from attngen.plan.hopper_backward import by_head, row_lanes
 from attngen.plan.model import HopperGradients, Part, Plan
 from attngen.render.cuda_gradients import factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
@@ -60,6 +60,9 @@ class CudaBackwardView:
     padding_qk: str
     width_v: int
     padding_v: str
+    outside: bool  # some copies would bring padding alone
+    end_qk: int  # columns that copies bring
+    end_v: int
     regions: tuple[RegionView, ...]
     swizzle: int
     swizzled_row: str
@@ -122,7 +125,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     dq_factor_lines, dq_factor = factor(dq, code.factor)
     steps = "\n".join([code.partial.text, code.full.text, code.exponent])
     spans = "\n".join([*found.lines, *found.values.values(), *listed])
-    chunks = plan.head_dim_v // 8
+    end_qk, end_v = (-(-each // roles.box_columns) * roles.box_columns for each in (plan.head_dim_qk, plan.head_dim_v))
     return CudaBackwardView(
         template=template,
         command=command(plan),
@@ -132,6 +135,9 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
         padding_v=padding(plan.columns_v[0]),
+        outside=(end_qk, end_v) != (plan.columns_qk[0].width, plan.columns_v[0].width),
+        end_qk=end_qk,
+        end_v=end_v,
         regions=tuple(
             RegionView(constant(r.name), r.offset, f"{r.bytes} B: {_region_text(roles, plan, r.name)}")
             for r in roles.shared
@@ -140,8 +146,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         swizzled_row="(row % 8)" if roles.box_columns == 64 else "(row / 2 % 4)",
         preprocess=parts["preprocess"],
         preprocess_lines=_lines(plan, parts["preprocess"]),
-        lanes_of_row=max(1 << (chunks - 1).bit_length(), 1),
-        chunks_of_row=chunks,
+        lanes_of_row=row_lanes(plan.head_dim_v),
+        chunks_of_row=plan.head_dim_v // 8,
         row_of_out=_row(plan, "out", "row"),
         row_of_dout=_row(plan, "dout", "row"),
         dkdv=parts["dkdv"],

@@ -39,8 +39,9 @@ def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, hea
     tile_n = max((part.tile_n for part in plan.parts), default=plan.tile_n)
     q_tiles, kv_tiles = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
     width_qk, width_v = padded_width(plan.columns_qk), padded_width(plan.columns_v)
+    width_dq = plan.gradients.sum_columns if plan.gradients else width_qk
     rows, keys = batch * heads * q_tiles * tile_m, batch * kv_heads * kv_tiles * tile_n
-    numbers = rows * width_qk + 2 * rows + batch * heads * (q_tiles + kv_tiles)
+    numbers = rows * width_dq + 2 * rows + batch * heads * (q_tiles + kv_tiles)
     if heads != kv_heads:
         numbers += keys * (width_qk + width_v)
     return _FLOAT32 * numbers
