@@ -265,6 +265,11 @@ SERVED = ("llama", "mistral", "gemma3", "qwen3", "gpt_oss", "modernbert", "whisp
 def trained(family: str, implementation: str, padding: str, times: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the gradients of a model that trains with dropout in its attention alone."""
     model = families.make(family, 64, implementation, "cuda", torch.bfloat16, all_experts=True).to(dtype)
+    if family == "t5":  # does not scale logits, but begins with weights that do; else its gradients are noise in bf16
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("Attention.q.weight"):
+                    parameter.mul_(64**-0.5)
     torch.manual_seed(7)
     return gradients(model, logits(train(model, RATE), batch(family, padding, "cuda", dtype, times)))
 

@@ -43,9 +43,10 @@ WIDE = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("variant", ["causal", "dilated", "softcap"])
 @pytest.mark.parametrize("head_dim", WIDE)
-def test_memory_and_registers_of_a_cluster_fit(head_dim: object) -> None:
-    found = backward(head_dim=head_dim)
+def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -> None:
+    found = backward(variant, head_dim=head_dim)
     roles, (columns_qk,), (columns_v,) = found.gradients, found.columns_qk, found.columns_v
     assert roles is not None
     assert (roles.cluster, roles.keys, found.threads) == (2, 64, 512)
