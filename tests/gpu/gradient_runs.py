@@ -1,0 +1,38 @@
+"""Backward kernels on random inputs of any shape, launched as often as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attngen.runtime.gradients import sums_of
+from attngen.runtime.module import Kernel
+from attngen.runtime.pinned import PinnedGradients, gradient_map_shapes
+from attngen.runtime.reference import reference
+from attngen.tools.cases import Case
+from attngen.tools.inputs import Element, make_inputs
+from attngen.tools.poison import poisoned_gradients
+
+
+def gradient_run(kernel: Kernel, case: Case, seed: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """Return what launches a backward, into fresh garbage each time, and returns dq, dk and dv."""
+    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
+    given = make_inputs(kernel.variant, case, kernel.layout, element, "cuda", seed)
+    call = given.bind(kernel.variant)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    dout = torch.randn((*given.q.shape[:-1], element.head_dim_v), generator=generator, device="cuda").to(given.q.dtype)
+    with torch.no_grad():
+        out, lse = reference(call, given.q, given.k, given.v)
+    inputs = {"q": given.q, "k": given.k, "v": given.v, "out": out, "lse": lse, "dout": dout}
+
+    def launch() -> tuple[Tensor, Tensor, Tensor]:
+        buffers, memory = poisoned_gradients(
+            call, inputs, gradient_map_shapes(kernel, call), None, sums_of(kernel, call)
+        )
+        PinnedGradients(kernel, call, buffers)()
+        assert memory.overrun() == ()
+        return buffers.dq, buffers.dk, buffers.dv
+
+    return launch
