@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.errors import NoKernelError
+from attngen.errors import CallError, NoKernelError
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
@@ -141,6 +141,8 @@ def run(
     """Run a call now, whether it comes from a program or from an operator. ``packing`` is None for a dense call."""
     if DROPOUT_P.name in arguments:
         arguments = _with_state(q, variant, package, arguments)
+    if tile_map is not None and not isinstance(tile_map, TileMap):
+        raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(tile_map).__name__}")
     given = (q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments)
     if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in _PLAIN and type(v) in _PLAIN):
         call, found = bind_call(*given)
