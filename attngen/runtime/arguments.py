@@ -382,13 +382,21 @@ def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
     declared = [t.name for t in variant.tensors] + [s.name for s in variant.scalars]
     for name in arguments:
         if name not in declared:
-            hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else suggest(name, [*declared, *CALL_KEYWORDS])
-            raise CallError(f"{variant.name}: unknown argument '{name}'{hint}; {_declaration(variant)}")
+            raise CallError(
+                f"{variant.name}: unknown argument '{name}'{hint_for(name, declared)}; {_declaration(variant)}"
+            )
     required = [t.name for t in variant.tensors if t != RNG_STATE]
     required += [s.name for s in variant.arguments if s.default is None]
     missing = [name for name in required if arguments.get(name) is None]
     if missing:
         raise CallError(f"{variant.name}: missing {', '.join(map(repr, missing))}; {_declaration(variant)}")
+
+
+def hint_for(unknown: str, declared: Sequence[str]) -> str:
+    """Return what to write instead of a keyword that neither the variant nor the call has, or the empty string."""
+    if unknown in _ELSEWHERE:
+        return f"; {_ELSEWHERE[unknown]}"
+    return suggest(unknown, (*declared, *CALL_KEYWORDS))
 
 
 def _declaration(variant: Variant) -> str:

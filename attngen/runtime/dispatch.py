@@ -283,6 +283,17 @@ def _run_reference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tupl
     return (out, lse) if call.return_lse else out
 
 
+def define_operators(*variants: str) -> tuple[str, ...]:
+    """Define the operators of ``torch.library`` of these variants, or of all, and return their qualified names.
+
+    A traced call defines its own. A program that was exported in another process names operators before any call
+    does, and needs this first. Raises NoKernelError for a variant that is not built.
+    """
+    from attngen.runtime import operators
+
+    return operators.define(variants)
+
+
 def tile_map(
     q: Tensor,
     k: Tensor,
