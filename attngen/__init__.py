@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from attngen import errors, integrations
     from attngen.runtime.debug import debug
     from attngen.runtime.discovery import load
-    from attngen.runtime.dispatch import attention, attention_varlen, explain, tile_map
+    from attngen.runtime.dispatch import attention, attention_varlen, define_operators, explain, tile_map
 
 __version__ = VERSION
 
-__all__ = ["attention", "attention_varlen", "debug", "errors", "explain", "integrations", "load", "tile_map"]
+__all__ = [
+    "attention", "attention_varlen", "debug", "define_operators", "errors", "explain", "integrations", "load",
+    "tile_map",
+]  # fmt: skip
 
 #: Public name → the module that holds it; None for a submodule of that name.
 _HOMES = {
     "attention": "attngen.runtime.dispatch",
     "attention_varlen": "attngen.runtime.dispatch",
     "debug": "attngen.runtime.debug",
+    "define_operators": "attngen.runtime.dispatch",
     "errors": None,
     "explain": "attngen.runtime.dispatch",
     "integrations": None,

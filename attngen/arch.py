@@ -39,3 +39,9 @@ _ROWS = (
 )
 
 ARCHES: dict[str, Arch] = {row.name: row for row in _ROWS}
+
+
+def arch_of(capability: int) -> Arch | None:
+    """Return the target that suits a device best, or None for a device that no target runs on."""
+    suitable = [arch for arch in ARCHES.values() if arch.runs_on(capability)]
+    return max(suitable, key=lambda arch: (arch.capability, arch.specific), default=None)

@@ -38,6 +38,9 @@ ALIASES: dict[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf
 #: Element types of q, k and v.
 ATTENTION_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
+#: Head dimensions that kernels are made for; a schedule may take fewer.
+HEAD_DIMS: tuple[int, ...] = tuple(range(16, 257, 16))
+
 #: Element types of a variant's tensors.
 TENSOR_DTYPES: tuple[str, ...] = tuple(DTYPES)
 

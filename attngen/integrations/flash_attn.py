@@ -54,7 +54,7 @@ def flash_attn_func(
     dropout runs. Raises NoKernelError for what no built kernel computes, and CallError for arguments that disagree.
     """
     del deterministic
-    q, k, v = (_steppable(tensor) for tensor in (q, k, v))
+    q, k, v = _steppable("q", q), _steppable("k", k), _steppable("v", v)
     candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, q.shape[0]), dropout_p)
     found = attend(candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs)
     return _results(q, found, return_attn_probs)
@@ -123,9 +123,9 @@ def flash_attn_varlen_func(
     del deterministic
     if block_table is not None:
         raise _refused("block_table", "no kernel reads keys through a table of pages; gather them first")
-    q, k, v = (_steppable(tensor) for tensor in (q, k, v))
+    q, k, v = _steppable("q", q), _steppable("k", k), _steppable("v", v)
     packing: Packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    batch = cu_seqlens_q.shape[0] - 1
+    batch = _tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
     found = attend(
         candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs
@@ -218,14 +218,11 @@ def flash_attn_with_kvcache(
         raise CallError("k and v are given together or not at all")
     if k is not None and cache_seqlens is None:
         raise CallError("new keys need cache_seqlens, which says where they go")
-    used = None
-    if cache_seqlens is not None:
-        used = _lengths(cache_seqlens, q)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        _tensor(name, tensor)
+    new = 0 if k is None or v is None else _new_keys(k_cache, v_cache, k, v)
+    used = None if cache_seqlens is None else _lengths(cache_seqlens, q, new, k_cache.shape[1])
     if k is not None and v is not None and used is not None:
-        if isinstance(cache_seqlens, int) and cache_seqlens + k.shape[1] > k_cache.shape[1]:
-            raise CallError(
-                f"the cache has room for {k_cache.shape[1]} keys; {cache_seqlens} and {k.shape[1]} new ones are more"
-            )
         used = _append(k_cache, v_cache, k, v, used)
     candidates = _candidates(q, causal, window_size, softcap, alibi_slopes, q.shape[0])
     return attend(
@@ -234,19 +231,52 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
-def _steppable(tensor: Tensor) -> Tensor:
+def _tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    return value
+
+
+def _steppable(name: str, tensor: Tensor) -> Tensor:
     """Return a tensor whose last dimension is contiguous, a copy only if need be, as flash-attn does."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if _tensor(name, tensor).stride(-1) == 1 else tensor.contiguous()
 
 
-def _lengths(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
+def _new_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> int:
+    """Return how many keys a call adds to its cache: k and v are (b, new, hk, d), as the cache is but for its room."""
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        batch, _, *rest = cache.shape
+        wanted = (batch, *_tensor("k", k).shape[1:2], *rest)
+        if tuple(_tensor(name, tensor).shape) != wanted or tensor.dtype != cache.dtype:
+            raise CallError(
+                f"{name} must be {cache.dtype} of shape {wanted}, as {name}_cache and the number of new keys say, got "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
+    return k.shape[1]
+
+
+def _lengths(cache_seqlens: int | Tensor, q: Tensor, new: int, room: int) -> Tensor:
+    """Return the used lengths (b,) of a cache. What a tensor on a GPU holds is not read."""
+    batch = q.shape[0]
+    if isinstance(cache_seqlens, int):
+        if not 0 <= cache_seqlens <= room - new:
+            raise CallError(f"the cache has room for {room} keys; {cache_seqlens} and {new} new ones do not fit")
+        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if not isinstance(cache_seqlens, Tensor):
-        return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    if cache_seqlens.shape != (q.shape[0],) or cache_seqlens.is_floating_point():
+        raise CallError(f"cache_seqlens must be an integer or a torch.Tensor, got {type(cache_seqlens).__name__}")
+    if cache_seqlens.shape != (batch,) or cache_seqlens.is_floating_point():
         raise CallError(
-            f"cache_seqlens must be a number, or int32 of shape ({q.shape[0]},), got {cache_seqlens.dtype} of shape "
+            f"cache_seqlens must be a number, or int32 of shape ({batch},), got {cache_seqlens.dtype} of shape "
             f"{tuple(cache_seqlens.shape)}"
         )
+    if cache_seqlens.device != q.device:
+        raise CallError(f"cache_seqlens is on {cache_seqlens.device}, but q is on {q.device}")
+    if cache_seqlens.is_cpu and not torch.compiler.is_compiling():
+        for place, used in enumerate(cache_seqlens.tolist()):
+            if not 0 <= used <= room - new:
+                raise CallError(
+                    f"cache_seqlens[{place}] is {used}; the cache has room for {room} keys, {new} of them new"
+                )
     return cache_seqlens.to(torch.int32).contiguous()
 
 
@@ -269,13 +299,14 @@ def _candidates(
     batch: int,
 ) -> list[Candidate]:
     """Return the variants that compute what the arguments ask for, the most special one first."""
-    if window_size is None or len(window_size) != 2 or None in window_size:
-        raise CallError(f"window_size must be (left, right), with -1 for no limit, got {window_size!r}")
+    pair = isinstance(window_size, Sequence) and len(window_size) == 2
+    if not pair or any(side is None or isinstance(side, float | str) for side in window_size):
+        raise CallError(f"window_size must be (left, right), integers with -1 for no limit, got {window_size!r}")
     left, right = (int(side) if 0 <= side < MAX_SEQLEN else NO_LIMIT for side in window_size)
     if causal:
         right = 0
-    if softcap < 0:
-        raise CallError(f"softcap must not be negative, got {softcap}")
+    if softcap is None or softcap < 0:
+        raise CallError(f"softcap must not be negative, and 0 for none, got {softcap}")
     sides = {"left": left, "right": right}
     if alibi_slopes is not None:
         slope = _slopes(alibi_slopes, batch, q.shape[-2])
@@ -297,7 +328,7 @@ def _candidates(
 
 def _slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
     """Return ALiBi slopes as (batch, heads), without copying them."""
-    if slopes.dtype != torch.float32 or slopes.shape not in ((heads,), (batch, heads)):
+    if _tensor("alibi_slopes", slopes).dtype != torch.float32 or slopes.shape not in ((heads,), (batch, heads)):
         raise CallError(
             f"alibi_slopes must be float32 of shape ({heads},) or ({batch}, {heads}), got {slopes.dtype} of shape "
             f"{tuple(slopes.shape)}"
@@ -306,7 +337,7 @@ def _slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def _unpack(name: str, tensor: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
-    if tensor.dim() != rank or tensor.shape[-3] != parts:
+    if _tensor(name, tensor).dim() != rank or tensor.shape[-3] != parts:
         form = f"({'batch, seqlen' if rank == 5 else 'total'}, {parts}, heads, head_dim)"
         raise CallError(f"{name} must have shape {form}, got {tuple(tensor.shape)}")
     return tensor.unbind(-3)

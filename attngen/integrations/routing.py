@@ -27,6 +27,7 @@ from attngen.integrations import choice
 from attngen.integrations.choice import Candidate, attend, has_backward, reason_against, with_dropout
 from attngen.lang.dropout import MAX_RATE
 from attngen.runtime.arguments import FLOAT32_MAX
+from attngen.runtime.binding import check_backend
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import registry
 
@@ -241,10 +242,11 @@ def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, three
         mask = mask.unsqueeze(1)
     if mask.dim() not in (2, 3, 4):
         return f"the mask has {mask.dim()} dimensions"
+    given = tuple(mask.shape)
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if any(found not in (1, wanted) for found, wanted in zip(mask.shape, shape, strict=True)):
-        return f"the mask of shape {tuple(mask.shape)} does not broadcast to {shape}"
+        return f"the mask of shape {given} does not broadcast to {shape}"
     by_head = mask.shape[1] > 1 or mask.dtype != torch.bool
     expanded = mask.expand(shape if by_head else (shape[0], 1, *shape[2:]))
     if shape[3] > 1 and expanded.stride(3) != 1:
@@ -286,10 +288,12 @@ class sdpa:  # noqa: N801
     ``attngen.attention``; ``'reference'`` routes calls on any device to the eager reference, and tensors on the CPU
     fall back otherwise. The block's value is a ``Routing``: its ``report()`` says what was served by what, and why;
     with ``explain`` call by call. Blocks nest, the innermost decides; torch's function is put back when the last one
-    ends, also by an exception. Calls inside ``torch.compile`` are torch's own.
+    ends, also by an exception. Calls inside ``torch.compile`` are torch's own. Raises CallError for an unknown
+    ``backend``.
     """
 
     def __init__(self, *, backend: str | None = None, explain: bool = False) -> None:
+        check_backend(backend)
         self._backend, self._explain = backend, explain
         self._entered: list[tuple[Routing, Token[Routing | None]]] = []
 

@@ -76,6 +76,11 @@ class AttngenHook(BuildHookInterface):
         """Return the packages of the specs. A name that is taken is refused before anything is compiled."""
         from attngen.spec import load_spec
 
+        for path in settings.specs:
+            if not Path(self.root, path).is_file():
+                raise PackageError(
+                    f"pyproject.toml: [tool.attngen] specs: found {path!r}; there is no such file below {self.root}"
+                )
         # Sources name a spec by its path in the project, so that they are the same wherever the project lies.
         specs = [replace(load_spec(Path(self.root, path)), name=path) for path in settings.specs]
         taken: dict[str, str] = {}

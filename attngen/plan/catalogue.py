@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.arch import Arch
+from attngen.dtypes import HEAD_DIMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,6 @@ class Schedule:
         return (arch.descriptors or not self.needs_descriptors) and (arch.wgmma or not self.needs_wgmma)
 
 
-_MULTIPLES_OF_16 = tuple(range(16, 257, 16))
-
 #: The fastest first: docs/performance.md has the figures.
 SCHEDULES: tuple[Schedule, ...] = (
     Schedule(
@@ -37,7 +36,7 @@ SCHEDULES: tuple[Schedule, ...] = (
         direction="forward",
         loads="descriptor",
         template="cuda/forward.cu.j2",
-        head_dims=_MULTIPLES_OF_16,
+        head_dims=HEAD_DIMS,
         needs_descriptors=True,
         needs_wgmma=True,
     ),
@@ -48,7 +47,7 @@ SCHEDULES: tuple[Schedule, ...] = (
         direction="forward",
         loads="descriptor",
         template="cuda/forward_unified.cu.j2",
-        head_dims=_MULTIPLES_OF_16,
+        head_dims=HEAD_DIMS,
         needs_descriptors=True,
         needs_wgmma=True,
     ),
@@ -59,7 +58,7 @@ SCHEDULES: tuple[Schedule, ...] = (
         direction="forward",
         loads="descriptor",
         template="triton/forward.py.j2",
-        head_dims=_MULTIPLES_OF_16,
+        head_dims=HEAD_DIMS,
         needs_descriptors=True,
     ),
     Schedule(
@@ -69,7 +68,7 @@ SCHEDULES: tuple[Schedule, ...] = (
         direction="forward",
         loads="pointer",
         template="triton/forward.py.j2",
-        head_dims=_MULTIPLES_OF_16,
+        head_dims=HEAD_DIMS,
         needs_descriptors=False,
     ),
     Schedule(
@@ -79,7 +78,7 @@ SCHEDULES: tuple[Schedule, ...] = (
         direction="backward",
         loads="descriptor",
         template="triton/backward.py.j2",
-        head_dims=_MULTIPLES_OF_16,
+        head_dims=HEAD_DIMS,
         needs_descriptors=True,
     ),
     Schedule(
@@ -89,7 +88,7 @@ SCHEDULES: tuple[Schedule, ...] = (
         direction="backward",
         loads="pointer",
         template="triton/backward.py.j2",
-        head_dims=_MULTIPLES_OF_16,
+        head_dims=HEAD_DIMS,
         needs_descriptors=False,
     ),
     Schedule(
@@ -109,7 +108,7 @@ SCHEDULES: tuple[Schedule, ...] = (
         direction="backward",
         loads="descriptor",
         template="cuda/backward_cluster.cu.j2",
-        head_dims=_MULTIPLES_OF_16,
+        head_dims=HEAD_DIMS,
         needs_descriptors=True,
     ),
 )

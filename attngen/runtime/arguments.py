@@ -36,6 +36,17 @@ LAYOUTS = ("bshd", "bhsd")
 #: Keywords of the call itself, offered when an unknown keyword is near one of them.
 CALL_KEYWORDS = ("variant", "softmax_scale", "seqused_k", "return_lse", "layout", "backend", "package", "tile_map")
 
+#: Keywords of SDPA and flash-attn, and of the dense call in a packed one, and what to write instead.
+_ELSEWHERE = {
+    "attn_mask": "a mask of bools goes to variant='allowed'",
+    "causal": "say variant='causal'",
+    "is_causal": "say variant='causal', or 'causal_top_left' to align at the first key",
+    "enable_gqa": "leave it out: k and v may have fewer heads",
+    "layout": "packed tensors have one: total x heads x head_dim",
+    "scale": "did you mean 'softmax_scale'?",
+    "window_size": "say variant='sliding_window'",
+}
+
 #: Largest finite float32.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -316,7 +327,11 @@ def _index_vector(name: str, value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _length(name: str, value: Any) -> int:
-    if isinstance(value, bool | torch.Tensor):
+    if isinstance(value, torch.Tensor):
+        raise CallError(
+            f"{name} must be a Python integer, got a tensor: reading it would wait for the GPU; pass {name}.item()"
+        )
+    if isinstance(value, bool):
         raise CallError(f"{name} must be a Python integer, got {value!r}")
     try:
         number = operator.index(value)
@@ -368,14 +383,20 @@ def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         if name not in declared:
             raise CallError(
-                f"{variant.name}: unknown argument '{name}'{suggest(name, [*declared, *CALL_KEYWORDS])}; "
-                f"{_declaration(variant)}"
+                f"{variant.name}: unknown argument '{name}'{hint_for(name, declared)}; {_declaration(variant)}"
             )
     required = [t.name for t in variant.tensors if t != RNG_STATE]
     required += [s.name for s in variant.arguments if s.default is None]
     missing = [name for name in required if arguments.get(name) is None]
     if missing:
         raise CallError(f"{variant.name}: missing {', '.join(map(repr, missing))}; {_declaration(variant)}")
+
+
+def hint_for(unknown: str, declared: Sequence[str]) -> str:
+    """Return what to write instead of a keyword that neither the variant nor the call has, or the empty string."""
+    if unknown in _ELSEWHERE:
+        return f"; {_ELSEWHERE[unknown]}"
+    return suggest(unknown, (*declared, *CALL_KEYWORDS))
 
 
 def _declaration(variant: Variant) -> str:
@@ -425,7 +446,11 @@ def _tensor(declared: DeclaredTensor, value: Any, call: Call, bound_by: dict[str
             wanted_extent = extent
         if found != wanted_extent:
             because = f", as in '{bound_by[extent]}'" if extent in bound_by and extent not in scalars else ""
-            raise CallError(f"{label}: axis {axis} is {extent} = {wanted_extent}{because}, got {tuple(value.shape)}")
+            named = f"{extent} = {wanted_extent}" if isinstance(extent, str) else extent
+            raise CallError(
+                f"{label}: axis {axis} must be {named}{because}, got {tuple(value.shape)}"
+                + (f"; {declared.name}.expand(...) repeats it without a copy" if found == 1 else "")
+            )
     return value
 
 

@@ -34,6 +34,14 @@ def find(variant: str | Variant, package: str | None) -> Found:
     return Found(package or "", variant, kernels)
 
 
+def check_backend(backend: Any) -> None:
+    """Raise CallError if ``backend`` is neither None nor one of ``BACKENDS``."""
+    if backend is not None and backend not in BACKENDS:
+        raise CallError(
+            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}{suggest(str(backend), BACKENDS)}"
+        )
+
+
 def bind_call(
     q: Any,
     k: Any,
@@ -49,10 +57,7 @@ def bind_call(
     arguments: Mapping[str, Any],
 ) -> tuple[Call, Found]:
     """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths that its tensors hold."""
-    if backend is not None and backend not in BACKENDS:
-        raise CallError(
-            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}{suggest(str(backend), BACKENDS)}"
-        )
+    check_backend(backend)
     found = find(variant, package)
     call = bind(
         found.variant,

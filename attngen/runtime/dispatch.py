@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.errors import NoKernelError
+from attngen.errors import CallError, NoKernelError
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
@@ -141,6 +141,8 @@ def run(
     """Run a call now, whether it comes from a program or from an operator. ``packing`` is None for a dense call."""
     if DROPOUT_P.name in arguments:
         arguments = _with_state(q, variant, package, arguments)
+    if tile_map is not None and not isinstance(tile_map, TileMap):
+        raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(tile_map).__name__}")
     given = (q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments)
     if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in _PLAIN and type(v) in _PLAIN):
         call, found = bind_call(*given)
@@ -279,6 +281,17 @@ def _run_reference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tupl
     with torch.autocast(q.device.type, enabled=False):
         out, lse = reference(call, q, k, v)
     return (out, lse) if call.return_lse else out
+
+
+def define_operators(*variants: str) -> tuple[str, ...]:
+    """Define the operators of ``torch.library`` of these variants, or of all, and return their qualified names.
+
+    A traced call defines its own. A program that was exported in another process names operators before any call
+    does, and needs this first. Raises NoKernelError for a variant that is not built.
+    """
+    from attngen.runtime import operators
+
+    return operators.define(variants)
 
 
 def tile_map(

@@ -8,18 +8,18 @@ does without them, since an operator costs several microseconds a call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen.errors import CallError, suggest
+from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
-from attngen.runtime.arguments import CALL_KEYWORDS
+from attngen.runtime.arguments import hint_for
 from attngen.runtime.dropout import check_rate, draw
 from attngen.runtime.registry import registry
 from attngen.runtime.tile_map import TileMap
@@ -266,6 +266,14 @@ def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Si
     return namespace, known[0], known[1].signature
 
 
+def define(variants: Sequence[str]) -> tuple[str, ...]:
+    """Define the operators of these variants, or of all that can be read, and return ``namespace::name`` of each."""
+    if not variants:
+        variants = [f"{p.name}/{name}" for _, p in registry.packages() for name in p.variants if p.kernels(name)]
+    found = (operators_of(variant)[:2] for variant in dict.fromkeys(variants))
+    return tuple(f"{namespace}::{name}" for namespace, name in found)
+
+
 @torch.compiler.assume_constant_result
 def _resolve(variant: str, package: str | None, given: tuple[str, ...]) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
     """Return namespace and name of the operator, and its own arguments with their defaults. Raises CallError.
@@ -280,7 +288,7 @@ def _resolve(variant: str, package: str | None, given: tuple[str, ...]) -> tuple
         if argument == DROPOUT_P.name and argument not in names:
             continue
         if argument not in names:
-            raise CallError(f"{variant}: unknown argument '{argument}'{suggest(argument, (*names, *CALL_KEYWORDS))}")
+            raise CallError(f"{variant}: unknown argument '{argument}'{hint_for(argument, names)}")
     missing = [argument for argument, default in takes if default is None and argument not in (*given, RNG_STATE.name)]
     if missing:
         raise CallError(f"{variant}: missing {', '.join(map(repr, missing))}")

@@ -199,16 +199,24 @@ class Registry:
 
     def _unknown(self, name: str, package: str | None) -> NoKernelError:
         """Return the error for a name that nothing stands for: what there is, and the lines that would add it."""
-        known = {f"{p.name}/{v}": v for _, p in self.packages() for v in p.variants}
-        nearest = suggest(name, set(known.values()))
-        where = f" in package '{package}'" if package else ""
+        known: dict[str, set[str]] = {}
+        for _, found in self.packages():
+            known.setdefault(found.name, set()).update(found.variants)
+        if package is None:
+            where, nearest = "", suggest(name, set().union(*known.values()))
+        elif package in known:
+            where, nearest = f" in package '{package}'", suggest(name, known[package])
+        else:
+            where = f" in package '{package}': there is no such package"
+            nearest = suggest(package, known)
         lines = [f"no kernel of variant '{name}' is built{where}{nearest}"]
-        lines.append("  built: " + (", ".join(sorted(known)) if known else "nothing"))
+        built = sorted(f"{owner}/{variant}" for owner, variants in known.items() for variant in variants)
+        lines.append("  built: " + (", ".join(built) or "nothing"))
         lines += [
             "To build one, add to a spec and run 'attngen build':",
             "  kernels:",
             f"    - variant: {name}",
-            "      head_dim: 128",
+            "      head_dim: 128  # that of your q, k and v",
         ]
         return NoKernelError("\n".join(lines))
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from attngen.arch import ARCHES, arch_of
+from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS
 from attngen.errors import NoKernelError
 from attngen.runtime import tensormap
 from attngen.runtime.arguments import Call, Number, View
@@ -251,7 +253,11 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
     elif all(_for_another_machine(kernel, capability, driver) for kernel in kernels):
         lines.append(_another_machine(kernels, capability, driver))
     lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
-    lines += ["To build one, add to a spec and run 'attngen build':", *yaml_lines(call, capability, request)]
+    never = _beyond_all_kernels(call, capability)
+    if never is not None:
+        lines.append(never)
+    else:
+        lines += ["To build one, add to a spec and run 'attngen build':", *yaml_lines(call, capability, request)]
     return NoKernelError("\n".join(lines))
 
 
@@ -275,17 +281,36 @@ def describe(call: Call, direction: str = "forward") -> str:
     return f"{direction}, {call.layout}, {call.dtype}, head_dim {dims}"
 
 
-_ARCH_OF_CAPABILITY = {80: "sm80", 86: "sm86", 89: "sm89", 90: "sm90a", 100: "sm100a", 120: "sm120a"}
+def _beyond_all_kernels(call: Call, capability: int) -> str | None:
+    """Return why no spec can add a kernel for a call, and what helps instead, or None."""
+    if call.dtype not in ATTENTION_DTYPES:
+        return (
+            f"No kernel can be built for {call.dtype}, only for {', '.join(ATTENTION_DTYPES)}; the reference takes it"
+        )
+    if arch_of(capability) is None:
+        return f"No kernel can be built for sm{capability}, only for {', '.join(ARCHES)}; the reference runs there"
+    for dim in (call.head_dim_qk, call.head_dim_v):
+        if dim not in HEAD_DIMS:
+            wider = next((other for other in HEAD_DIMS if other > dim), None)
+            padded = "the reference takes it" if wider is None else f"zeros behind the {dim} numbers make {wider}"
+            keep = "" if wider is None or dim != call.head_dim_qk else f" (softmax_scale stays {call.scale:.6g})"
+            return (
+                f"No kernel can be built for head_dim {dim}, only for multiples of 16 from {HEAD_DIMS[0]} to "
+                f"{HEAD_DIMS[-1]}; {padded}{keep}"
+            )
+    return None
 
 
 def yaml_lines(call: Call, capability: int, request: Request | None = None) -> list[str]:
     """Return the lines of a spec that would add a kernel for the call."""
+    arch = arch_of(capability)
+    assert arch is not None, "there is something that no spec can add"
     if call.head_dim_qk == call.head_dim_v:
         head_dim = str(call.head_dim_qk)
     else:
         head_dim = f"{{qk: {call.head_dim_qk}, v: {call.head_dim_v}}}"
     lines = [
-        f"  arch: [{_ARCH_OF_CAPABILITY.get(capability, f'sm{capability // 10 * 10}')}]",
+        f"  arch: [{arch.name}]",
         "  kernels:",
         f"    - variant: {call.variant.name}",
         f"      head_dim: {head_dim}",

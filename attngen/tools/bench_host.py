@@ -81,7 +81,7 @@ def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _default_spec(folder: Path) -> Path:
     import torch
 
-    from attngen.tools.retarget import arch_of
+    from attngen.arch import arch_of
 
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attngen.arch import ARCHES, Arch
+from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.plan import plan
 from attngen.plan.model import Part
@@ -14,12 +14,6 @@ from attngen.tools.build import Prepared
 
 #: What costs speed only does not matter where a kernel is not meant to be fast.
 _ALLOW = ("serialized_wgmma", "spill")
-
-
-def arch_of(capability: int) -> Arch | None:
-    """Return the target that suits a device best, or None for a device that no target runs on."""
-    suitable = [arch for arch in ARCHES.values() if arch.runs_on(capability)]
-    return max(suitable, key=lambda arch: (arch.capability, arch.specific), default=None)
 
 
 def retarget(prepared: Prepared, arch: Arch) -> Prepared:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attngen.arch import arch_of
 from attngen.errors import AttngenError
 from attngen.plan.model import Plan
 from attngen.runtime import driver as drivers
@@ -16,7 +17,7 @@ from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.store.store import Store
 from attngen.tools.build import Prepared, compile_kernels
-from attngen.tools.retarget import arch_of, retarget
+from attngen.tools.retarget import retarget
 from attngen.tools.trial import Trial, try_backward, try_kernel
 from attngen.tools.verdict import Verdict
 

@@ -53,7 +53,7 @@ def architecture() -> str:
     """Return what to compile for: the GPU that is here, or Hopper."""
     if not torch.cuda.is_available():
         return "sm90a"
-    from attngen.tools.retarget import arch_of
+    from attngen.arch import arch_of
 
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)

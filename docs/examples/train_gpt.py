@@ -191,7 +191,7 @@ def finished(device: str) -> float:
 
 def build_kernels() -> None:
     """Build the kernels for the GPU that is here; calls find them in the cache."""
-    from attngen.tools.retarget import arch_of
+    from attngen.arch import arch_of
 
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)

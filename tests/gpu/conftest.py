@@ -13,7 +13,7 @@ import torch
 def _reason() -> str | None:
     if not torch.cuda.is_available():
         return "needs an NVIDIA GPU"
-    from attngen.tools.retarget import arch_of
+    from attngen.arch import arch_of
 
     major, minor = torch.cuda.get_device_capability()
     return None if arch_of(10 * major + minor) else f"no kernels can be built for sm{major}{minor}"

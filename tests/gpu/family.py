@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attngen.arch import arch_of
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan
 from attngen.render import render
@@ -26,7 +27,7 @@ from attngen.tools.build import Prepared, compile_kernels, plans
 from attngen.tools.cases import Case
 from attngen.tools.inputs import Element, Inputs, make_inputs
 from attngen.tools.poison import Poisoned, poisoned
-from attngen.tools.retarget import arch_of, retarget
+from attngen.tools.retarget import retarget
 
 SPEC = Path(__file__).with_name("kernels.yaml")
 PACKAGE = "attngen_gpu_tests"

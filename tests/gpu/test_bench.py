@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 
 from attngen import cli
+from attngen.arch import arch_of
 from attngen.runtime.registry import registry
 from attngen.tools.ladder import RUNGS
-from attngen.tools.retarget import arch_of
 from tests.tools.bench_support import SCHEMA
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.tools.retarget import arch_of
+from attngen.arch import arch_of
 from tests.packaging.support import WITHOUT_ANYTHING, install, make, run, write_spec
 
 SPEC = """

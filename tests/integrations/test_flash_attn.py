@@ -211,7 +211,11 @@ def test_kvcache_appends_in_place(used: int | Tensor) -> None:
         ({"dropout_p": -0.1}, "the rate of dropout must be at least 0 and below 1, got -0.1"),
         ({"softcap": -1.0}, "softcap must not be negative"),
         ({"window_size": (3,)}, r"window_size must be \(left, right\)"),
-        ({"window_size": (None, None)}, r"window_size must be \(left, right\), with -1 for no limit"),
+        ({"window_size": (None, None)}, r"window_size must be \(left, right\), integers with -1 for no limit"),
+        ({"window_size": 128}, r"window_size must be \(left, right\), .*, got 128"),
+        ({"window_size": (3.5, 0)}, r"window_size must be \(left, right\), integers .*, got \(3.5, 0\)"),
+        ({"softcap": None}, "softcap must not be negative, and 0 for none, got None"),
+        ({"alibi_slopes": [1.0] * 4}, "alibi_slopes must be a torch.Tensor, got list"),
         ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be float32 of shape \(4,\) or \(2, 4\)"),
         ({"alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be float32"),
         ({"softmax_scale": 0.0}, "softmax_scale must be a positive"),
@@ -239,11 +243,52 @@ def test_half_of_a_cache_update_is_refused() -> None:
 
 def test_lengths_that_a_cache_cannot_have_are_refused() -> None:
     q, k, v = qkv(rows=3, keys=13)
-    with pytest.raises(CallError, match="room for 13 keys; 11 and 3 new ones are more"):
+    with pytest.raises(CallError, match="room for 13 keys; 11 and 3 new ones do not fit"):
         flash_attn.flash_attn_with_kvcache(q, k, v, k[:, :3], v[:, :3], cache_seqlens=11)
     for wrong in (torch.tensor([5], dtype=torch.int32), torch.tensor([5.0, 6.0])):
         with pytest.raises(CallError, match=r"cache_seqlens must be a number, or int32 of shape \(2,\)"):
             flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=wrong)
+    for given, message in (
+        (14, "room for 13 keys; 14 and 0 new ones do not fit"),
+        (-1, "room for 13 keys; -1 and 0 new ones do not fit"),
+        (2.5, "cache_seqlens must be an integer or a torch.Tensor, got float"),
+        ([2, 3], "cache_seqlens must be an integer or a torch.Tensor, got list"),
+        (torch.tensor([5, 14]), r"cache_seqlens\[1\] is 14; the cache has room for 13 keys, 0 of them new"),
+        (torch.tensor([5, 6], device="meta"), "cache_seqlens is on meta, but q is on cpu"),
+    ):
+        with pytest.raises(CallError, match=message):
+            flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=given)  # type: ignore[arg-type]
+    with pytest.raises(CallError, match=r"cache_seqlens\[0\] is 11; the cache has room for 13 keys, 3 of them new"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, k[:, :3], v[:, :3], cache_seqlens=torch.tensor([11, 2]))
+
+
+def test_new_keys_that_do_not_fit_their_cache_are_refused() -> None:
+    """None of these may be broadcast or cast into the cache: it would hold what nobody computed."""
+    q, k, v = qkv(rows=3, keys=13)
+    new_k, new_v = k[:, :2], v[:, :2]
+    for given_k, given_v, message in (
+        (new_k[:, :, :1], new_v, r"k must be torch.float32 of shape \(2, 2, 2, 8\), .* of shape \(2, 2, 1, 8\)"),
+        (new_k, new_v[:1], r"v must be torch.float32 of shape \(2, 2, 2, 8\), .* of shape \(1, 2, 2, 8\)"),
+        (new_k, v[:, :1], r"v must be torch.float32 of shape \(2, 2, 2, 8\), .* of shape \(2, 1, 2, 8\)"),
+        (new_k.half(), new_v, "k must be torch.float32 .* got torch.float16"),
+        (new_k, [1.0], "v must be a torch.Tensor, got list"),
+    ):
+        before = k.clone()
+        with pytest.raises(CallError, match=message):
+            flash_attn.flash_attn_with_kvcache(q, k, v, given_k, given_v, cache_seqlens=4)  # type: ignore[arg-type]
+        assert torch.equal(k, before)
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    q, k, v = qkv()
+    with pytest.raises(CallError, match="k must be a torch.Tensor, got NoneType"):
+        flash_attn.flash_attn_func(q, None, v)  # type: ignore[arg-type]
+    with pytest.raises(CallError, match="kv must be a torch.Tensor, got list"):
+        flash_attn.flash_attn_kvpacked_func(q, [k, v])  # type: ignore[arg-type]
+    with pytest.raises(CallError, match="cu_seqlens_q must be a torch.Tensor, got NoneType"):
+        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], None, None, 9, 13)  # type: ignore[arg-type]
+    with pytest.raises(CallError, match="k_cache must be a torch.Tensor, got NoneType"):
+        flash_attn.flash_attn_with_kvcache(q, None, v)  # type: ignore[arg-type]
 
 
 def test_pages_and_wrong_packing_are_refused() -> None:

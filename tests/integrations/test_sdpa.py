@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attngen
+from attngen.errors import CallError
 from attngen.integrations import sdpa
 from tests.integrations import oracles
 
@@ -168,6 +169,18 @@ def test_tensors_on_the_cpu_fall_back_unless_asked_for() -> None:
     with sdpa() as routed:
         F.scaled_dot_product_attention(Q, K, V)
     assert routed.report() == ("0 calls on attngen\n1 calls on torch:\n  1 since q is on cpu, and kernels run on GPUs")
+
+
+def test_a_wrong_backend_is_refused_before_any_call() -> None:
+    """It would otherwise send every call to torch, with nothing but the report to tell."""
+    with pytest.raises(CallError, match="backend must be one of .*, got 'refrence'; did you mean 'reference'"):
+        sdpa(backend="refrence")
+
+
+def test_the_reason_shows_a_mask_as_it_was_given() -> None:
+    with sdpa(backend="reference") as routed, pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(Q, K, V, attn_mask=some_mask(7, 5))
+    assert list(routed.reasons) == [f"the mask of shape (7, 5) does not broadcast to {(*Q.shape[:3], K.shape[2])}"]
 
 
 def test_errors_are_torchs_own() -> None:

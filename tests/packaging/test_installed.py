@@ -83,6 +83,34 @@ def test_it_runs_next_to_torch_alone(site: Path) -> None:
     ]
 
 
+#: A program that one process exports, and that another one loads.
+EXPORT = """
+import torch, attngen_small
+
+class Model(torch.nn.Module):
+    def forward(self, q):
+        return attngen_small.attention(q, q, q, variant="causal")
+
+q = torch.randn(1, 9, 2, 64)
+torch.export.save(torch.export.export(Model(), (q,)), {path!r})
+torch.save((q, Model()(q)), {path!r} + ".results")
+"""
+LOAD = """
+import torch, attngen_small
+
+print(*attngen_small.define_operators("causal"))
+program = torch.export.load({path!r}).module()
+q, out = torch.load({path!r} + ".results")
+print(torch.equal(program(q), out))
+"""
+
+
+def test_an_exported_program_is_loaded_by_another_process(site: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "program.pt2")
+    run(EXPORT.format(path=path), site)
+    assert run(LOAD.format(path=path), site).splitlines() == ["attngen_small::causal", "True"]
+
+
 #: Two packages, the second one with a runtime of another version, and an attngen that finds both.
 TOGETHER = """
 import sys, torch, attngen

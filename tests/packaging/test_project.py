@@ -118,7 +118,8 @@ def test_a_source_distribution_compiles_where_it_is_installed(
     ("place", "old", "new", "message"),
     [
         ("pyproject.toml", 'specs = ["kernels/masks.yaml"]', 'spec = ["kernels/masks.yaml"]', "did you mean 'specs'"),
-        ("pyproject.toml", "masks.yaml", "none.yaml", "there is no file"),
+        ("pyproject.toml", "masks.yaml", "none.yaml",
+         "tool.attngen. specs: found .kernels/none.yaml.; there is no such file below"),
         ("pyproject.toml", "[tool.hatch.build.targets.wheel]", 'max-size = "1 kB"\n[tool.hatch.build.targets.wheel]',
          "would take"),
         ("kernels/masks.yaml", "my_masks", "my_model", "its package would be 'my_model', which is a module of the"),

@@ -68,6 +68,9 @@ def test_q_k_v(q: Any, k: Any, v: Any, message: str) -> None:
         ({"seqused_k": torch.tensor([1]).int()}, "seqused_k must have shape (2,), got (1,)"),
         ({"seqused_k": torch.tensor([1, 9]).int()}, "seqused_k[1] is 9; sequence 1 has 8 keys"),
         ({"seqused_k": torch.zeros(4).int()[::2]}, "seqused_k must be contiguous, got stride 2"),
+        ({"tile_map": 3}, "tile_map must be what this runtime's tile_map returned, got int"),
+        ({"is_causal": True}, "full: unknown argument 'is_causal'; say variant='causal', or 'causal_top_left'"),
+        ({"scale": 1.0}, "full: unknown argument 'scale'; did you mean 'softmax_scale'?"),
         ({"softmax_scal": 1.0}, "full: unknown argument 'softmax_scal'; did you mean 'softmax_scale'?"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -100,7 +103,11 @@ GOOD: dict[str, Any] = {"table": TABLE, "limit": 5, "radius": 2}
         ({"table": TABLE.half()}, "bias: tensor 'table' must have dtype torch.float32, got torch.float16"),
         ({"table": TABLE.to("meta")}, "bias: tensor 'table' is on meta, but q is on cpu"),
         ({"table": TABLE[0]}, "bias: tensor 'table' must have shape [h, distances], got (11,)"),
-        ({"table": TABLE[:3]}, "bias: tensor 'table': axis 0 is h = 4, got (3, 11)"),
+        ({"table": TABLE[:3]}, "bias: tensor 'table': axis 0 must be h = 4, got (3, 11)"),
+        (
+            {"table": TABLE[:1]},
+            "tensor 'table': axis 0 must be h = 4, got (1, 11); table.expand(...) repeats it without a copy",
+        ),
         ({"limit": 9}, "bias: scalar 'limit' must lie within 0 .. 8, got 9"),
         ({"limit": 2.0}, "bias: scalar 'limit' is int64, so it must be an integer, got 2.0"),
         ({"limit": True}, "bias: scalar 'limit' is int64, so it must be an integer, got True"),
@@ -149,10 +156,10 @@ def test_extents_agree_across_tensors_and_bound_scalars() -> None:
     }  # fmt: skip
     attngen.attention(Q, K, V, variant=chosen, **good)
     for changes, message in (
-        ({"first": torch.zeros(6).int()}, "tensor 'first': axis 0 is pages = 5, as in 'table', got (6,)"),
+        ({"first": torch.zeros(6).int()}, "tensor 'first': axis 0 must be pages = 5, as in 'table', got (6,)"),
         ({"slot": 6}, "scalar 'slot' must lie within 0 .. 5, got 6"),
         ({"width": 6}, "scalar 'width' must lie within 7 .. 7, got 6"),
-        ({"extra": torch.zeros(7, 4)}, "tensor 'extra': axis 1 is 3 = 3, got (7, 4)"),
+        ({"extra": torch.zeros(7, 4)}, "tensor 'extra': axis 1 must be 3, got (7, 4)"),
     ):
         with pytest.raises(CallError) as caught:
             attngen.attention(Q, K, V, variant=chosen, **{**good, **changes})
@@ -167,7 +174,8 @@ def test_extents_agree_across_tensors_and_bound_scalars() -> None:
         ({"cu_seqlens_k": torch.tensor([0, 4, 8]).int()}, "must both have shape (batch + 1,), got (2,) and (3,)"),
         ({"cu_seqlens_q": torch.tensor([0, 6]).int().to("meta")}, "cu_seqlens_q is on meta, but q is on cpu"),
         ({"max_seqlen_q": -1}, "max_seqlen_q must not be negative, got -1"),
-        ({"max_seqlen_k": torch.tensor(8)}, "max_seqlen_k must be a Python integer, got tensor(8)"),
+        ({"max_seqlen_k": torch.tensor(8)}, "max_seqlen_k must be a Python integer, got a tensor: reading it"),
+        ({"layout": "bshd"}, "causal: unknown argument 'layout'; packed tensors have one: total x heads x head_dim"),
         ({"max_seqlen_k": 2**30}, f"seqlen_k is {2**30}; the largest allowed is {2**30 - 1}"),
         ({"q": Q}, "q must have 3 dimensions (total x heads x head_dim), got shape (2, 6, 4, 16)"),
         ({"v": V[0, :5]}, "k has 8 keys, but v has 5"),

@@ -155,7 +155,7 @@ def test_gradients_of_the_reference(variant: Variant) -> None:
         ({"variant": DROPPED, "dropout_p": 1.0}, "'dropout_p' must lie within 0.0 .. 0.9999999"),
         ({"variant": DROPPED, "dropout_p": -0.1}, "'dropout_p' must lie within"),
         ({"variant": DROPPED, "dropout_p": 0.1, "rng_state": torch.zeros(2)}, "'rng_state' must have dtype torch.int6"),
-        ({"variant": DROPPED, "dropout_p": 0.1, "rng_state": torch.zeros(3).long()}, "axis 0 is 2 = 2, got"),
+        ({"variant": DROPPED, "dropout_p": 0.1, "rng_state": torch.zeros(3).long()}, "axis 0 must be 2, got"),
     ],
 )  # fmt: skip
 def test_what_is_refused(options: dict[str, Any], reason: str) -> None:

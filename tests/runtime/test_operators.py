@@ -52,6 +52,18 @@ def test_operators_are_defined_once_and_anew_for_other_arguments() -> None:
     assert operators_of("again")[1] == "again__2"
 
 
+def test_operators_can_be_defined_before_any_call() -> None:
+    install(variant("first"), window_variant("second"), package="early")
+    assert attngen.define_operators("second") == ("attngen_early::second",)
+    assert not hasattr(torch.ops.attngen_early, "first")
+    assert attngen.define_operators() == ("attngen_early::first", "attngen_early::second")
+    q, k, v = tensors()
+    out, _ = torch.ops.attngen_early.first(q, k, v, None, None, None, "bshd", None)
+    assert torch.equal(out, attngen.attention(q, k, v, variant="first"))
+    with pytest.raises(NoKernelError, match="'secnd' is built; did you mean 'second'"):
+        attngen.define_operators("secnd")
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_program_compiles_without_a_graph_break(backend: str, dynamic: bool) -> None:

@@ -72,8 +72,12 @@ def test_an_unknown_name_lists_what_there_is() -> None:
         NoKernelError, match="'windw' is built; did you mean 'window'\\?\n  built: mine/causal, mine/window"
     ):
         registry.find("windw")
-    with pytest.raises(NoKernelError, match="variant 'causal' is built in package 'other'"):
-        registry.find("other/causal")
+    with pytest.raises(
+        NoKernelError, match="'causal' is built in package 'mien': there is no such package; did you mean 'mine'"
+    ):
+        registry.find("mien/causal")
+    with pytest.raises(NoKernelError, match="'windw' is built in package 'mine'; did you mean 'window'"):
+        registry.find("windw", "mine")
 
 
 def test_load_takes_folders_and_indexes(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli
-from attngen.arch import ARCHES
+from attngen.arch import ARCHES, arch_of
 from attngen.errors import CallError
 from attngen.plan import plan
 from attngen.render import render
 from attngen.spec import expand, load_spec
 from attngen.tools import verify as tool
 from attngen.tools.build import Prepared
-from attngen.tools.retarget import arch_of, retarget
+from attngen.tools.retarget import retarget
 from attngen.tools.trial import CaseResult, Trial
 from attngen.tools.verdict import Verdict, VerifyReport
 from attngen.tools.verify import verify
