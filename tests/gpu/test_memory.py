@@ -43,23 +43,20 @@ def test_check_09_writes_out_of_bounds(name: str) -> None:
     assert (flat[-256:] == canary).all()
 
 
-def sanitize(tool: str, *options: str) -> None:
-    """Run ``tests.gpu.sanitized`` under compute-sanitizer; any report fails."""
-    program = shutil.which("compute-sanitizer")
-    if program is None:
+def sanitize(
+    tool: str, *, program: str = "tests.gpu.sanitized", count: int, kernels: tuple[str, ...] = ("fwd_", "classify_")
+) -> None:
+    """Run a program under compute-sanitizer, and check ``kernels``, by parts of names; any report fails."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
-    kernels()  # compiled before, so that the sanitizer sees no compiler
     # initcheck has to see the writes of torch's kernels as well
-    ours = (
-        []
-        if tool == "initcheck"
-        else ["--kernel-name", "kernel_substring=fwd_", "--kernel-name", "kernel_substring=classify_"]
-    )
+    ours = [] if tool == "initcheck" else [f"--kernel-name=kernel_substring={name}" for name in kernels]
     command = [
-        program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "10",
+        sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "10",
         "--report-api-errors", "no",  # cuda-bindings probes for functions that a driver may lack
-        *ours, *options,
-        sys.executable, "-m", "tests.gpu.sanitized", tool,
+        *ours,
+        sys.executable, "-m", program, tool,
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path}
@@ -68,21 +65,26 @@ def sanitize(tool: str, *options: str) -> None:
     if "Device not supported" in text or "not supported on this device" in text:
         pytest.skip("compute-sanitizer does not support this machine")
     assert done.returncode == 0, text[-6000:]
-    assert f"{len(subjects(tool))} kernels ran" in text, text[-6000:]
+    assert f"{count} kernels ran" in text, text[-6000:]
+
+
+def sanitize_forwards(tool: str) -> None:
+    kernels()  # compiled before, so that the sanitizer sees no compiler
+    sanitize(tool, count=len(subjects(tool)))
 
 
 def test_check_10_reads_out_of_bounds() -> None:
     """memcheck: inputs end with their allocation, in odd sizes."""
-    sanitize("memcheck")
+    sanitize_forwards("memcheck")
 
 
 def test_check_11_shared_memory_races() -> None:
-    sanitize("racecheck")
+    sanitize_forwards("racecheck")
 
 
 @pytest.mark.parametrize("tool", ["synccheck", "initcheck"])
 def test_check_12_barriers_and_uninitialized_reads(tool: str) -> None:
-    sanitize(tool)
+    sanitize_forwards(tool)
 
 
 RACES = [

@@ -1,0 +1,44 @@
+"""What runs of the backwards in CUDA under compute-sanitizer: ``python -m tests.gpu.sanitized_gradients TOOL``."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+import torch
+
+from attngen.spec import load_spec
+from attngen.tools.build import plans
+from attngen.tools.cases import Case
+from tests.gpu.family import Kernels, label, rendered
+from tests.gpu.gradient_runs import gradient_run
+from tests.gpu.test_backward import SPEC
+
+_PLANNED = {
+    label(plan): (spec, plan)
+    for spec, plan in plans(load_spec(SPEC))
+    if plan.direction == "backward" and plan.backend == "cuda"
+}
+#: Every choice of roles, driver and layout has a kernel here.
+KERNELS = list(_PLANNED)
+SIZES = ((1, 1), (1, 129), (129, 1), (63, 65), (128, 128), (129, 257))
+
+
+@cache
+def kernels() -> Kernels:
+    """Return the kernels by their labels, built for the GPU that is here."""
+    return Kernels(rendered(_PLANNED))
+
+
+def main(tool: str) -> None:
+    """Run every kernel on the shapes that a tool is for."""
+    for name in KERNELS:
+        for rows, keys in SIZES if tool == "memcheck" else SIZES[-1:]:
+            found = gradient_run(kernels()[name], Case("sanitized", (rows,), (keys,), heads=2, kv_heads=1), rows)()
+            assert all(torch.isfinite(gradient).all() for gradient in found)
+    torch.cuda.synchronize()
+    print(f"{len(KERNELS)} kernels ran")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
