@@ -227,6 +227,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
     if spec.loads == "pointer":
         return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
+    if spec.softmax_scale is not None:
+        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if differentiable_of(spec.variant):
         return refuse(
             spec,
@@ -248,34 +250,12 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         )
     if spec.variant.dropout and (refused := _refused_dropout(spec)):
         return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
-    if "unverified" not in spec.allow and (unverified := _unverified(spec)):
-        return refuse(
-            spec,
-            "backward",
-            f"{unverified} in cuda has not passed 'attngen verify' on a GPU in all shapes; allowed: triton, or "
-            "'allow: [unverified]'",
-        )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
     return None
-
-
-#: What of each family was not seen to be right in all shapes that are verified.
-_UNVERIFIED = {
-    "light": "a backward of a score, or of arithmetic in a mask,",
-    "derived": "a derivative of the score that differs from pair to pair, or from head to head,",
-    "reading": "a backward that reads tensors by position",
-}
-
-
-def _unverified(spec: KernelSpec) -> str | None:
-    """Return what of a backward was not seen to be right in all shapes that are verified, or None."""
-    if _is_wide(spec):
-        return f"the backward of head dims beyond {_BLOCK_HEAD_DIM}"
-    return "a fixed order of sums" if spec.deterministic else _UNVERIFIED.get(_family(spec))
 
 
 def _refused_dropout(spec: KernelSpec) -> str | None:

@@ -35,9 +35,7 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
-    plan = planned(
-        variant, passes="backward", backward="{backend: cuda}", allow="[unverified]", declared=DROPPED, **fields
-    )
+    plan = planned(variant, passes="backward", backward="{backend: cuda}", declared=DROPPED, **fields)
     assert plan.gradients is not None
     artifact = compile_source(plan, render(plan))
     resources = artifact.manifest["resources"]
