@@ -123,7 +123,7 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     ):
         if built != asked:
             return f"{label} is {built}, the call has {asked}"
-    if request.deterministic and kernel.sum_columns and not kernel.ordered:
+    if request.deterministic and not kernel.reproducible:
         return (
             "it adds up dQ in no fixed order, and torch.use_deterministic_algorithms(True) asks for one; "
             "'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
