@@ -250,6 +250,13 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         )
     if spec.variant.dropout and (refused := _refused_dropout(spec)):
         return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
+    if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and reads_positions(spec.variant) and _varies(spec):
+        return refuse(
+            spec,
+            "backward",
+            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for tensors that are read by position beside a "
+            "score whose derivative differs from pair to pair, or from head to head; allowed: triton",
+        )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
@@ -262,9 +269,14 @@ def _refused_dropout(spec: KernelSpec) -> str | None:
     """Return what cannot be dropped from, or None."""
     if _is_wide(spec):
         return f"head dims beyond {_BLOCK_HEAD_DIM}"
-    if derivative(spec.variant, fast_math=spec.fast_math).varying is not None:
+    if _varies(spec):
         return "scores whose derivative differs from pair to pair, or from head to head"
     return None
+
+
+def _varies(spec: KernelSpec) -> bool:
+    """Whether the derivative of the logit differs from pair to pair, or from head to head."""
+    return derivative(spec.variant, fast_math=spec.fast_math).varying is not None
 
 
 def _parts(plan: Plan) -> Iterator[Part]:
@@ -304,7 +316,7 @@ def _family(spec: KernelSpec) -> str:
         return "plain"
     if reads_positions(variant):
         return "reading"
-    return "light" if derivative(variant, fast_math=spec.fast_math).varying is None else "derived"
+    return "derived" if _varies(spec) else "light"
 
 
 def derivative(variant: Variant, *, fast_math: bool) -> Slope:

@@ -104,7 +104,9 @@ OWN = """variants:
   own:
     dropout: {dropout}
     score: {score}
-    tensors: {{t: {{dtype: float32, shape: [h], grad: {grad}}}}}
+    tensors:
+      t: {{dtype: float32, shape: [h], grad: {grad}}}
+      p: {{dtype: float32, shape: [seqlen_k]}}
 """
 
 
@@ -129,6 +131,7 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
         (own("s + t[h]", grad=True), "own tensors"),
         (own("s + t[h]", dropout=True) | {"head_dim": "{qk: 64, v: 192}"}, "beyond 128 have no dropout"),
         (own("s * t[h]", dropout=True), "have no dropout"),
+        (own("s * t[h] + p[kv]") | {"head_dim": 208}, "beyond 192 leave no registers"),
     ],
 )
 def test_what_only_triton_has_decides_for_a_backward(fields: dict[str, object], reason: str) -> None:
@@ -147,7 +150,8 @@ def test_what_only_triton_has_decides_for_a_backward(fields: dict[str, object], 
         {"deterministic": "true", "head_dim": 128},
         {"backward": "{dkdv: {tile: {m: 64, n: 128}, stages: 2}}", "head_dim": 128},
         {"layout": "varlen", "dtype": "fp16", "head_dim": "{qk: 192, v: 128}"},
-        own("s * t[h]"),
+        own("s * t[h]") | {"head_dim": 256},
+        own("s * t[h] + p[kv]") | {"head_dim": 192},
         own("s + t[h]", dropout=True) | {"deterministic": "true"},
     ],
 )
