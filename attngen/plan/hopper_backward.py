@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
-from attngen.lang.ir import names
+from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import mul
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
@@ -250,12 +250,13 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         )
     if spec.variant.dropout and (refused := _refused_dropout(spec)):
         return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
-    if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and reads_positions(spec.variant) and _varies(spec):
+    if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and _varies(spec) and _takes_registers(spec.variant):
         return refuse(
             spec,
             "backward",
-            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for tensors that are read by position beside a "
-            "score whose derivative differs from pair to pair, or from head to head; allowed: triton",
+            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a score whose derivative differs from pair "
+            "to pair, or from head to head, beside tensors that are read by position or a mask of several comparisons; "
+            "allowed: triton",
         )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
@@ -272,6 +273,12 @@ def _refused_dropout(spec: KernelSpec) -> str | None:
     if _varies(spec):
         return "scores whose derivative differs from pair to pair, or from head to head"
     return None
+
+
+def _takes_registers(variant: Variant) -> bool:
+    """Whether tensors are read by position, or the mask is made of more than one comparison."""
+    several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
+    return several or reads_positions(variant)
 
 
 def _varies(spec: KernelSpec) -> bool:
