@@ -124,15 +124,19 @@ def _resources_of(symbol: str, log: str) -> Resources:
 
 def _check(plan: Plan, cubin: bytes, resources: Resources) -> None:
     """Refuse what silently costs a kernel its speed, unless the spec allows it."""
+    if plan.gradients is None:
+        less, triton = "a smaller tile.n needs less, or ", "backend: triton"
+    else:
+        less, triton = "", "backward: {backend: triton}"
     if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
         raise CompileError(
-            f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile.n needs "
-            "less, or the spec says 'allow: [spill]' or 'backend: triton'"
+            f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; {less}the spec may say "
+            f"'{triton}' or 'allow: [spill]'"
         )
     if resources.serialized_wgmma and "serialized_wgmma" not in plan.allow:
         raise CompileError(
             f"{plan.name}: ptxas serialized wgmma, so that tensor cores wait for each other; "
-            "the spec may say 'allow: [serialized_wgmma]' or 'backend: triton'"
+            f"the spec may say '{triton}' or 'allow: [serialized_wgmma]'"
         )
     planned, found = planned_wgmma(plan), count_instructions(cubin, "HGMMA")
     # where no logit depends on them, ptxas drops products of Q and K as it likes

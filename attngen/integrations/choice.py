@@ -27,6 +27,7 @@ from attngen.runtime.cache import RecentCache
 from attngen.runtime.dropout import draw
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import registry
+from attngen.runtime.training import asks_for_determinism
 
 #: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of a packed call.
 Packing = tuple[Tensor, Tensor, int, int]
@@ -85,31 +86,40 @@ def attend(
     return_lse: bool = False,
     backend: str | None = None,
     or_reference: bool = False,
+    same_bits: bool = False,
 ) -> Any:
     """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``.
 
     Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
     on the reference, built or not. Candidates that drop share one state of random numbers, drawn here. Raises
     NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call ``or_reference`` warns
-    instead, with the same text, and runs on the reference.
+    instead, with the same text, and runs on the reference. With ``same_bits``, raises CallError where gradients may be
+    asked for, and might differ from run to run.
     """
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend
     }  # fmt: skip
+    layout = "dense" if packing is None else "varlen"
     own = candidates[0].arguments.values()
     learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *own))
     if DROPOUT_P.name in candidates[0].arguments:
         state = {RNG_STATE.name: draw(q.device)}
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
-    if torch.compiler.is_compiling():
-        names = tuple(candidate.variant for candidate in candidates)
-        layout = "dense" if packing is None else "varlen"
+    names = tuple(candidate.variant for candidate in candidates)
+    compiles, kernels = torch.compiler.is_compiling(), on_gpu(q) and backend != "reference"
+    same_bits = (
+        same_bits and learns and kernels and asks_for_determinism() < 2
+    )  # where torch asks for them, it gets them
+    if compiles or same_bits:
         dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
         known = _head_dims(names)
         dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
+    if same_bits:
+        _check_bits(names, dtype, *dims, layout)
+    if compiles:
         place, name = _built_at_trace(names, dtype, *dims, layout, device, spec, learns)
         return _call(candidates[place], name, q, k, v, packing, options)
-    if not on_gpu(q) or backend == "reference":
+    if not kernels:
         return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, options)
     kind = _kind(candidates, q, v, packing, learns)
     last = first = _LAST.get(kind)
@@ -189,7 +199,8 @@ def _kind(
     candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None, learns: bool
 ) -> tuple[Any, ...]:
     names = tuple(candidate.variant for candidate in candidates)
-    return (names, q.dtype, q.shape[-1], v.shape[-1], packing is None, learns, q.device.index, registry.generation)
+    asked = asks_for_determinism() if learns else None
+    return (names, q.dtype, q.shape[-1], v.shape[-1], packing is None, asked, q.device.index, registry.generation)
 
 
 def _with_backward(candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None) -> int:
@@ -238,9 +249,13 @@ def kernels_of(
 
 
 def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense") -> bool:
-    """Whether this device has a kernel for the gradients of a call; q and v are (…, head_dim)."""
+    """Whether this device has a kernel for the gradients of a call, in a fixed order where torch asks for one.
+
+    q and v are (…, head_dim).
+    """
     registry.refresh_if_built()
-    key = (name, q.dtype, q.shape[-1], v.shape[-1], layout, q.device.index, registry.generation)
+    ordered = asks_for_determinism() == 2
+    key = (name, q.dtype, q.shape[-1], v.shape[-1], layout, q.device.index, ordered, registry.generation)
     known = _BACKWARD.get(key)
     if known is None:
         capability = drivers.current().capability(q.device.index or 0)
@@ -248,7 +263,7 @@ def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense") -> bool
             name, direction="backward", dtype=ATTENTION_DTYPES[q.dtype], head_dim_qk=q.shape[-1],
             head_dim_v=v.shape[-1], layout=layout,
         )  # fmt: skip
-        known = any(kernel.arch.runs_on(capability) for _, kernel in found)
+        known = any(kernel.arch.runs_on(capability) and (kernel.reproducible or not ordered) for _, kernel in found)
         _BACKWARD.put(key, known)
     return known
 
@@ -269,6 +284,22 @@ def _number(size: int, known: tuple[int, ...]) -> int:
         if size == number:
             return number
     return 0
+
+
+@torch.compiler.assume_constant_result
+def _check_bits(names: tuple[str, ...], dtype: str, head_dim_qk: int, head_dim_v: int, layout: str) -> None:
+    """Raise CallError if a backward of a candidate adds up dQ in no fixed order. Runs on plain values."""
+    form: dict[str, Any] = {
+        "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "layout": layout
+    }  # fmt: skip
+    for name in names:
+        for _, kernel in kernels_of(name, direction="backward", **form):
+            if not kernel.reproducible:
+                raise CallError(
+                    f"deterministic: {kernel.full_name} adds up dQ in no fixed order; under "
+                    "torch.use_deterministic_algorithms(True) calls take a backward that has one: in Triton, or of a "
+                    "spec that says 'deterministic: true'"
+                )
 
 
 @torch.compiler.assume_constant_result

@@ -49,14 +49,16 @@ def flash_attn_func(
     ``window_size`` is (left, right) in keys, −1 for no limit; ``softcap`` 0 means none; ``alibi_slopes`` is (h,) or
     (b, h) in float32. With ``return_attn_probs`` the result is (out, lse, empty): lse (b, h, sq) is float32, natural,
     −inf for a query that sees no key, and that of the softmax before dropout; probabilities are never formed.
-    ``deterministic`` changes nothing: the same inputs always give the same bits. ``dropout_p`` is the rate at which
+    ``deterministic`` refuses gradients that might have other bits on another run. ``dropout_p`` is the rate at which
     probabilities are dropped, from 0 to below 1, by numbers from torch's generator of the device; at 0 no kernel with
     dropout runs. Raises NoKernelError for what no built kernel computes, and CallError for arguments that disagree.
     """
-    del deterministic
     q, k, v = _steppable("q", q), _steppable("k", k), _steppable("v", v)
     candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, q.shape[0]), dropout_p)
-    found = attend(candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs)
+    found = attend(
+        candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs,
+        same_bits=deterministic,
+    )  # fmt: skip
     return _results(q, found, return_attn_probs)
 
 
@@ -120,7 +122,6 @@ def flash_attn_varlen_func(
     ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32, (batch + 1,). The log-sum-exp is (h, total_q). A ``block_table``
     is refused.
     """
-    del deterministic
     if block_table is not None:
         raise _refused("block_table", "no kernel reads keys through a table of pages; gather them first")
     q, k, v = _steppable("q", q), _steppable("k", k), _steppable("v", v)
@@ -128,8 +129,9 @@ def flash_attn_varlen_func(
     batch = _tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
     found = attend(
-        candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs
-    )
+        candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs,
+        same_bits=deterministic,
+    )  # fmt: skip
     return _results(q, found, return_attn_probs)
 
 

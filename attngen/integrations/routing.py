@@ -30,6 +30,7 @@ from attngen.runtime.arguments import FLOAT32_MAX
 from attngen.runtime.binding import check_backend
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import registry
+from attngen.runtime.training import asks_for_determinism
 
 SPEC = "sdpa"
 
@@ -118,6 +119,7 @@ class Routing:
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         facts = (
             self.backend, dropout_p, is_causal, scale, enable_gqa, learns, registry.generation,
+            learns and asks_for_determinism(),
             q.dtype, q.shape, q.stride(), q.device, q.data_ptr() & 15,
             k.dtype, k.shape, k.stride(), k.device, k.data_ptr() & 15,
             v.dtype, v.shape, v.stride(), v.device, v.data_ptr() & 15,
@@ -171,7 +173,8 @@ class Routing:
             if mask is not None and mask.requires_grad and torch.is_grad_enabled():
                 return "the mask asks for a gradient"
             if learns and not has_backward(candidate.variant, q, v):
-                return f"no backward kernel of {candidate.variant} is built, and a gradient may be asked for"
+                order = " with a fixed order of sums" if asks_for_determinism() == 2 else ""
+                return f"no backward kernel of {candidate.variant}{order} is built, and a gradient may be asked for"
             if dropout_p:  # known before any number is drawn, so that torch draws as it would without the block
                 rows = [tensor.transpose(1, 2) for tensor in parts]
                 return reason_against(candidate, *rows, spec=SPEC, softmax_scale=scale, backend=self.backend)

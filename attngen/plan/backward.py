@@ -26,7 +26,6 @@ from attngen.plan.choices import (
     refuse,
     triton_schedule,
 )
-from attngen.plan.hopper_backward import hopper_backward_plan
 from attngen.plan.model import Part, Plan
 from attngen.plan.tiles import Tile, columns, default_gradient_tile, family, padded_width
 from attngen.plan.traits import gathers, is_light
@@ -57,9 +56,7 @@ _DQ = _Kind("dq", "queries", "query_words")
 
 
 def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
-    """Return the plan of a backward; PlanError names the field, the arithmetic and the nearest legal choice."""
-    if spec.backend == "cuda":
-        return hopper_backward_plan(spec, arch)
+    """Return the plan of a backward in Triton; PlanError names the field, the sum and the nearest legal choice."""
     schedule = triton_schedule(spec, arch)
     element = dtype(spec.dtype)
     columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)

@@ -72,6 +72,28 @@ SCHEDULES: tuple[Schedule, ...] = (
         needs_descriptors=False,
     ),
     Schedule(
+        name="cuda_backward_wgmma",
+        label="wgmma",
+        backend="cuda",
+        direction="backward",
+        loads="descriptor",
+        template="cuda/backward.cu.j2",
+        head_dims=tuple(range(16, 129, 16)),
+        needs_descriptors=True,
+        needs_wgmma=True,
+    ),
+    Schedule(
+        name="cuda_backward_cluster",
+        label="cluster",
+        backend="cuda",
+        direction="backward",
+        loads="descriptor",
+        template="cuda/backward_cluster.cu.j2",
+        head_dims=HEAD_DIMS,
+        needs_descriptors=True,
+        needs_wgmma=True,
+    ),
+    Schedule(
         name="triton_backward_descriptor",
         label="tma",
         backend="triton",
@@ -91,30 +113,10 @@ SCHEDULES: tuple[Schedule, ...] = (
         head_dims=HEAD_DIMS,
         needs_descriptors=False,
     ),
-    Schedule(
-        name="cuda_backward_wgmma",
-        label="wgmma",
-        backend="cuda",
-        direction="backward",
-        loads="descriptor",
-        template="cuda/backward.cu.j2",
-        head_dims=tuple(range(16, 129, 16)),
-        needs_descriptors=True,
-    ),
-    Schedule(
-        name="cuda_backward_cluster",
-        label="cluster",
-        backend="cuda",
-        direction="backward",
-        loads="descriptor",
-        template="cuda/backward_cluster.cu.j2",
-        head_dims=HEAD_DIMS,
-        needs_descriptors=True,
-    ),
 )
 
 
-def backends(arch: Arch) -> tuple[str, ...]:
-    """Return the backends of the forwards that an arch can run, the fastest first: a spec that names none gets the
-    first of them that can do all that it asks for."""
-    return tuple(dict.fromkeys(row.backend for row in SCHEDULES if row.direction == "forward" and row.supports(arch)))
+def backends(arch: Arch, direction: str) -> tuple[str, ...]:
+    """Return the backends of the forwards or backwards that an arch can run, the fastest first: a spec that names none
+    gets the first of them that can do all that it asks for."""
+    return tuple(dict.fromkeys(row.backend for row in SCHEDULES if row.direction == direction and row.supports(arch)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
-from attngen.lang.ir import names
+from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import mul
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
@@ -233,6 +233,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
     if spec.loads == "pointer":
         return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
+    if spec.softmax_scale is not None:
+        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if differentiable_of(spec.variant):
         return refuse(
             spec,
@@ -254,12 +256,13 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         )
     if spec.variant.dropout and (refused := _refused_dropout(spec)):
         return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
-    if "unverified" not in spec.allow and (unverified := _unverified(spec)):
+    if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and _varies(spec) and _takes_registers(spec.variant):
         return refuse(
             spec,
             "backward",
-            f"{unverified} in cuda has not passed 'attngen verify' on a GPU in all shapes; allowed: triton, or "
-            "'allow: [unverified]'",
+            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a score whose derivative differs from pair "
+            "to pair, or from head to head, beside tensors that are read by position or a mask of several comparisons; "
+            "allowed: triton",
         )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
@@ -269,28 +272,24 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-#: What of each family was not seen to be right in all shapes that are verified.
-_UNVERIFIED = {
-    "light": "a backward of a score, or of arithmetic in a mask,",
-    "derived": "a derivative of the score that differs from pair to pair, or from head to head,",
-    "reading": "a backward that reads tensors by position",
-}
-
-
-def _unverified(spec: KernelSpec) -> str | None:
-    """Return what of a backward was not seen to be right in all shapes that are verified, or None."""
-    if _is_wide(spec):
-        return f"the backward of head dims beyond {_BLOCK_HEAD_DIM}"
-    return "a fixed order of sums" if spec.deterministic else _UNVERIFIED.get(_family(spec))
-
-
 def _refused_dropout(spec: KernelSpec) -> str | None:
     """Return what cannot be dropped from, or None."""
     if _is_wide(spec):
         return f"head dims beyond {_BLOCK_HEAD_DIM}"
-    if derivative(spec.variant, fast_math=spec.fast_math).varying is not None:
+    if _varies(spec):
         return "scores whose derivative differs from pair to pair, or from head to head"
     return None
+
+
+def _takes_registers(variant: Variant) -> bool:
+    """Whether tensors are read by position, or the mask is made of more than one comparison."""
+    several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
+    return several or reads_positions(variant)
+
+
+def _varies(spec: KernelSpec) -> bool:
+    """Whether the derivative of the logit differs from pair to pair, or from head to head."""
+    return derivative(spec.variant, fast_math=spec.fast_math).varying is not None
 
 
 def _parts(plan: Plan) -> Iterator[Part]:
@@ -331,7 +330,7 @@ def _family(spec: KernelSpec) -> str:
         return "plain"
     if reads_positions(variant):
         return "reading"
-    return "light" if derivative(variant, fast_math=spec.fast_math).varying is None else "derived"
+    return "derived" if _varies(spec) else "light"
 
 
 def derivative(variant: Variant, *, fast_math: bool) -> Slope:

@@ -26,6 +26,7 @@ from attngen.plan.choices import (
 )
 from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_arguments
 from attngen.plan.hopper import hopper_tile, refusal, widths
+from attngen.plan.hopper_backward import hopper_backward_plan
 from attngen.plan.model import Argument, Classifier, Plan
 from attngen.plan.tiles import Tile, columns, default_tile, family, padded_width
 from attngen.plan.traits import gathers
@@ -36,21 +37,19 @@ def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
     spec = replace(spec, variant=settle(spec.variant))
-    if spec.direction == "backward":
-        return backward_plan(spec, arch)
     if spec.backend is None:
         return _fastest(spec, arch)
-    return replace(_PLANNERS[spec.backend](spec, arch), backend_reason="the spec names it")
+    return replace(_PLANNERS[spec.backend, spec.direction](spec, arch), backend_reason="the spec names it")
 
 
 def _fastest(spec: KernelSpec, arch: Arch) -> Plan:
     """Return the plan of the fastest backend that can do all that a spec asks for, and why it is that one."""
-    candidates = backends(arch)
+    candidates = backends(arch, spec.direction)
     refusals: list[PlanError] = []
     for backend in candidates:
         try:
             _keep_promises(spec, backend)
-            planned = _PLANNERS[backend](replace(spec, backend=backend), arch)
+            planned = _PLANNERS[backend, spec.direction](replace(spec, backend=backend), arch)
         except PlanError as error:
             refusals.append(error)
             continue
@@ -64,7 +63,7 @@ def _fastest(spec: KernelSpec, arch: Arch) -> Plan:
 
 def _keep_promises(spec: KernelSpec, backend: str) -> None:
     """Refuse what a backend would accept, and do less exactly than another: a spec has to name it for that."""
-    if backend == "cuda" and not spec.fast_math:
+    if (backend, spec.direction) == ("cuda", "forward") and not spec.fast_math:
         raise refuse(
             spec, "fast_math", "the argument of exp2 is fused all the same; say 'backend: cuda' to accept that"
         )
@@ -227,7 +226,12 @@ def _cuda_plan(spec: KernelSpec, arch: Arch) -> Plan:
     return draft.with_arguments(cuda_arguments(draft), classifier)
 
 
-_PLANNERS = {"cuda": _cuda_plan, "triton": _triton_plan}
+_PLANNERS = {
+    ("cuda", "forward"): _cuda_plan,
+    ("triton", "forward"): _triton_plan,
+    ("cuda", "backward"): hopper_backward_plan,
+    ("triton", "backward"): backward_plan,
+}
 
 
 def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], element_bytes: int) -> Tile:

@@ -130,6 +130,7 @@ class Kernel:
             self.tile_n: int = manifest["tile_n"]
             self.sum_columns: int = manifest.get("sum_columns", 0)  # of dQ, if it is added up in global memory
             self.ordered = bool(manifest.get("ordered"))  # which it is in a fixed order
+            self.reproducible = self.ordered or not self.sum_columns  # dQ, dK and dV have the same bits on every run
             self.shared_memory: int = manifest["resources"]["shared_memory"]
             self.entry = Entry(
                 manifest["symbol"], manifest["parameters"], manifest["threads"], self.shared_memory, self._image

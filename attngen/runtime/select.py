@@ -125,10 +125,10 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     ):
         if built != asked:
             return f"{label} is {built}, the call has {asked}"
-    if request.deterministic and kernel.sum_columns and not kernel.ordered:
+    if request.deterministic and not kernel.reproducible:
         return (
             "it adds up dQ in no fixed order, and torch.use_deterministic_algorithms(True) asks for one; "
-            "a backward in Triton, or one with 'deterministic: true', has one"
+            "'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
         )
     for name, value in kernel.const_scalars.items():
         if name in request.given and request.given[name] != value:
@@ -319,6 +319,8 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
     ]
     if request is not None and request.direction == "backward":
         lines.append("      passes: [forward, backward]")
+        if request.deterministic:
+            lines.append("      deterministic: true")
     lines += _access_lines(call, request)
     return lines
 

@@ -152,7 +152,7 @@ def differentiate(
     variant, softmax_scale, layout, package, lengths, scalars, names = settings
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    determinism = _determinism()
+    determinism = asks_for_determinism()
     # The cache's key: everything that checks, selection and the packed templates depend on.
     key: list[Any] = [
         variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
@@ -206,7 +206,7 @@ def _note(key: list[Any], tensor: Tensor) -> int:
     return address
 
 
-def _determinism() -> int:
+def asks_for_determinism() -> int:
     """Return whether each result must have the same bits on every run: 0 no, 1 warn, 2 yes."""
     if not torch.are_deterministic_algorithms_enabled():
         return 0

@@ -136,7 +136,7 @@ _AXES = (
 
 
 #: Fields that say something of the forward only; those of the backward stand in ``backward``.
-_FORWARDS = ("backend", "tile", "stages", "warps", "softmax", "persistent")
+_FORWARDS = ("backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     backward = values["passes"] == "backward"
     if backward:
         _refuse_forwards(spec, index, entry)
-        values |= dict.fromkeys(_FORWARDS) | {"backend": (entry.backward and entry.backward.backend) or "triton"}
+        values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry)}
     elif entry.backward is not None and "backward" not in entry.passes:
         raise SpecError(
             "says how a backward is computed, which 'passes' does not ask for; allowed: passes: [forward, backward]",
@@ -273,6 +273,13 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     )
 
 
+def _backend_of_backward(entry: KernelModel) -> str | None:
+    """Return what the entry names, or Triton where that is all that its forwards may be in."""
+    if entry.backward is not None and entry.backward.backend is not None:
+        return entry.backward.backend
+    return "triton" if set(entry.backend or ()) == {"triton"} else None
+
+
 def _first(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
 
@@ -298,7 +305,7 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     """Raise SpecError for a field that is the forward's in an entry that asks for none."""
     if "forward" in entry.passes:
         return
-    fields = ("backend", "tile", "pipeline", "warps", "softmax", "persistent")
+    fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
     given = [name for name in fields if getattr(entry, name) is not None]
     for name in given:
         raise SpecError(

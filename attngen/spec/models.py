@@ -50,7 +50,7 @@ TileMap = Annotated[str, Choice(("auto", "never", "always"))]
 Schedule = Annotated[str, Choice(("pingpong", "cooperative"))]
 Epilogue = Annotated[str, Choice(("staged", "direct"))]
 Order = Annotated[str, Choice(("longest_first", "natural"))]
-Allowance = Annotated[str, Choice(("spill", "serialized_wgmma", "unverified"))]
+Allowance = Annotated[str, Choice(("spill", "serialized_wgmma"))]
 
 HeadDimension = Annotated[int, Field(ge=1, le=1024)]
 TileExtent = Annotated[int, Field(ge=1, le=1024)]
@@ -209,9 +209,12 @@ class GradientModel(Model):
 
 
 class BackwardModel(Model):
-    """How the backward is computed; `tile`, `pipeline`, `warps` and `backend` beside it are the forward's."""
+    """How the backward is computed; `tile`, `pipeline`, `warps` and most else beside it are the forward's."""
 
-    backend: Backend | None = Field(default=None, description="left out: triton")
+    backend: Backend | None = Field(
+        default=None,
+        description="left out: triton where `backend` is, else the fastest that can do all that is asked for",
+    )
     dkdv: GradientModel | None = Field(default=None, description="the kernel of dK and dV, tile by tile of keys")
     dq: GradientModel | None = Field(default=None, description="the kernel of dQ, tile by tile of queries")
 

@@ -99,14 +99,19 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
     int heads, int rows, int row_tiles, long long sum_chunks,
     int has_dlse
 ) {
-  constexpr int kLanes = 8, kRows = 64 * kLanes / 128;  // lanes of a row, 8 columns each; rows of a thread
+  constexpr int kLanes = 8, kRows = 16 * kLanes / 128;  // lanes of a row, 8 columns each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
-  const int first = row_tile * 64 + threadIdx.x / kLanes;
+  const int first = row_tile * 16 + threadIdx.x / kLanes;
+  // Zeros leave while the rows arrive: a block clears its share of the sums.
+  const long long share = (sum_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), sum_chunks);
+  for (long long i = share * blockIdx.x + threadIdx.x; i < share_end; i += 128) {
+    reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
+  }
   float delta[kRows] = {};
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int row = first + i * (64 / kRows);
+    const int row = first + i * (16 / kRows);
     if (row < rows) {
       const int4 out = *reinterpret_cast<const int4*>(out_ptr + h * stride_out_h + row * stride_out_s + 8 * chunk);
       const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + h * stride_dout_h + row * stride_dout_s + 8 * chunk);
@@ -115,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int row = first + i * (64 / kRows);
+    const int row = first + i * (16 / kRows);
 #pragma unroll
     for (int other = 1; other < kLanes; other *= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], other);
     if (chunk == 0 && row < rows) {
@@ -125,10 +130,6 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
       lse_log2_ptr[entry] = dead ? -kMasked : lse * kLog2e;
       delta_ptr[entry] = dead ? 0.0f : delta[i] - (has_dlse ? dlse_ptr[entry] : 0.0f);
     }
-  }
-  const long long threads = gridDim.x * 128ll;
-  for (long long i = blockIdx.x * 128ll + threadIdx.x; i < sum_chunks; i += threads) {
-    reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
   }
 }
 
@@ -601,8 +602,9 @@ extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_wgmma_bf16_d64_causa
     int total_q, int total_k,
     float softmax_scale
 ) {
+  // Sums that were written last are read first, while the cache holds them.
   int unit, q_tile;
-  place_tile(blockIdx.x, q_tiles, batch * heads, batch * heads, unit, q_tile);
+  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
   const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
   const int q_begin = cu_seqlens_q_ptr[b], seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
   if (b == batch - 1) {  // queries behind the last sequence belong to nobody

@@ -19,19 +19,20 @@ variants:
 kernels:
   - {variant: [nothing, one_logit], head_dim: 64, backend: cuda}
   - {variant: hidden, head_dim: 64, backend: triton, passes: [forward, backward]}
-  - {variant: one_logit, head_dim: 64, passes: backward}
+  - {variant: one_logit, head_dim: 64, passes: backward, backward: {backend: triton}}
+  - {variant: [nothing, hidden, one_logit], head_dim: [64, 256], passes: backward, backward: {backend: cuda}}
 """
 
 
 def test_they_compile(tmp_path: Path) -> None:
     kernels, failures = compile_kernels(prepare(load_spec_text(SPEC)), store=Store(tmp_path))
     assert [str(failure.error) for failure in failures] == []
-    assert len(kernels) == 5
+    assert len(kernels) == 11
 
 
 def test_a_kernel_of_nothing_multiplies_nothing() -> None:
     sources = {kernel.plan.name: kernel.source.text for kernel in prepare(load_spec_text(SPEC))}
     (triton,) = (text for name, text in sources.items() if name.startswith("fwd_sm90a_tma") and "hidden" in name)
     assert "tl.dot" not in triton
-    (cuda,) = (text for name, text in sources.items() if "wgmma" in name and "nothing" in name)
+    (cuda,) = (text for name, text in sources.items() if name.startswith("fwd_sm90a_wgmma") and "nothing" in name)
     assert "spans = {0, 0};" in cuda

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.compile import compile_source
+from attngen.compile import compile_source, cuda
 from attngen.compile.cuda import planned_wgmma
-from attngen.compile.inspect import count_instructions, parameter_places
+from attngen.compile.inspect import Resources, count_instructions, parameter_places
 from attngen.compile.triton import MAX_SPILLS
+from attngen.errors import CompileError
 from attngen.render import render
 from tests.plan.specs import planned
 
@@ -35,9 +36,7 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
-    plan = planned(
-        variant, passes="backward", backward="{backend: cuda}", allow="[unverified]", declared=DROPPED, **fields
-    )
+    plan = planned(variant, passes="backward", backward="{backend: cuda}", declared=DROPPED, **fields)
     assert plan.gradients is not None
     artifact = compile_source(plan, render(plan))
     resources = artifact.manifest["resources"]
@@ -51,3 +50,17 @@ def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> 
         places = parameter_places(artifact.cubin, part.symbol)
         assert [p["offset"] for p in row["parameters"]] == [offset for offset, _ in places]
         assert row["resources"]["shared_memory"] == (plan.gradients.shared_bytes if part.name == "dkdv" else 0)
+
+
+@pytest.mark.parametrize(
+    ("resources", "reason"),
+    [
+        (Resources(168, MAX_SPILLS + 8, False), rf"{MAX_SPILLS + 8} B of spills at 168 registers"),
+        (Resources(168, 0, True), "ptxas serialized wgmma"),
+    ],
+)
+def test_what_would_be_slow_is_refused_with_the_way_out(resources: Resources, reason: str) -> None:
+    plan = planned(passes="backward", backward=None)
+    assert plan.backend == "cuda"
+    with pytest.raises(CompileError, match=rf"{reason}.*'backward: {{backend: triton}}' or 'allow: \["):
+        cuda._check(plan, b"", resources)

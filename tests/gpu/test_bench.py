@@ -51,7 +51,7 @@ def test_a_race_of_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     arch = arch_of(10 * major + minor)
     assert arch is not None
     spec, figures = tmp_path / "mine.yaml", tmp_path / "figures.json"
-    entry = "{variant: [causal, alibi], head_dim: 64, passes: [forward, backward]}"
+    entry = "{variant: [causal, alibi], head_dim: 64, passes: [forward, backward], backward: {backend: triton}}"
     spec.write_text(f"schema: 1\npackage: mine\narch: {arch.name}\nkernels:\n  - {entry}\n")
     sizes = ("--tokens", "4096", "--seqlen", "2048", "--rounds", "2", "--pass", "backward")
     registry.clear()

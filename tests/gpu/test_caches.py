@@ -14,10 +14,10 @@ from torch import Tensor
 import attngen
 from attngen.runtime import counters, dispatch, tensormap, training
 from attngen.runtime.registry import Package
-from tests.gpu.family import bits, same
+from tests.gpu.family import same
 from tests.gpu.packages import only_package
 
-#: Persistent kernels in CUDA, which take tiles from a counter, and a backward in Triton; all use TMA descriptors.
+#: Persistent kernels in CUDA, which take tiles from a counter, and their backwards; all use TMA descriptors.
 PACKAGE = "attngen_flash_attn"
 
 
@@ -46,18 +46,24 @@ def forward(tensors: list[Tensor], **options: Any) -> Results:
 
 
 def step(tensors: list[Tensor]) -> Results:
-    """Return output, log-sum-exp, and the gradients of a forward and backward."""
+    """Return output, log-sum-exp, and the gradients of a forward and backward, that of q first."""
     inputs = [t.detach().requires_grad_() for t in tensors]
     out, lse = forward(inputs)
     return (out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out)))
 
 
 def on_cpu(results: Results) -> Results:
-    return tuple(bits(result).cpu() for result in results)
+    return tuple(result.cpu() for result in results)
 
 
 def equal(one: Results, other: Results) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    """Whether results have the same bits, but dQ of a step, which is added up in no fixed order and so close only."""
+    if len(one) != 5:
+        return same(one, other)
+    (*ours, dk, dv), (*theirs, other_dk, other_dv) = one, other
+    dq, other_dq = ours.pop().float(), theirs.pop().float()
+    far = float((dq - other_dq).abs().max()) > 4e-3 * float(dq.abs().max())
+    return not far and same((*ours, dk, dv), (*theirs, other_dk, other_dv))
 
 
 def test_memory_that_is_taken_again_in_other_shapes() -> None:
@@ -75,7 +81,7 @@ def test_memory_that_is_taken_again_in_other_shapes() -> None:
             place.copy_(torch.randn(shape, device="cuda"))
             made.append(place.transpose(1, 2) if heads_first else place)
         fresh = [tensor.contiguous().clone() for tensor in made]
-        assert same(step(made), step(fresh)), (batch, seqlen, dim, dtype, heads_first, start)
+        assert equal(step(made), step(fresh)), (batch, seqlen, dim, dtype, heads_first, start)
 
 
 def test_memory_that_the_allocator_hands_out_again() -> None:

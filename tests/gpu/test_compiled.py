@@ -14,7 +14,7 @@ from attngen.runtime.registry import Package
 from tests.gpu.family import same
 from tests.gpu.packages import only_package
 
-#: CUDA forwards, Triton backwards.
+#: Forwards and backwards in CUDA.
 PACKAGE = "attngen_flash_attn"
 HEADS, KV_HEADS, DIM = 4, 2, 64
 

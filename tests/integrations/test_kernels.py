@@ -24,7 +24,7 @@ from attngen.spec import expand, load_spec_text
 from tests.docs.blocks import DOCUMENTS, blocks
 from tests.integrations import oracles
 from tests.integrations.drops import factors
-from tests.runtime.support import FakeDriver, kernel, write_build
+from tests.runtime.support import FakeDriver, kernel, kernel_of, manifest_of, write_build
 from tests.runtime.support import variant as another_variant
 
 
@@ -183,6 +183,57 @@ def test_sdpa_needs_a_backward_kernel_for_gradients(gpu: FakeDriver) -> None:
     assert choice.has_backward("full", q, v)
     assert not choice.has_backward("full", q[..., :32], v[..., :32])
     assert not choice.has_backward("causal_top_left", q, v)
+
+
+def with_backwards(*orders: bool) -> None:
+    """Install a forward of ``causal``, and backwards that add up dQ in a fixed order or in none."""
+    fields: dict[str, Any] = {"direction": "backward", "backend": "cuda"}
+    backwards = [
+        kernel_of(
+            {**manifest_of(variant("causal"), name=f"b{i}_d64_causal", **fields), "sum_columns": 64, "ordered": order}
+        )
+        for i, order in enumerate(orders)
+    ]
+    forward = kernel(variant("causal"), direction="forward", name="forward_d64_causal")
+    registry.add(package_of_kernels([forward, *backwards], "memory"))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_where_torch_asks_for_a_fixed_order_a_backward_without_one_does_not_count(gpu: FakeDriver) -> None:
+    q, _, v = qkv()
+    with_backwards(False)
+    assert not choice.has_backward("causal", q, v)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert choice.has_backward("causal", q, v)
+    torch.use_deterministic_algorithms(True)
+    with_backwards(False, True)
+    assert choice.has_backward("causal", q, v)
+
+
+def test_flash_attn_refuses_gradients_that_might_differ_from_run_to_run(gpu: FakeDriver) -> None:
+    with_backwards(True, False)
+    plain = qkv()
+    leaves = [t.clone().requires_grad_() for t in plain]
+    flash_attn.flash_attn_func(*plain, causal=True, deterministic=True)
+    flash_attn.flash_attn_func(*leaves, causal=True)
+    with pytest.raises(CallError, match=r"deterministic: .*b1_d64_causal adds up dQ in no fixed order"):
+        flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
+    registry.clear()
+    with_backwards(True)
+    flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_flash_attn_leaves_the_order_to_torch_where_it_is_asked(gpu: FakeDriver) -> None:
+    with_backwards(False, True)
+    flash_attn.flash_attn_func(*(t.requires_grad_() for t in qkv()), causal=True, deterministic=True)
 
 
 def test_sdpa_leaves_a_mask_that_learns_to_torch(gpu: FakeDriver) -> None:

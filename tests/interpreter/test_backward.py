@@ -18,7 +18,7 @@ from tests.sampling import sampled
 def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str = "", **fields: object) -> str:
     """Return the text of a spec with one backward kernel."""
     given = {"head_dim": 16, "dtype": "fp16", "fast_math": "false", "passes": "backward", **fields}
-    given["backward"] = f"{{dkdv: {{tile: {tile}}}, dq: {{tile: {tile}}}}}"
+    given["backward"] = f"{{backend: triton, dkdv: {{tile: {tile}}}, dq: {{tile: {tile}}}}}"
     lines = "".join(f"    {name}: {value}\n" for name, value in given.items())
     return f"{declared}kernels:\n  - variant: {variant}\n{lines}"
 

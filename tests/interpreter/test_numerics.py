@@ -86,7 +86,9 @@ def test_a_bound_may_be_the_largest_integer(interpreter: Interpreter) -> None:
     declared = 'variants:\n  odd: {mask: "kv < 5 or kv >= window", scalars: {window: {type: int32, min: 1}}}\n'
     text = spec("odd", declared=declared)
     assert interpreter.call("problems", text, 16) == ()
-    backward = text.replace("tile: {m: 16, n: 16}", "passes: backward").replace("    backend: triton\n", "")
+    backward = text.replace("tile: {m: 16, n: 16}", "passes: backward").replace(
+        "    backend: triton\n", "    backward: {backend: triton}\n"
+    )
     assert interpreter.call("gradient_problems", backward, 16) == ()
 
 

@@ -15,15 +15,21 @@ from tests.plan.specs import planned
 
 
 def free(variant: str = "causal", **fields: object):  # type: ignore[no-untyped-def]
-    """Return the plan of a kernel whose spec leaves the backend open."""
+    """Return the plan of a forward whose spec leaves the backend open."""
     return planned(variant, backend=None, **fields)
 
 
+def free_backward(variant: str = "causal", **fields: object):  # type: ignore[no-untyped-def]
+    """Return the plan of a backward whose spec leaves the backend open."""
+    return planned(variant, passes="backward", **{"backward": None, **fields})
+
+
 def test_the_fastest_backend_of_each_arch_comes_first() -> None:
-    assert {name: backends(arch) for name, arch in ARCHES.items()} == {
-        **dict.fromkeys(ARCHES, ("triton",)),
-        "sm90a": ("cuda", "triton"),
-    }
+    for direction in ("forward", "backward"):
+        assert {name: backends(arch, direction) for name, arch in ARCHES.items()} == {
+            **dict.fromkeys(ARCHES, ("triton",)),
+            "sm90a": ("cuda", "triton"),
+        }
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -84,12 +90,105 @@ def test_what_no_backend_can_do_is_refused_with_the_reason_of_each() -> None:
         free(arch="sm80", pack_gqa="true")
 
 
-def test_a_forward_in_cuda_beside_a_backward_in_triton() -> None:
-    text = "schema: 1\narch: sm90a\nkernels: [{variant: causal, head_dim: 64, passes: [forward, backward]}]\n"
-    forward, backward = map(plan, expand(load_spec_text(text)))
-    assert (forward.direction, forward.backend) == ("forward", "cuda")
-    assert (backward.direction, backward.backend) == ("backward", "triton")
-    assert any(argument.of == "lse" for argument in forward.arguments)
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [
+        (name, head_dim)
+        for name in preset_names()
+        for head_dim in (64, 128, 192, 256)
+        if (name, head_dim) != ("softcap_window", 256)  # whose registers do not suffice
+    ],
+)
+def test_backwards_of_presets_are_in_cuda_on_hopper_and_in_triton_elsewhere(name: str, head_dim: int) -> None:
+    found = free_backward(name, head_dim=head_dim)
+    assert (found.backend, found.backend_reason) == ("cuda", "the fastest on sm90a")
+    assert found.to_dict() == free_backward(name, head_dim=head_dim, backward="{backend: cuda}").to_dict()
+    other = free_backward(name, head_dim=head_dim, arch="sm80")
+    assert (other.backend, other.backend_reason) == ("triton", "the fastest on sm80")
+
+
+OWN = """variants:
+  own:
+    dropout: {dropout}
+    score: {score}
+    tensors:
+      t: {{dtype: float32, shape: [h], grad: {grad}}}
+      p: {{dtype: float32, shape: [seqlen_k]}}
+"""
+
+
+def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, object]:
+    declared = OWN.format(score=score, grad=str(grad).lower(), dropout=str(dropout).lower())
+    return {"variant": "own", "declared": declared}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"dtype": "fp32"}, "not fp32"),
+        ({"loads": "pointer"}, "load through tensor descriptors"),
+        ({"alignment": "element"}, "need alignment 16"),
+        ({"fast_math": "false"}, "fused in cuda kernels"),
+        ({"backward": "{dq: {warps: 4}}"}, "computes dQ, too"),
+        ({"backward": "{dkdv: {warps: 4}}"}, "has roles"),
+        ({"backward": "{dkdv: {tile: {m: 32}}}"}, "32 is not allowed; allowed: 128"),
+        ({"backward": "{dkdv: {tile: {n: 64}}}"}, "64 is not allowed; allowed: 128"),
+        ({"backward": "{dkdv: {stages: 8}}", "head_dim": 128}, "exceeds 232448 B"),
+        ({"deterministic": "true", "head_dim": 192}, "add up dQ in no fixed order"),
+        (own("s + t[h]", grad=True), "own tensors"),
+        (own("s + t[h]", dropout=True) | {"head_dim": "{qk: 64, v: 192}"}, "beyond 128 have no dropout"),
+        (own("s * t[h]", dropout=True), "have no dropout"),
+        (own("s * t[h] + p[kv]") | {"head_dim": 208}, "beyond 192 leave no registers"),
+        ({"variant": "softcap_window", "head_dim": 256}, "beyond 192 leave no registers"),
+    ],
+)
+def test_what_only_triton_has_decides_for_a_backward(fields: dict[str, object], reason: str) -> None:
+    found = free_backward(**fields)
+    assert found.backend == "triton"
+    assert found.backend_reason.startswith("not cuda: ")
+    assert reason in found.backend_reason
+    given = str(fields.get("backward", "{}")).removeprefix("{")
+    with pytest.raises(PlanError):
+        free_backward(**{**fields, "backward": f"{{backend: cuda, {given}"})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"deterministic": "true", "head_dim": 128},
+        {"backward": "{dkdv: {tile: {m: 64, n: 128}, stages: 2}}", "head_dim": 128},
+        {"layout": "varlen", "dtype": "fp16", "head_dim": "{qk: 192, v: 128}"},
+        own("s * t[h]") | {"head_dim": 256},
+        own("s * t[h] + p[kv]") | {"head_dim": 192},
+        own("s + t[h]", dropout=True) | {"deterministic": "true"},
+    ],
+)
+def test_what_a_backward_in_cuda_can_do_gets_one(fields: dict[str, object]) -> None:
+    assert free_backward(**fields).backend == "cuda"
+
+
+def test_what_no_backward_can_do_is_refused_with_the_reason_of_each() -> None:
+    with pytest.raises(PlanError, match=r"backward: cuda: .*own tensors.*; triton: .*added atomically"):
+        free_backward(**own("s + t[h]", grad=True), deterministic="true")
+
+
+@pytest.mark.parametrize(
+    ("entry", "backends"),
+    [
+        ("", ["cuda", "cuda"]),
+        ("backend: cuda", ["cuda", "cuda"]),
+        ("backend: triton", ["triton", "triton"]),
+        ("backend: [cuda, triton]", ["cuda", "triton", "cuda"]),
+        ("backend: triton, backward: {backend: cuda}", ["triton", "cuda"]),
+        ("backend: cuda, backward: {backend: triton}", ["cuda", "triton"]),
+        ("backend: cuda, fast_math: false", ["cuda", "triton"]),  # the forward's promise is waived, not the backward's
+        ("warps: 8", ["triton", "cuda"]),
+    ],
+)
+def test_what_an_entry_says_of_both_passes(entry: str, backends: list[str]) -> None:
+    text = f"{{variant: causal, head_dim: 64, passes: [forward, backward], {entry}}}"
+    kernels = expand(load_spec_text(f"schema: 1\narch: sm90a\nkernels: [{text}]\n"))
+    assert [plan(kernel).backend for kernel in kernels] == backends
 
 
 def test_the_reason_is_told() -> None:

@@ -21,9 +21,9 @@ def kernels(entry: str) -> tuple[KernelSpec, ...]:
     return expand(load_spec_text(f"schema: 1\narch: sm90a\nkernels:\n  - {{variant: causal, head_dim: 64, {entry}}}\n"))
 
 
-def test_a_forward_in_cuda_gets_a_backward_in_triton() -> None:
+def test_forwards_in_both_languages_have_one_backward() -> None:
     entry = "backend: [cuda, triton], passes: [forward, backward], tile: {m: 128}, softmax: exact_max"
-    found = [plan(kernel) for kernel in kernels(entry)]
+    found = [plan(kernel) for kernel in kernels(f"{entry}, backward: {{backend: triton}}")]
     assert [(one.direction, one.backend) for one in found] == [
         ("forward", "cuda"), ("forward", "triton"), ("backward", "triton"),
     ]  # fmt: skip
@@ -31,8 +31,8 @@ def test_a_forward_in_cuda_gets_a_backward_in_triton() -> None:
 
 
 def test_a_backward_has_tiles_of_its_own() -> None:
-    entry = "passes: [forward, backward], backward: {dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {warps: 8}}"
-    _, found = kernels(entry)
+    tiles = "dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {warps: 8}"
+    _, found = kernels(f"passes: [forward, backward], backward: {{backend: triton, {tiles}}}")
     assert found.backward == Backward(Gradient(32, 64, 2, 4), Gradient(num_warps=8))
     assert (found.tile_m, found.num_warps, found.locate("backward").line) == (None, None, 4)
     parts = {part.name: part for part in plan(found).parts}
@@ -41,10 +41,22 @@ def test_a_backward_has_tiles_of_its_own() -> None:
     assert (parts["dq"].tile_m, parts["dq"].num_warps) == (64, 8)
 
 
-@pytest.mark.parametrize("field", ["tile: {m: 64}", "pipeline: {stages: 2}", "warps: 4", "backend: cuda"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "tile: {m: 64}", "pipeline: {stages: 2}", "warps: 4", "backend: cuda", "softmax: lazy", "persistent: false",
+        "order: natural", "epilogue: direct", "pack_gqa: true",
+    ],
+)  # fmt: skip
 def test_what_is_the_forwards_is_refused_without_one(field: str) -> None:
     with pytest.raises(SpecError, match=rf"kernels\[0\]\.{field.split(':')[0]}: is the forward's"):
         kernels(f"passes: backward, {field}")
+
+
+@pytest.mark.parametrize("field", ["order: natural", "epilogue: direct", "pack_gqa: [false, true]"])
+def test_what_is_the_forwards_leaves_the_backward_as_it_is(field: str) -> None:
+    alone, _ = dict.fromkeys(kernels("passes: [backward, forward]"))
+    assert [one for one in kernels(f"passes: [forward, backward], {field}") if one.direction == "backward"] == [alone]
 
 
 def test_how_the_backward_is_computed_is_refused_without_one() -> None:

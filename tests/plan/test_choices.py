@@ -59,9 +59,12 @@ def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bo
             {"passes": "backward", "backward": "{backend: cuda, dq: {warps: 4}}"},
             r"test\.yaml:8: backward\.dq: in cuda the kernel by tiles of keys computes dQ, too; leave it out",
         ),
-        ({"passes": "backward", "backward": "{dq: {warps: 3}}"}, r"backward\.dq\.warps: 3 is not one of .* nearest: 2"),
         (
-            {"passes": "backward", "backward": "{dkdv: {tile: {m: 256, n: 256}, stages: 4}}"},
+            {"passes": "backward", "backward": "{backend: triton, dq: {warps: 3}}"},
+            r"backward\.dq\.warps: 3 is not one of .* nearest: 2",
+        ),
+        (
+            {"passes": "backward", "backward": "{backend: triton, dkdv: {tile: {m: 256, n: 256}, stages: 4}}"},
             r"backward\.dkdv: Shared memory \d+ B exceeds \d+ B on sm90a: K \d+ \+ V \d+ \+ 4 stages x \(Q",
         ),
         ({"softmax": "lazy"}, r"test\.yaml:7: softmax: 'lazy' does not exist .* allowed: exact_max"),

@@ -48,10 +48,10 @@ def test_no_kernel_binds_what_the_user_named(spec: str) -> None:
 
 def test_the_template_binds_only_names_that_it_reserves() -> None:
     differences = ("", "layout: varlen", "loads: pointer", "head_dim: {qk: 192, v: 96}", "tile_map: always")
-    for fields in (*differences, *(f"passes: backward\n    {fields}" for fields in differences)):
+    passes = ("backend: triton", "passes: backward\n    backward: {backend: triton}")
+    for fields in (f"{of_pass}\n    {fields}" for of_pass in passes for fields in differences):
         head_dim = "" if "head_dim" in fields else "    head_dim: 64\n"
-        backend = "" if "passes" in fields else "    backend: triton\n"
-        text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: full\n{head_dim}{backend}    {fields}\n"
+        text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: full\n{head_dim}    {fields}\n"
         (spec,) = expand(load_spec_text(text))
         found = plan(spec)
         for function in kernels(render(found).text):

@@ -22,7 +22,7 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
 ) -> None:
     text = (
         "schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {variant: causal, passes: backward, "
-        f"head_dim: {head_dim}, layout: {layout}, backward: {{backend: cuda}}, allow: [unverified]}}\n"
+        f"head_dim: {head_dim}, layout: {layout}, backward: {{backend: cuda}}}}\n"
     )
     (spec,) = expand(load_spec_text(text))
     kernel = kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})

@@ -43,7 +43,7 @@ kernels:
     layout: varlen
     backend: triton
     passes: [forward, backward]
-  - {variant: alibi, head_dim: 32, dtype: fp16, passes: backward}
+  - {variant: alibi, head_dim: 32, dtype: fp16, passes: backward, backward: {backend: triton}}
 """
 
 

@@ -94,7 +94,7 @@ schema: 1
 package: mine
 arch: sm90a
 kernels:
-  - {variant: causal, head_dim: [128, 192, 256], passes: backward, backward: {backend: cuda}, allow: [unverified]}
+  - {variant: causal, head_dim: [128, 192, 256], passes: backward, backward: {backend: cuda}}
 """
 
 

@@ -1,0 +1,660 @@
+// bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap
+//
+// Attention backward, variant full: mask `True`.
+// Rendered from templates/cuda/backward_cluster.cu.j2 by `attngen build specs/training.yaml`.
+//
+// P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
+// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels follow
+// each other: preprocess (D and LSE of each query), dkdv (all products), dq (the sums of dQ, rounded).
+#include "barrier.cuh"
+#include "cluster.cuh"
+#include "gradient.cuh"
+#include "schedule.cuh"
+#include "softmax.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+using Element = bf16;
+
+constexpr int kBlockM = 64;  // query rows of one step
+constexpr int kBlockN = 128;  // keys of a cluster
+constexpr int kKeys = 64;  // keys of a block
+constexpr int kHeadDimQk = 256;
+constexpr int kHeadDimV = 256;
+constexpr int kQStages = 2;  // Q tiles in flight
+constexpr int kStages = 3;  // halves of dO tiles in flight
+constexpr int kThreads = 512;
+constexpr int kConsumerRegisters = 208;
+constexpr int kQueriesRegisters = 64, kProducerRegisters = 32;
+constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
+constexpr int kBoxBytes = 2 * kBoxColumns;
+constexpr int kQkParts = 2, kQkPart = kHeadDimQk / kQkParts;  // columns of a product of dK
+constexpr int kVParts = 2, kVPart = kHeadDimV / kVParts;  // of dV, and of a stage of dO
+constexpr int kDqColumns = 128;  // columns of dQ of a block, which has all rows of them
+constexpr int kDqPart = 64;  // columns of a product of dQ
+
+// Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
+constexpr uint32_t kShared = 1024;
+constexpr uint32_t kK = kShared + 0;  // 32768 B: K
+constexpr uint32_t kV = kShared + 32768;  // 32768 B: V
+constexpr uint32_t kOtherK = kShared + 65536;  // 16384 B: half of the columns of the other block's K
+constexpr uint32_t kQ = kShared + 81920;  // 65536 B: Q, a tile per stage, then dK on its way out
+constexpr uint32_t kDout = kShared + 147456;  // 49152 B: dO, half a tile per stage, then dV on its way out
+constexpr uint32_t kDs = kShared + 196608;  // 16384 B: P, then dS, of two steps
+constexpr uint32_t kOtherDs = kShared + 212992;  // 16384 B: dS of the other block, of two steps
+constexpr uint32_t kLse = kShared + 229376;  // 512 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = kShared + 229888;  // 512 B: D of the rows of each stage
+constexpr uint32_t kStep = kShared + 230400;  // 16 B: which queries each stage of Q holds
+constexpr uint32_t kKFull = kShared + 230416;  // 8 B: barriers
+constexpr uint32_t kVFull = kShared + 230424;  // 8 B: barriers
+constexpr uint32_t kOtherKFull = kShared + 230432;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 230440;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 230456;  // 16 B: barriers
+constexpr uint32_t kDoutFull = kShared + 230472;  // 24 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 230496;  // 24 B: barriers
+constexpr uint32_t kPFull = kShared + 230520;  // 16 B: barriers
+constexpr uint32_t kDsFull = kShared + 230536;  // 16 B: barriers
+constexpr uint32_t kDsEmpty = kShared + 230552;  // 16 B: barriers
+constexpr uint32_t kOtherDsFull = kShared + 230568;  // 16 B: barriers
+constexpr uint32_t kSumTile = kShared + 230584;  // 32 B: where dQ of the last steps belongs
+constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
+constexpr uint32_t kDoutBytes = kBlockM * kVPart * 2;
+constexpr uint32_t kDsBytes = kBlockM * kKeys * 2;
+constexpr uint32_t kRowBytes = kBlockM * 4;
+constexpr int kSumsOfBlock = kBlockM * kDqColumns;  // floats of dQ of a block and a tile of queries, in the order of registers
+constexpr int kSumsOfTile = 2 * kSumsOfBlock;
+
+// How the tensor cores read these: rows of operands of S and dP, and the same again by columns in the other products.
+// dS has rows of queries.
+using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
+using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
+using KeyColumns = Matrix<kKeys * kBoxBytes, 8 * kBoxBytes, 1>;
+using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
+using DsRows = Matrix<16, 1024, 1>;
+
+// A step: the tile of queries, with a bit that says that the mask is needed, and their head.
+struct Step {
+  int tile, h;
+};
+constexpr int kPartial = 1 << 20;
+constexpr int kEnd = -1;
+constexpr int kSums = 8;  // places of dQ that are remembered; the warpgroup that adds it is behind by less
+
+extern __shared__ char shared_memory[];
+
+template <typename Value>
+__device__ __forceinline__ Value& shared_at(uint32_t address) {
+  return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
+}
+
+// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
+extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap_preprocess(
+    const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
+    float* delta_ptr, float* dq_sum_ptr,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
+    int heads, int rows, int row_tiles, long long sum_chunks,
+    int has_dlse
+) {
+  constexpr int kLanes = 32, kRows = 16 * kLanes / 128;  // lanes of a row, 8 columns each; rows of a thread
+  const int chunk = threadIdx.x % kLanes;
+  const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
+  const int first = row_tile * 16 + threadIdx.x / kLanes;
+  // Zeros leave while the rows arrive: a block clears its share of the sums.
+  const long long share = (sum_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), sum_chunks);
+  for (long long i = share * blockIdx.x + threadIdx.x; i < share_end; i += 128) {
+    reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
+  }
+  float delta[kRows] = {};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first + i * (16 / kRows);
+    if (row < rows) {
+      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + 8 * chunk);
+      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + 8 * chunk);
+      delta[i] = dot<Element>(out.x, dout.x) + dot<Element>(out.y, dout.y) + dot<Element>(out.z, dout.z) + dot<Element>(out.w, dout.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first + i * (16 / kRows);
+#pragma unroll
+    for (int other = 1; other < kLanes; other *= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], other);
+    if (chunk == 0 && row < rows) {
+      const long long entry = (b * static_cast<long long>(heads) + h) * rows + row;
+      const float lse = lse_ptr[entry];
+      const bool dead = lse == kMasked;  // a row that sees no key: +inf makes each of its probabilities 0
+      lse_log2_ptr[entry] = dead ? -kMasked : lse * kLog2e;
+      delta_ptr[entry] = dead ? 0.0f : delta[i] - (has_dlse ? dlse_ptr[entry] : 0.0f);
+    }
+  }
+}
+
+// Two blocks share a tile of keys and values, one half each, and go through the queries of all heads that share them.
+// dQ sums over the keys of both: each block gives the other its dS, and computes half of the columns of dQ. Warpgroups
+// of a block have roles, since a thread cannot hold dK and dV of wide heads: one multiplies S^T = K Q^T and keeps dV,
+// one multiplies dP^T = V dO^T and keeps dK, one multiplies dQ, and one loads by TMA, half of Q and dO for both blocks.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap_dkdv(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
+    float* dq_sum_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
+    const int* seqused_k_ptr,
+    long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
+    long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
+    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k, int q_tiles,
+    float softmax_scale,
+    int has_seqused_k
+) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int lane = threadIdx.x % 32;
+  const int warpgroup = warp / 4;
+  const int rank = cluster_rank(), other = rank ^ 1;
+  const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take addresses of the cluster
+
+  // Heads of one section run side by side, the first keys first: most queries see them.
+  const int units = batch * kv_heads;
+  int unit, kv_tile;
+  place_tile(blockIdx.x / 2, kv_tiles, units, section, unit, kv_tile);
+  kv_tile = kv_tiles - 1 - kv_tile;
+  const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN, own_start = kv_start + kKeys * rank;
+  const int keys = max_seqlen_k;
+  const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : keys;
+
+  if (threadIdx.x == 0) {
+    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
+    init_barrier(here + kKFull, 1);
+    init_barrier(here + kVFull, 1);
+    init_barrier(here + kOtherKFull, 1);
+    for (int stage = 0; stage < kQStages; ++stage) {
+      init_barrier(here + kQFull + 8 * stage, 2);   // Q, and the numbers of its rows
+      init_barrier(here + kQEmpty + 8 * stage, 4);  // two warpgroups of two blocks
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(here + kDoutFull + 8 * stage, 1);
+      init_barrier(here + kDoutEmpty + 8 * stage, 4);
+    }
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      init_barrier(here + kPFull + 8 * buffer, 4);  // warps
+      init_barrier(here + kDsFull + 8 * buffer, 1);
+      init_barrier(here + kDsEmpty + 8 * buffer, 2);  // blocks
+      init_barrier(here + kOtherDsFull + 8 * buffer, 1);
+    }
+    fence_barrier_init();
+  }
+  sync_cluster();
+
+  if (warpgroup == 3) {
+    shrink_registers<kProducerRegisters>();
+    if (warp < 15) {  // the last warp has nothing to do
+      // Three warps load, and find the same steps: one Q and K, one dO with V and the other block's K, half of a tile each for
+      // both blocks, and one the numbers of rows. None waits for what another does.
+      const bool loads_q = warp == 12, loads_dout = warp == 13;
+      int stage = 0, sums = 0;  // of Q or dO, and steps that have a place of dQ
+      uint32_t phase = 0;
+      // Half a tile of keys; rows behind the end are zeros. No copy may lie wholly outside: it would look up where the descriptor
+      // begins, which is before the tensor.
+      const auto load_keys = [&](uint32_t to, const TensorMap& map, uint32_t full, int first_column, int columns, int start) {
+        const int rows = min(kKeys, seqlen_k - start);
+        const int inside = rows > 0 ? columns : 0;
+        for (int i = inside * kKeys / 8 + lane; i < columns * kKeys / 8; i += 32) shared_at<int4>(to + 16 * i) = {};
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) {
+          arrive_expecting(here + full, inside * kKeys * 2);
+          for (int column = 0; column < inside; column += kBoxColumns) {
+            load_box(here + to + column * kKeys * 2, map, here + full, first_column + column, hk, kKeys - rows, start + rows, b);
+          }
+        }
+      };
+      if (loads_q) {
+        if (lane == 0) prefetch_map(q_map);
+        load_keys(kK, k_map, kKFull, 0, kHeadDimQk, own_start);
+      } else if (loads_dout) {
+        if (lane == 0) prefetch_map(dout_map);
+        load_keys(kV, v_map, kVFull, 0, kHeadDimV, own_start);
+        load_keys(kOtherK, k_map, kOtherKFull, kDqColumns * rank, kDqColumns, kv_start + kKeys * other);
+      }
+      __syncwarp();
+      const auto load_q = [&](int h, int tile, bool partial) {
+        const int q_start = tile * kBlockM;
+        wait(here + kQEmpty + 8 * stage, phase ^ 1);
+        if (lane == 0) {
+          shared_at<Step>(kStep + stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
+          shared_at<int>(kSumTile + 4 * (sums % kSums)) = (b * heads + h) * q_tiles + tile;
+          arrive_expecting(here + kQFull + 8 * stage, kQBytes);
+          for (int column = rank * kBoxColumns; column < kHeadDimQk; column += 2 * kBoxColumns) {
+            load_box_to(
+                3, here + kQ + stage * kQBytes + column * kBlockM * 2, q_map, here + kQFull + 8 * stage,
+                column, h,
+                q_start, b);
+          }
+        }
+        __syncwarp();
+        ++sums;
+        if (++stage == kQStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+      };
+      const auto load_rows = [&](int h, int tile) {
+        float lse[kBlockM / 32], delta[kBlockM / 32];  // on their way while the stage is in use
+#pragma unroll
+        for (int i = 0; i < kBlockM / 32; ++i) {
+          const int q = tile * kBlockM + 32 * i + lane;
+          const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
+          lse[i] = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+          delta[i] = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+        }
+        wait(here + kQEmpty + 8 * stage, phase ^ 1);
+#pragma unroll
+        for (int i = 0; i < kBlockM / 32; ++i) {
+          shared_at<float>(kLse + stage * kRowBytes + 4 * (32 * i + lane)) = lse[i];
+          shared_at<float>(kDelta + stage * kRowBytes + 4 * (32 * i + lane)) = delta[i];
+        }
+        __syncwarp();
+        if (lane == 0) arrive(here + kQFull + 8 * stage);
+        if (++stage == kQStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+      };
+      const auto load_dout = [&](int h, int tile) {
+        const int q_start = tile * kBlockM;
+        for (int part = 0; part < kVParts; ++part) {
+          wait(here + kDoutEmpty + 8 * stage, phase ^ 1);
+          if (lane == 0) {
+            arrive_expecting(here + kDoutFull + 8 * stage, kDoutBytes);
+            for (int column = rank * kBoxColumns; column < kVPart; column += 2 * kBoxColumns) {
+              load_box_to(
+                  3, here + kDout + stage * kDoutBytes + column * kBlockM * 2, dout_map, here + kDoutFull + 8 * stage,
+                  part * kVPart + column, h, q_start, b);
+            }
+          }
+          __syncwarp();
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
+        }
+      };
+      const auto load_step = [&](int h, int tile, bool partial) {
+        if (loads_q) {
+          load_q(h, tile, partial);
+        } else if (loads_dout) {
+          load_dout(h, tile);
+        } else {
+          load_rows(h, tile);
+        }
+      };
+
+      const int whole_tiles = seqlen_q / kBlockM;
+      const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
+
+      const bool ragged = kv_start + kBlockN > seqlen_k;  // keys end in this tile, so that each step needs the mask
+      const int inner_heads = kv_start < seqlen_k ? group : 0;  // keys behind the used ones are seen by no head
+      for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
+        // Neighbours begin at other tiles, so that they do not all add to the same rows of dQ at once.
+        const int tiles = max(visible_hi, 0);
+        int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
+        for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
+          const int tile = place;
+          load_step(h, tile, ragged || !(tile < whole_tiles));
+          if (++place == tiles) place = 0;
+        }
+      }
+      if (loads_q) {  // tells consumers that there is no other step
+        wait(here + kQEmpty + 8 * stage, phase ^ 1);
+        if (lane == 0) {
+          shared_at<int>(kSumTile + 4 * (sums % kSums)) = kEnd;
+          shared_at<Step>(kStep + stage * sizeof(Step)) = {kEnd, 0};
+          arrive(here + kQFull + 8 * stage);
+          arrive(here + kQFull + 8 * stage);  // and for the numbers of rows
+        }
+        wait(here + kKFull, 0);  // nothing may arrive when the block is gone
+      } else if (loads_dout) {
+        wait(here + kVFull, 0);
+        wait(here + kOtherKFull, 0);
+      }
+    }
+  } else if (warpgroup == 2) {
+    shrink_registers<kQueriesRegisters>();
+    // The warpgroup of queries: dQ = dS K over the keys of both blocks, in the columns that are this block's.
+    float dq[kDqPart / 2];
+    int buffer = 0;
+    uint32_t phase = 0;
+    const int group_thread = threadIdx.x % 128;
+    const auto issue_dq = [&](uint32_t ds_region, uint32_t keys, int accumulate) {
+      const DsRows ds(ds_region);
+      const KeyColumns k(keys);
+      fence_products();
+#pragma unroll
+      for (int key = 0; key < kKeys; key += 16) {
+        Product<Element, kDqPart>::ss<1>(dq, ds.at(key * 2), k.at(key * kBoxBytes), key > 0 || accumulate);
+      }
+      commit_products();
+    };
+    for (int i = 0;; ++i) {
+      wait(here + kDsFull + 8 * buffer, phase);
+      const int sum_tile = shared_at<int>(kSumTile + 4 * (i % kSums));
+      if (__any_sync(~0u, sum_tile < 0)) break;
+      if (group_thread == 0) arrive_expecting(here + kOtherDsFull + 8 * buffer, kDsBytes);
+      if (__any_sync(~0u, i == 0)) {
+        wait(here + kKFull, 0);
+        wait(here + kOtherKFull, 0);
+      }
+      float* const to = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + rank * kSumsOfBlock + 4 * group_thread;
+#pragma unroll
+      for (int column = 0; column < kDqColumns; column += kDqPart) {
+        issue_dq(kDs + buffer * kDsBytes, kK + (rank * kDqColumns + column) * kKeys * 2, 0);
+        if (column == 0) wait(here + kOtherDsFull + 8 * buffer, phase);
+        issue_dq(kOtherDs + buffer * kDsBytes, kOtherK + column * kKeys * 2, 1);
+        wait_products<0>();
+        settle(dq);
+        // Behind the last products the places of dS are free: this block's for other probabilities, and the other's copy here.
+        if (column + kDqPart == kDqColumns && group_thread < 2) arrive_at(kDsEmpty + 8 * buffer, group_thread);
+#pragma unroll
+        for (int j = 0; j < kDqPart / 8; ++j) {
+          add_floats(to + 512 * (column / 8 + j), dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+        }
+      }
+      buffer ^= 1;
+      phase ^= buffer == 0;
+    }
+  } else {
+    grow_registers<kConsumerRegisters>();
+    // What consumers share: a thread of a warpgroup, the places of its steps, and the way out of dK and dV.
+    const int group_thread = threadIdx.x % 128;
+    const bool leader = group_thread == 0;
+    const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
+    const int key = own_start;  // the first of this block
+    int stage = 0, q_stage = 0, buffer = 0;  // of dO, Q and dS
+    uint32_t phase = 0, q_phase = 0, buffer_phase = 0;
+    const auto advance_q = [&] {
+      if (++q_stage == kQStages) {
+        q_stage = 0;
+        q_phase ^= 1;
+      }
+    };
+    const auto advance_dout = [&] {
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    };
+    // Where a thread of the warpgroup of values puts four pairs of probabilities for that of keys: its warp overwrites just
+    // these with dS.
+    const auto place_of_pairs = [&](int i) {
+      const int q = 32 * (i / 2) + lane, chunk = 2 * (warp % 4) + i % 2;
+      return kDs + buffer * kDsBytes + q * 128 + 16 * (chunk ^ q % 8);
+    };
+    const auto advance_buffer = [&] {
+      buffer ^= 1;
+      buffer_phase ^= buffer == 0;
+    };
+    const auto next_step = [&] {
+      wait(here + kQFull + 8 * q_stage, q_phase);
+      return shared_at<Step>(kStep + q_stage * sizeof(Step));
+    };
+    // Gives a stage back to the loaders of both blocks, since each loads a half of it for both.
+    const auto release = [&](uint32_t empty) {
+      if (group_thread < 2) arrive_at(empty, group_thread);
+    };
+    // The stages of dO that the last product with it used.
+    const auto release_dout = [&] {
+#pragma unroll
+      for (int part = 1; part <= kVParts; ++part) release(kDoutEmpty + 8 * (stage - part + (stage < part ? kStages : 0)));
+    };
+    // Out through shared memory, since only whole rows make good stores.
+    const auto store_rows = [&](const auto& acc, float factor, uint32_t region, Element* rows, long long stride, int columns) {
+      constexpr int kChunks = sizeof(acc) / 16;  // of 8 columns
+      const float* const values = &acc[0][0];
+      const int count = min(kKeys, keys - own_start), row = 16 * (warp % 4) + lane % 16;
+#pragma unroll
+      for (int i = 0; i < kChunks; i += 2) {
+        const int chunk = i + lane / 16, swizzled = chunk ^ (row % 8);
+        const auto pair = [&](int j) { return pack<Element>(values[4 * i + j] * factor, values[4 * i + j + 1] * factor); };
+        store_blocks(here + region + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
+      }
+      named_sync(1 + warpgroup, 128);
+      for (int i = group_thread; i < kKeys * kChunks; i += 128) {
+        const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row % 8);
+        if (row < count && chunk < columns / 8) {
+          *reinterpret_cast<int4*>(rows + row * stride + 8 * chunk) = shared_at<int4>(region + 16 * (row * kChunks + swizzled));
+        }
+      }
+    };
+    if (warpgroup == 0) {
+      // The warpgroup of values: S^T = K Q^T, P^T, and dV = P^T dO.
+      float s[kBlockM / 2];     // logits, then probabilities
+      uint32_t p[kBlockM / 4];  // probabilities, in pairs
+      float dv[kVParts][kVPart / 2] = {};
+      const float scale_log2e = softmax_scale * kLog2e;
+      const auto issue_s = [&] {
+        const KeyRows k(kK);
+        const QueryRows q(kQ + q_stage * kQBytes);
+        fence_products();
+#pragma unroll
+        for (int column = 0; column < kHeadDimQk; column += 16) {
+          const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+          Product<Element, kBlockM>::ss<0>(s, k.at(box * kKeys + inside), q.at(box * kBlockM + inside), column > 0);
+        }
+        commit_products();
+      };
+      const auto issue_dv = [&] {
+#pragma unroll
+        for (int part = 0; part < kVParts; ++part) {
+          wait(here + kDoutFull + 8 * stage, phase);
+          fence_products();
+          const QueryColumns dout(kDout + stage * kDoutBytes);
+#pragma unroll
+          for (int row = 0; row < kBlockM; row += 16) {
+            Product<Element, kVPart>::rs<1>(dv[part], p + row / 4, dout.at(row * kBoxBytes), 1);
+          }
+          advance_dout();
+        }
+        commit_products();
+      };
+      const auto settle_dv = [&] {
+#pragma unroll
+        for (auto& part : dv) settle(part);
+      };
+      Step step = next_step();
+      bool more = step.tile >= 0, first = true;
+      if (__any_sync(~0u, more)) {
+        wait(here + kKFull, 0);
+        issue_s();
+        wait_products<0>();
+        settle(s);
+      }
+      while (__any_sync(~0u, more)) {
+        // S is there; dV of the step before is in flight.
+        const int kv_first = own_start + 16 * (warp % 4) + lane / 4;
+        const uint32_t lse_numbers = kLse + q_stage * kRowBytes + row_numbers;
+        if (__any_sync(~0u, step.tile & kPartial)) {
+#pragma unroll
+          for (int i = 0; i < kBlockM / 8; ++i) {
+            const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              const int visible_to = seqlen_k - kv_first;
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * i + 2 * row + j];
+                if (8 * row >= visible_to) x = kMasked;
+                x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
+              }
+            }
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kBlockM / 8; ++i) {
+            const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * i + 2 * row + j];
+                x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
+              }
+            }
+          }
+        }
+        // Warps that still read LSE hold the stage: the warpgroup of keys gives it back behind the probabilities of all.
+        release(kQEmpty + 8 * q_stage);
+        wait_products<0>();
+        settle_dv();
+        if (__any_sync(~0u, !first)) release_dout();
+        first = false;
+#pragma unroll
+        for (int i = 0; i < kBlockM / 4; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+        // To the warpgroup of keys, where dS of two steps before was.
+        wait(here + kDsEmpty + 8 * buffer, buffer_phase ^ 1);
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i) {
+          shared_at<uint4>(place_of_pairs(i)) = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
+        }
+        __syncwarp();
+        if (lane == 0) arrive(here + kPFull + 8 * buffer);
+        advance_buffer();
+
+        // S of the next step before dV of this one; behind the last step, of whatever is there.
+        advance_q();
+        step = next_step();
+        more = step.tile >= 0;
+        issue_s();
+        issue_dv();
+        wait_products<1>();
+        settle(s);
+      }
+      wait_products<0>();
+      settle_dv();
+      // dV goes where dO was. When dQ of the last step is there, so is dP, which read that.
+      wait(here + kDsEmpty + 8 * (buffer ^ 1), buffer == 0 ? buffer_phase ^ 1 : buffer_phase);
+      store_rows(dv, 1.0f, kDout, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, 256);
+    } else {
+      // The warpgroup of keys: dP^T = V dO^T, dS = P (dP - D), and dK = dS^T Q.
+      float dp[kBlockM / 2];
+      uint32_t ds[kBlockM / 4];  // dS, in pairs
+      float dk[kQkParts][kQkPart / 2] = {};
+      const auto issue_dp = [&](bool there) {
+#pragma unroll
+        for (int part = 0; part < kVParts; ++part) {
+          if (__any_sync(~0u, there)) wait(here + kDoutFull + 8 * stage, phase);
+          fence_products();
+          const KeyRows v(kV + part * kVPart * kKeys * 2);
+          const QueryRows dout(kDout + stage * kDoutBytes);
+#pragma unroll
+          for (int column = 0; column < kVPart; column += 16) {
+            const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+            Product<Element, kBlockM>::ss<0>(dp, v.at(box * kKeys + inside), dout.at(box * kBlockM + inside), part > 0 || column > 0);
+          }
+          advance_dout();
+        }
+        commit_products();
+      };
+      const auto issue_dk = [&] {
+        const QueryColumns q(kQ + q_stage * kQBytes);
+        fence_products();
+#pragma unroll
+        for (int row = 0; row < kBlockM; row += 16) {
+#pragma unroll
+          for (int part = 0; part < kQkParts; ++part) {
+            Product<Element, kQkPart>::rs<1>(dk[part], ds + row / 4, q.at(part * kQkPart * kBlockM * 2 + row * kBoxBytes), 1);
+          }
+        }
+        commit_products();
+      };
+      const int q = 8 * (lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
+      const uint32_t to = here + kDs + q * 128 + 16 * (chunk ^ q % 8);
+      Step step = next_step();
+      bool more = step.tile >= 0;
+      if (__any_sync(~0u, more)) {
+        wait(here + kVFull, 0);
+        issue_dp(true);
+        wait_products<0>();
+        settle(dp);
+      }
+      while (__any_sync(~0u, more)) {
+        release_dout();
+        const uint32_t delta_numbers = kDelta + q_stage * kRowBytes + row_numbers;
+        wait(here + kPFull + 8 * buffer, buffer_phase);
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i) {
+          const uint4 four = shared_at<uint4>(place_of_pairs(i));
+          const uint32_t p[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int pair = 4 * i + j;
+            const float2 both = unpack<Element>(p[j]), delta = shared_at<float2>(delta_numbers + 32 * (pair / 2));
+            ds[pair] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
+          }
+        }
+        __syncwarp();  // all have read P, whose place dS takes, with rows of queries
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i) {
+          store_transposed(to + buffer * kDsBytes + 16 * i * 128, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
+        }
+        fence_async_proxy();
+        issue_dk();
+        named_sync(1 + warpgroup, 128);
+        if (leader) {
+          arrive(here + kDsFull + 8 * buffer);
+          copy_to(other, kOtherDs + buffer * kDsBytes, here + kDs + buffer * kDsBytes, kDsBytes, kOtherDsFull + 8 * buffer);
+        }
+        advance_buffer();
+
+        wait_products<0>();
+#pragma unroll
+        for (auto& part : dk) settle(part);
+        release(kQEmpty + 8 * q_stage);
+        advance_q();
+        step = next_step();
+        more = step.tile >= 0;
+        issue_dp(more);  // behind the last step, of whatever is there
+        wait_products<0>();
+        settle(dp);
+      }
+      // Tells the warpgroup of queries that there is no other step, when it has left this place of dS.
+      wait(here + kDsEmpty + 8 * buffer, buffer_phase ^ 1);
+      if (leader) arrive(here + kDsFull + 8 * buffer);
+      // dK goes where Q was, which nobody reads any more: dS of all steps is there, and so was S.
+      store_rows(dk, softmax_scale, kQ, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, 256);
+    }
+  }
+  sync_cluster();  // the other block may still arrive here
+}
+
+// dQ of a tile of queries from its sums, which hold what the registers of two warpgroups did.
+extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap_dq(
+    const float* dq_sum_ptr, bf16* dq_ptr,
+    long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k,
+    float softmax_scale
+) {
+  // Sums that were written last are read first, while the cache holds them.
+  int unit, q_tile;
+  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
+  const float4* const sums = reinterpret_cast<const float4*>(dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile);
+  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int row = 16 * (threadIdx.x / 32 % 4) + lane / 4, first_column = kDqColumns * warpgroup;
+#pragma unroll
+  for (int i = 0; i < kDqColumns / 8; i += 4) {
+    // Four lanes hold the columns of four blocks of 8 in turns; each takes a block.
+    uint32_t upper[4], lower[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float4 sum = sums[(warpgroup * (kDqColumns / 8) + i + j) * 128 + threadIdx.x % 128];
+      upper[j] = pack<Element>(sum.x * softmax_scale, sum.y * softmax_scale);
+      lower[j] = pack<Element>(sum.z * softmax_scale, sum.w * softmax_scale);
+    }
+    transpose(upper, lane);
+    transpose(lower, lane);
+    const int column = first_column + 8 * (i + lane % 4);
+    Element* const to = dq_ptr + b * stride_dq_b + h * stride_dq_h + (q_start + row) * stride_dq_s + column;
+    if (q_start + row < seqlen_q) *reinterpret_cast<uint4*>(to) = {upper[0], upper[1], upper[2], upper[3]};
+    if (q_start + row + 8 < seqlen_q) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = {lower[0], lower[1], lower[2], lower[3]};
+  }
+}

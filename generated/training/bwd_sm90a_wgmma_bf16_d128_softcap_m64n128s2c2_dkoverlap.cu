@@ -1,0 +1,630 @@
+// bwd_sm90a_wgmma_bf16_d128_softcap_m64n128s2c2_dkoverlap
+//
+// Attention backward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
+// Rendered from templates/cuda/backward.cu.j2 by `attngen build specs/training.yaml`.
+//
+// P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
+// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels follow
+// each other: preprocess (D and LSE of each query), dkdv (all products), dq (the sums of dQ, rounded).
+#include "barrier.cuh"
+#include "expression.cuh"
+#include "gradient.cuh"
+#include "schedule.cuh"
+#include "softmax.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+using Element = bf16;
+
+constexpr int kBlockM = 64;  // query rows of one step
+constexpr int kBlockN = 128;  // keys of a block
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
+constexpr int kQStages = 3;  // Q tiles in flight
+constexpr int kStages = 2;  // dO tiles in flight
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kThreads = 384;
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
+constexpr int kBoxBytes = 2 * kBoxColumns;
+constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has all rows
+
+// Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
+constexpr uint32_t kShared = 1024;
+constexpr uint32_t kK = kShared + 0;  // 32768 B: K
+constexpr uint32_t kV = kShared + 32768;  // 32768 B: V
+constexpr uint32_t kQ = kShared + 65536;  // 49152 B: Q, a tile per stage
+constexpr uint32_t kDout = kShared + 114688;  // 32768 B: dO, a tile per stage
+constexpr uint32_t kDs = kShared + 147456;  // 32768 B: dS of two steps, then dK on its way out
+constexpr uint32_t kDq = kShared + 180224;  // 32768 B: dQ on its way out, then dV
+constexpr uint32_t kLse = kShared + 212992;  // 768 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = kShared + 213760;  // 768 B: D of the rows of each stage
+constexpr uint32_t kWork = kShared + 214528;  // 64 B: two tiles of work: the one that is computed and the next
+constexpr uint32_t kStep = kShared + 214592;  // 24 B: which queries each stage of Q holds
+constexpr uint32_t kKvFull = kShared + 214616;  // 8 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 214624;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 214632;  // 24 B: barriers
+constexpr uint32_t kQEmpty = kShared + 214656;  // 24 B: barriers
+constexpr uint32_t kDoutFull = kShared + 214680;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 214696;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 214712;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 214728;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 214744;  // 16 B: barriers
+constexpr uint32_t kSumTile = kShared + 214760;  // 32 B: where dQ of the last steps belongs
+constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
+constexpr uint32_t kDoutBytes = kBlockM * kHeadDimV * 2;
+constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
+constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
+constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
+constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of one consumer
+constexpr uint32_t kRowBytes = kBlockM * 4;
+constexpr int kSumsOfTile = kConsumers * kDqBytes / 4;  // floats of dQ of a tile of queries, in the order of registers
+
+// How the tensor cores read these: rows of operands of S and dP, and the same again by columns in the other products.
+// dS has rows of queries, in boxes of the 64 keys of a consumer.
+using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
+using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
+using KeyColumns = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
+using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
+using DsRows = Matrix<16, 1024, 1>;
+using DsColumns = Matrix<kBlockM * 128, 1024, 1>;
+
+// A tile of work: which keys of which KV head. All keys of a sequence have gradients, though only the used ones are seen.
+struct Work {
+  int b, hk, kv_start, keys;
+  int q_begin, k_begin, seqlen_q, seqlen_k;
+};
+
+// A step: the tile of queries, with a bit that says that the mask is needed, and their head.
+struct Step {
+  int tile, h;
+};
+constexpr int kPartial = 1 << 20;
+constexpr int kEndOfTile = -1, kEndOfAll = -2;
+constexpr int kSums = 8;  // places of dQ that are remembered; the warp that adds it is behind by less
+
+extern __shared__ char shared_memory[];
+
+template <typename Value>
+__device__ __forceinline__ Value& shared_at(uint32_t address) {
+  return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
+}
+
+// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
+extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_softcap_m64n128s2c2_dkoverlap_preprocess(
+    const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
+    float* delta_ptr, float* dq_sum_ptr,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
+    int heads, int rows, int row_tiles, long long sum_chunks,
+    int has_dlse
+) {
+  constexpr int kLanes = 16, kRows = 16 * kLanes / 128;  // lanes of a row, 8 columns each; rows of a thread
+  const int chunk = threadIdx.x % kLanes;
+  const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
+  const int first = row_tile * 16 + threadIdx.x / kLanes;
+  // Zeros leave while the rows arrive: a block clears its share of the sums.
+  const long long share = (sum_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), sum_chunks);
+  for (long long i = share * blockIdx.x + threadIdx.x; i < share_end; i += 128) {
+    reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
+  }
+  float delta[kRows] = {};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first + i * (16 / kRows);
+    if (row < rows) {
+      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + 8 * chunk);
+      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + 8 * chunk);
+      delta[i] = dot<Element>(out.x, dout.x) + dot<Element>(out.y, dout.y) + dot<Element>(out.z, dout.z) + dot<Element>(out.w, dout.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first + i * (16 / kRows);
+#pragma unroll
+    for (int other = 1; other < kLanes; other *= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], other);
+    if (chunk == 0 && row < rows) {
+      const long long entry = (b * static_cast<long long>(heads) + h) * rows + row;
+      const float lse = lse_ptr[entry];
+      const bool dead = lse == kMasked;  // a row that sees no key: +inf makes each of its probabilities 0
+      lse_log2_ptr[entry] = dead ? -kMasked : lse * kLog2e;
+      delta_ptr[entry] = dead ? 0.0f : delta[i] - (has_dlse ? dlse_ptr[entry] : 0.0f);
+    }
+  }
+}
+
+// A block of 3 warpgroups takes one tile of keys and values after the other, and goes through the queries of all heads
+// that share them. The last warpgroup produces: one warp finds the tiles and loads them by TMA, and one adds dQ to its
+// sums in global memory. The others consume: each has 64 keys, multiplies S^T = K Q^T and dP^T = V dO^T, and keeps dK
+// and dV in registers; dS goes through shared memory, since dQ sums over the keys of both.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d128_softcap_m64n128s2c2_dkoverlap_dkdv(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
+    float* dq_sum_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
+    const int* seqused_k_ptr, uint32_t* tile_counter,
+    long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
+    long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
+    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k, int q_tiles,
+    float softmax_scale,
+    float cap,
+    int has_seqused_k
+) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int lane = threadIdx.x % 32;
+  const int warpgroup = warp / 4;
+
+  if (threadIdx.x == 0) {
+    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
+    init_barrier(kKvFull, 1);
+    init_barrier(kKvEmpty, kConsumers);
+    for (int stage = 0; stage < kQStages; ++stage) {
+      init_barrier(kQFull + 8 * stage, 2);  // Q, and the numbers of its rows
+      init_barrier(kQEmpty + 8 * stage, kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(kDoutFull + 8 * stage, 1);
+      init_barrier(kDoutEmpty + 8 * stage, kConsumers);
+    }
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      init_barrier(kDqFull + 8 * consumer, 4);  // their warps
+      init_barrier(kDqEmpty + 8 * consumer, 1);
+    }
+    for (int slot = 0; slot < 2; ++slot) init_barrier(kWorkEmpty + 8 * slot, kConsumers);
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == kConsumers) {
+    shrink_registers<kProducerRegisters>();
+    if (warp == 4 * kConsumers) {
+      // The loader: finds tiles of work, loads K and V of each, and for each head Q, dO and the numbers of their rows.
+      if (lane == 0) {
+        prefetch_map(q_map);
+        prefetch_map(k_map);
+        prefetch_map(v_map);
+        prefetch_map(dout_map);
+      }
+      const int units = batch * kv_heads, tiles_of_all = kv_tiles * units;
+      int stage = 0, q_stage = 0, slot = 0, sums = 0;
+      uint32_t phase = 0, q_phase = 0, kv_phase = 0, work_phase = 0;
+      const auto advance_q = [&] {
+        if (++q_stage == kQStages) {
+          q_stage = 0;
+          q_phase ^= 1;
+        }
+      };
+      // Tells consumers what comes next instead of a step.
+      const auto tell = [&](int what) {
+        wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
+        if (lane == 0) {
+          shared_at<Step>(kStep + q_stage * sizeof(Step)) = {what, 0};
+          arrive(kQFull + 8 * q_stage);
+          arrive(kQFull + 8 * q_stage);
+        }
+        __syncwarp();
+        advance_q();
+      };
+      int index = blockIdx.x;
+      while (__any_sync(~0u, index < tiles_of_all)) {
+        // Heads of one section run side by side, the first keys first: most queries see them.
+        int unit, kv_tile;
+        place_tile(index, kv_tiles, units, section, unit, kv_tile);
+        kv_tile = kv_tiles - 1 - kv_tile;
+        const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
+        const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
+        const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : keys;
+        wait(kWorkEmpty + 8 * slot, work_phase ^ 1);
+        if (lane == 0) shared_at<Work>(kWork + slot * sizeof(Work)) = {b, hk, kv_start, keys, q_begin, k_begin, seqlen_q, seqlen_k};
+        slot ^= 1;
+        work_phase ^= slot == 0;
+
+        bool keys_loaded = false;
+        const auto load_step = [&](int h, int tile, bool partial) {
+          const int q_start = tile * kBlockM;
+          wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
+          if (lane == 0) {
+            shared_at<Step>(kStep + q_stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
+            shared_at<int>(kSumTile + 4 * (sums % kSums)) = (b * heads + h) * q_tiles + tile;
+            arrive_expecting(kQFull + 8 * q_stage, kQBytes);
+            for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+              load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, h, q_start, b);
+            }
+          }
+          ++sums;
+          if (__any_sync(~0u, !keys_loaded)) {
+            wait(kKvEmpty, kv_phase ^ 1);
+            if (lane == 0) {
+              const int rows = min(kBlockN, seqlen_k - kv_start);  // rows behind the end become 0
+              arrive_expecting(kKvFull, kKBytes + kVBytes);
+              for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+                load_box(kK + column * kBlockN * 2, k_map, kKvFull, column, hk, kBlockN - rows, kv_start + rows, b);
+              }
+              for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+                load_box(kV + column * kBlockN * 2, v_map, kKvFull, column, hk, kBlockN - rows, kv_start + rows, b);
+              }
+            }
+            kv_phase ^= 1;
+            keys_loaded = true;
+          }
+#pragma unroll 1  // few registers are left to this role
+          for (int row = lane; row < kBlockM; row += 32) {
+            const int q = q_start + row;
+            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
+            shared_at<float>(kLse + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            shared_at<float>(kDelta + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+          }
+          __syncwarp();
+          if (lane == 0) arrive(kQFull + 8 * q_stage);
+          wait(kDoutEmpty + 8 * stage, phase ^ 1);
+          if (lane == 0) {
+            arrive_expecting(kDoutFull + 8 * stage, kDoutBytes);
+            for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+              load_box(kDout + stage * kDoutBytes + column * kBlockM * 2, dout_map, kDoutFull + 8 * stage, column, h, q_start, b);
+            }
+          }
+          __syncwarp();
+          advance_q();
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
+        };
+
+        const int whole_tiles = seqlen_q / kBlockM;
+        const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
+        const int seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
+        const int visible_lo = max(seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
+        const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
+        const int full_lo = (max(seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
+
+        const bool ragged = kv_start + kBlockN > seqlen_k;  // keys end in this tile, so that each step needs the mask
+        const int inner_heads = kv_start < seqlen_k ? group : 0;  // keys behind the used ones are seen by no head
+        for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
+          // Neighbours begin at other tiles, so that they do not all add to the same rows of dQ at once.
+          const int tiles = max(visible_hi - visible_lo, 0);
+          int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
+          for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
+            const int tile = visible_lo + place;
+            load_step(h, tile, ragged || !(tile >= full_lo && tile < whole_tiles));
+            if (++place == tiles) place = 0;
+          }
+        }
+        index = take_tile(tile_counter, tiles_of_all, lane);
+        tell(kEndOfTile);
+      }
+      if (lane == 0) shared_at<int>(kSumTile + 4 * (sums % kSums)) = -1;
+      __syncwarp();
+      tell(kEndOfAll);
+    } else if (warp == 4 * kConsumers + 1) {
+      // Adds dQ of each step to its sums.
+      uint32_t phase = 0;
+      for (int i = 0;; ++i) {
+        wait(kDqFull, phase);
+        const int sum_tile = shared_at<int>(kSumTile + 4 * (i % kSums));
+        if (__any_sync(~0u, sum_tile < 0)) break;
+        float* const to = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile;
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+          wait(kDqFull + 8 * consumer, phase);
+          if (lane == 0) {
+            add_floats(to + consumer * (kDqBytes / 4), kDq + consumer * kDqBytes, kDqBytes);
+            commit_stores();
+          }
+          __syncwarp();
+        }
+        if (lane == 0) wait_stores_read();
+        __syncwarp();
+        if (lane < kConsumers) arrive(kDqEmpty + 8 * lane);
+        phase ^= 1;
+      }
+      if (lane == 0) wait_stores_written();
+    }
+  } else {
+    grow_registers<kConsumerRegisters>();
+    // A consumer: 64 keys. A lane holds elements of two of them, 8 apart, and of every fourth pair of queries.
+    const int group_thread = threadIdx.x % 128;
+    const bool leader = group_thread == 0;
+    const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
+    const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
+    const float softmax_scale_over_cap = softmax_scale / cap;
+    float s[kBlockM / 2];       // logits, then probabilities
+    float dp[kBlockM / 2];      // dP
+    uint32_t p[kBlockM / 4];    // probabilities, in pairs
+    uint32_t p_derivative[kBlockM / 4];  // these, times the derivatives of their logits
+    float dq[kDqColumns / 2];
+    float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
+
+    const auto issue_s = [&](int q_stage) {
+      const KeyRows k(kK + key_rows);
+      const QueryRows q(kQ + q_stage * kQBytes);
+      fence_products();
+#pragma unroll
+      for (int column = 0; column < kHeadDimQk; column += 16) {
+        const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+        Product<Element, kBlockM>::ss<0>(s, k.at(box * kBlockN + inside), q.at(box * kBlockM + inside), column > 0);
+      }
+      commit_products();
+    };
+    const auto issue_dp = [&](int stage) {
+      const KeyRows v(kV + not_hoisted(key_rows));
+      const QueryRows dout(kDout + stage * kDoutBytes);
+      fence_products();
+#pragma unroll
+      for (int column = 0; column < kHeadDimV; column += 16) {
+        const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+        Product<Element, kBlockM>::ss<0>(dp, v.at(box * kBlockN + inside), dout.at(box * kBlockM + inside), column > 0);
+      }
+      commit_products();
+    };
+    const auto issue_dv = [&](int stage) {
+      const QueryColumns dout(kDout + stage * kDoutBytes);
+      fence_products();
+#pragma unroll
+      for (int row = 0; row < kBlockM; row += 16) {
+        Product<Element, kHeadDimV>::rs<1>(dv, p + row / 4, dout.at(row * kBoxBytes), 1);
+      }
+      commit_products();
+    };
+    const auto issue_dk = [&](int q_stage, int buffer) {
+      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * 128);
+      const QueryColumns q(kQ + q_stage * kQBytes);
+      fence_products();
+#pragma unroll
+      for (int row = 0; row < kBlockM; row += 16) {
+        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * 128), q.at(row * kBoxBytes), 1);
+      }
+      commit_products();
+    };
+    const auto issue_dq = [&](int buffer) {
+      const DsRows ds(kDs + buffer * kDsBytes);
+      const KeyColumns k(kK + warpgroup * (kDqColumns / kBoxColumns) * kBlockN * kBoxBytes);
+      fence_products();
+#pragma unroll
+      for (int key = 0; key < kBlockN; key += 16) {
+        const uint32_t box = key / 64 * kBlockM * 128, inside = key % 64 * 2;
+        Product<Element, kDqColumns>::ss<1>(dq, ds.at(box + inside), k.at(key * kBoxBytes), key > 0);
+      }
+      commit_products();
+    };
+
+    Step step = {};
+    int stage = 0, q_stage = 0, slot = 0, buffer = 0;  // of dO, Q, work and dS
+    uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0;
+
+    // Turns products into probabilities, and those of pairs that are not visible to 0.
+    const auto exponentiate_step = [&] {
+      const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
+      const int seqlen_k = work.seqlen_k;
+      const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
+      const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
+      const uint32_t lse_numbers = kLse + q_stage * kRowBytes + row_numbers;
+      if (__any_sync(~0u, step.tile & kPartial)) {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 8; ++i) {
+          __syncwarp();  // loads of all queries at once would take too many registers
+          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          float weighted[4];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * i + 2 * row + j];
+              const float element_value = tanh_approx(x * softmax_scale_over_cap);
+              const float derivative = 1.0f - element_value * element_value;
+              x = element_value;
+              if (8 * row >= visible_to) x = kMasked;
+              x = exp2_approx(fmaf(x, cap * kLog2e, -(j == 0 ? lse.x : lse.y)));
+              weighted[2 * row + j] = x * derivative;
+            }
+          }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
+          p_derivative[2 * i] = pack<Element>(weighted[0], weighted[1]);
+          p_derivative[2 * i + 1] = pack<Element>(weighted[2], weighted[3]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 8; ++i) {
+          __syncwarp();  // loads of all queries at once would take too many registers
+          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          float weighted[4];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * i + 2 * row + j];
+              const float element_value = tanh_approx(x * softmax_scale_over_cap);
+              const float derivative = 1.0f - element_value * element_value;
+              x = element_value;
+              x = exp2_approx(fmaf(x, cap * kLog2e, -(j == 0 ? lse.x : lse.y)));
+              weighted[2 * row + j] = x * derivative;
+            }
+          }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
+          p_derivative[2 * i] = pack<Element>(weighted[0], weighted[1]);
+          p_derivative[2 * i + 1] = pack<Element>(weighted[2], weighted[3]);
+        }
+      }
+    };
+    // dS = P (dP - D), times the derivative of the logit, to shared memory with rows of queries.
+    const auto store_ds = [&](int buffer) {
+      const uint32_t delta_numbers = kDelta + q_stage * kRowBytes + row_numbers;
+      const int q = 8 * (lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
+      const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * 128 + q * 128 + 16 * (chunk ^ q % 8);
+#pragma unroll
+      for (int i = 0; i < kBlockM / 16; ++i) {
+        uint32_t ds[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int pair = 4 * i + j;
+          const float2 delta = shared_at<float2>(delta_numbers + 32 * (pair / 2));
+          const float2 both = unpack<Element>(p_derivative[pair]);
+          ds[j] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
+        }
+        store_transposed(to + 16 * i * 128, ds[0], ds[1], ds[2], ds[3]);
+      }
+      fence_async_proxy();
+    };
+    // dQ, in the order of registers, to where it is added from.
+    const auto store_dq = [&] {
+      wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
+      dq_phase ^= 1;
+#pragma unroll
+      for (int i = 0; i < kDqColumns / 8; ++i) {
+        shared_at<float4>(kDq + warpgroup * kDqBytes + 16 * (128 * i + group_thread)) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) arrive(kDqFull + 8 * warpgroup);
+    };
+    const auto sync_consumers = [&] { named_sync(1, 128 * kConsumers); };
+    const auto release_dout = [&] {
+      if (leader) arrive(kDoutEmpty + 8 * stage);
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    };
+    const auto advance_q = [&] {
+      if (++q_stage == kQStages) {
+        q_stage = 0;
+        q_phase ^= 1;
+      }
+    };
+    const auto next_step = [&] {
+      wait(kQFull + 8 * q_stage, q_phase);
+      return shared_at<Step>(kStep + q_stage * sizeof(Step));
+    };
+    // Out through shared memory, since only whole rows make good stores.
+    const auto store_rows = [&](const auto& acc, float factor, uint32_t region, Element* rows, long long stride, int count, int columns) {
+      constexpr int kChunks = sizeof(acc) / 16;  // of 8 columns
+      const uint32_t own = region + warpgroup * 64 * 16 * kChunks;
+      const int own_lane = not_hoisted(lane), row = 16 * (warp % 4) + own_lane % 16;
+#pragma unroll
+      for (int i = 0; i < kChunks; i += 2) {
+        const int chunk = i + own_lane / 16, swizzled = chunk ^ (row % 8);
+        const auto pair = [&](int j) { return pack<Element>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
+        store_blocks(own + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
+      }
+      named_sync(2 + warpgroup, 128);
+      for (int i = group_thread; i < 64 * kChunks; i += 128) {
+        const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row % 8);
+        if (row < count && chunk < columns / 8) {
+          *reinterpret_cast<int4*>(rows + row * stride + 8 * chunk) = shared_at<int4>(own + 16 * (row * kChunks + swizzled));
+        }
+      }
+    };
+
+    while (true) {
+      step = next_step();
+      if (__any_sync(~0u, step.tile == kEndOfAll)) break;
+#pragma unroll
+      for (int i = 0; i < kHeadDimQk / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
+      if (__any_sync(~0u, step.tile >= 0)) {
+        wait(kKvFull, kv_phase);
+        kv_phase ^= 1;
+        issue_s(q_stage);
+        wait_products<0>();
+        settle(s);
+        exponentiate_step();
+        bool more = true, first = true;
+        while (__any_sync(~0u, more)) {
+          // Probabilities of this step are known; dK of the one before is in flight.
+          wait(kDoutFull + 8 * stage, phase);
+          issue_dp(stage);
+          wait_products<1>();
+          settle(dk);
+          if (leader && !first) arrive(kQEmpty + 8 * (q_stage == 0 ? kQStages - 1 : q_stage - 1));
+          first = false;
+          issue_dv(stage);
+          wait_products<1>();
+          settle(dp);
+          buffer ^= 1;
+          store_ds(buffer);
+
+          // S of the next step; behind the last one, of whatever is there.
+          const int q_used = q_stage;
+          advance_q();
+          step = next_step();
+          more = step.tile >= 0;
+          issue_s(q_stage);
+          wait_products<1>();
+          settle(dv);
+          release_dout();
+          sync_consumers();  // dS of both is complete
+          issue_dq(buffer);
+          issue_dk(q_used, buffer);
+
+          // The softmax of the next step under dK; dQ leaves its registers before.
+          wait_products<1>();
+          settle(s);
+          settle(dq);
+          store_dq();
+          exponentiate_step();  // behind the last step, too: past a branch the registers of P would be needed twice
+        }
+        wait_products<0>();
+        settle(dk);
+        settle(s);
+        if (leader) arrive(kQEmpty + 8 * (q_stage == 0 ? kQStages - 1 : q_stage - 1));
+        if (leader) arrive(kKvEmpty);
+      }
+      // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
+      wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
+      sync_consumers();
+      // The end of the tile took the place of a step. By now all warps have seen it.
+      if (leader) arrive(kQEmpty + 8 * q_stage);
+      advance_q();
+      const Work work = shared_at<Work>(kWork + slot * sizeof(Work));
+      const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
+      const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
+      store_rows(dk, softmax_scale / cap * cap, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 128);
+      store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 128);
+      sync_consumers();
+      if (leader) arrive(kWorkEmpty + 8 * slot);
+      slot ^= 1;
+    }
+    // Tells the warp that adds dQ, and has taken the last one, that there is no more.
+    if (lane == 0) arrive(kDqFull + 8 * warpgroup);
+  }
+}
+
+// dQ of a tile of queries from its sums, which hold what the registers of two warpgroups did.
+extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_wgmma_bf16_d128_softcap_m64n128s2c2_dkoverlap_dq(
+    const float* dq_sum_ptr, bf16* dq_ptr,
+    long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k,
+    float softmax_scale,
+    float cap
+) {
+  // Sums that were written last are read first, while the cache holds them.
+  int unit, q_tile;
+  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
+  const float4* const sums = reinterpret_cast<const float4*>(dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile);
+  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int row = 16 * (threadIdx.x / 32 % 4) + lane / 4, first_column = kDqColumns * warpgroup;
+#pragma unroll
+  for (int i = 0; i < kDqColumns / 8; i += 4) {
+    // Four lanes hold the columns of four blocks of 8 in turns; each takes a block.
+    uint32_t upper[4], lower[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float4 sum = sums[(warpgroup * (kDqColumns / 8) + i + j) * 128 + threadIdx.x % 128];
+      upper[j] = pack<Element>(sum.x * softmax_scale / cap * cap, sum.y * softmax_scale / cap * cap);
+      lower[j] = pack<Element>(sum.z * softmax_scale / cap * cap, sum.w * softmax_scale / cap * cap);
+    }
+    transpose(upper, lane);
+    transpose(lower, lane);
+    const int column = first_column + 8 * (i + lane % 4);
+    Element* const to = dq_ptr + b * stride_dq_b + h * stride_dq_h + (q_start + row) * stride_dq_s + column;
+    if (q_start + row < seqlen_q) *reinterpret_cast<uint4*>(to) = {upper[0], upper[1], upper[2], upper[3]};
+    if (q_start + row + 8 < seqlen_q) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = {lower[0], lower[1], lower[2], lower[3]};
+  }
+}

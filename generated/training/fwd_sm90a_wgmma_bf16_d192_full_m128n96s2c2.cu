@@ -1,0 +1,501 @@
+// fwd_sm90a_wgmma_bf16_d192_full_m128n96s2c2
+//
+// Attention forward, variant full: mask `True`.
+// Rendered from templates/cuda/forward.cu.j2 by `attngen build specs/training.yaml`.
+//
+// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// by TMA. The others consume: each multiplies 64 query rows by the keys and values that they see, right to left, and
+// keeps their logits, probabilities and outputs in registers.
+#include "barrier.cuh"
+#include "schedule.cuh"
+#include "softmax.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+using Element = bf16;
+
+constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockN = 96;  // keys of one step
+constexpr int kHeadDimQk = 192;
+constexpr int kHeadDimV = 192;
+constexpr int kStages = 2;  // K and V tiles in flight
+constexpr int kQStages = 1;  // Q tiles in flight
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kThreads = 384;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
+constexpr int kBoxBytes = 2 * kBoxColumns;
+constexpr int kOutColumns = 64;  // columns of O that are staged at once
+constexpr int kLookahead = 2;  // steps before the end of a tile at which the next one is taken
+constexpr float kRedoAbove = 0x1p40f;  // sum of a lane's probabilities that asks for a new reference,
+constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
+// Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
+constexpr uint32_t kShared = 1024;
+constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
+constexpr uint32_t kK = kShared + 49152;  // 73728 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 122880;  // 73728 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 196608;  // 16384 B: O on its way out
+constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 213632;  // 8 B: barriers
+constexpr uint32_t kQEmpty = kShared + 213640;  // 8 B: barriers
+constexpr uint32_t kKFull = kShared + 213648;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 213664;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 213680;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 213696;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 213712;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 213728;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 213744;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 213752;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
+constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
+constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
+constexpr uint32_t kOutBytes = 64 * kOutColumns * 2;  // of one consumer
+
+// How the tensor cores read these: K-major rows of Q and K, and V, whose rows are keys.
+using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
+using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
+using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
+
+// KV tiles that some row of a box of rows sees, and those that each of its rows sees whole.
+struct Spans {
+  int visible_lo, visible_hi;
+  int full_lo, full_hi;
+};
+
+// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no more.
+struct Place {
+  int b, h, q_start, tiles;
+  int q_begin, k_begin, seqlen_q, seqlen_k;
+};
+
+// What the scheduler tells of it.
+struct Work : Place {
+  Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
+};
+static_assert(sizeof(Work) <= 320);
+
+extern __shared__ char shared_memory[];
+
+template <typename Value>
+__device__ __forceinline__ Value& shared_at(uint32_t address) {
+  return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192_full_m128n96s2c2(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k,
+    float softmax_scale,
+    int write_lse, int has_seqused_k
+) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int lane = threadIdx.x % 32;
+  const int warpgroup = warp / 4;
+
+  if (threadIdx.x == 0) {
+    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
+    for (int stage = 0; stage < kQStages; ++stage) {
+      init_barrier(kQFull + 8 * stage, 1);
+      init_barrier(kQEmpty + 8 * stage, kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(kKFull + 8 * stage, 1);
+      init_barrier(kKEmpty + 8 * stage, kConsumers);
+      init_barrier(kVFull + 8 * stage, 1);
+      init_barrier(kVEmpty + 8 * stage, kConsumers);
+    }
+    for (int slot = 0; slot < 2; ++slot) {
+      init_barrier(kWorkFull + 8 * slot, kConsumers + 1);
+      init_barrier(kWorkEmpty + 8 * slot, 4 * kConsumers + 1);  // their warps, and the loader of Q
+    }
+    init_barrier(kWorkAsked, 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == kConsumers) {
+    shrink_registers<kProducerRegisters>();
+    if (warp == 4 * kConsumers) {
+      // The scheduler: takes tiles of work, and finds out what their rows see.
+      const int units = batch * heads;
+      const int q_tiles_of_all = q_tiles * units;
+      const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
+      int index = blockIdx.x, slot = 0;
+      uint32_t phase = 0;
+      uint32_t asked_phase = 0;
+      const auto next_tile = [&] { return take_tile(tile_counter, q_tiles_of_all, lane); };
+      while (true) {
+        Place work = {};
+        work.tiles = -1;
+        Spans spans = {};
+        if (index < q_tiles_of_all) {
+          int unit, q_tile;
+          place_tile(index, q_tiles, units, section, unit, q_tile);
+          const int b = unit / heads, h = unit % heads;
+          const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
+          const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+          const int whole_tiles = seqlen_k / kBlockN;
+          const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
+          const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
+          spans = {0, visible_hi, 0, whole_tiles};
+          if (q_start >= seqlen_q) spans = {};
+          const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
+          work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
+        }
+        if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: what an empty sum gives
+          const int rows = min(kBlockM, work.seqlen_q - work.q_start);
+          for (int i = lane; i < rows * 24; i += 32) {
+            const int q = work.q_start + i / 24;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 8 * (i % 24)) = {};
+          }
+          for (int i = lane; write_lse && i < rows; i += 32) {
+            const int q = work.q_start + i;
+            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = kMasked;
+          }
+          index = next_tile();
+          continue;
+        }
+        wait(kWorkEmpty + 8 * slot, phase ^ 1);
+        Work& shared_work = shared_at<Work>(kWork + slot * sizeof(Work));
+        if (lane == 0) {
+          shared_at<int4>(kWork + slot * sizeof(Work)) = {work.b, work.h, work.q_start, work.tiles};
+          shared_at<int4>(kWork + slot * sizeof(Work) + 16) = {work.q_begin, work.k_begin, work.seqlen_q, work.seqlen_k};
+        }
+        if (lane % 8 == 0 && part <= kConsumers) {
+          shared_work.spans[part] = spans;
+          arrive(kWorkFull + 8 * slot);
+        }
+        __syncwarp();
+        slot ^= 1;
+        phase ^= slot == 0;
+        if (index >= q_tiles_of_all) break;
+        wait(kWorkAsked, asked_phase);
+        asked_phase ^= 1;
+        index = next_tile();
+      }
+    } else if (warp == 4 * kConsumers + 1) {
+      // The loader of K and V: tile by tile from the last key to the first; V follows one step behind.
+      if (lane == 0) {
+        prefetch_map(k_map);
+        prefetch_map(v_map);
+      }
+      int slot = 0, stage = 0;
+      uint32_t work_phase = 0, phase = 0;
+      while (true) {
+        wait(kWorkFull + 8 * slot, work_phase);
+        const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
+        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
+        const int hk = work.h / group;
+        const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
+        slot ^= 1;
+        work_phase ^= slot == 0;
+        if (__any_sync(~0u, tiles < 0)) break;
+        __syncwarp();
+        if (lane == 0 && tiles <= kLookahead) arrive(kWorkAsked);
+        int remaining = tiles, v_stage = 0, v_tile = 0;
+        uint32_t v_phase = 0;
+        const auto load_v = [&] {
+          wait(kVEmpty + 8 * v_stage, v_phase ^ 1);
+          if (lane == 0) {
+            arrive_expecting(kVFull + 8 * v_stage, kVBytes);
+            const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows behind the end become 0
+            for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+              load_box(kV + v_stage * kVBytes + column * kBlockN * 2, v_map, kVFull + 8 * v_stage, column, hk,
+                       kBlockN - rows, start + rows, b);
+            }
+          }
+          __syncwarp();
+        };
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
+        const auto load_step = [&](int tile, int tile_info) {
+          wait(kKEmpty + 8 * stage, phase ^ 1);
+          if (lane == 0) {
+            if (remaining == kLookahead && tiles > kLookahead) arrive(kWorkAsked);
+            shared_at<int>(kTileInfo + 4 * stage) = tile_info;
+            arrive_expecting(kKFull + 8 * stage, kKBytes);
+            for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+              load_box(kK + stage * kKBytes + column * kBlockN * 2, k_map, kKFull + 8 * stage, column, hk,
+                       tile * kBlockN, b);
+            }
+          }
+          __syncwarp();
+          if (remaining < tiles) load_v();
+          v_stage = stage;
+          v_phase = phase;
+          v_tile = tile;
+          --remaining;
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
+        };
+
+        while (__any_sync(~0u, remaining > 0)) {
+          const int tile = all.visible_lo + remaining - 1;
+          const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
+          load_step(tile, tile | partial << kPartialBit);
+        }
+        load_v();
+      }
+    } else if (warp == 4 * kConsumers + 2) {
+      // The loader of Q: as soon as a tile of work is known and there is room, so that K never waits behind it.
+      if (lane == 0) prefetch_map(q_map);
+      int slot = 0, q_stage = 0;
+      uint32_t work_phase = 0, q_phase = 0;
+      while (true) {
+        wait(kWorkFull + 8 * slot, work_phase);
+        const Place work = shared_at<Place>(kWork + slot * sizeof(Work));
+        __syncwarp();
+        if (lane == 0) arrive(kWorkEmpty + 8 * slot);
+        slot ^= 1;
+        work_phase ^= slot == 0;
+        if (__any_sync(~0u, work.tiles < 0)) break;
+
+        wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
+        if (lane == 0) {
+          arrive_expecting(kQFull + 8 * q_stage, kQBytes);
+          for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+            load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, work.h,
+                     work.q_start, work.b);
+          }
+        }
+        __syncwarp();
+        if (++q_stage == kQStages) {
+          q_stage = 0;
+          q_phase ^= 1;
+        }
+      }
+    }
+  } else {
+    grow_registers<kConsumerRegisters>();
+    // A consumer: 64 query rows. A lane holds elements of two of them, 8 rows apart.
+    const int group_thread = threadIdx.x % 128;
+    const bool leader = group_thread == 0;
+    const int row_in_group = 16 * (warp % 4) + lane / 4;
+    const uint32_t q_rows = kQ + warpgroup * 64 * kBoxBytes;
+    const uint32_t out_rows = kOut + warpgroup * kOutBytes;
+
+    float s[kBlockN / 2];       // logits
+    uint32_t p[kBlockN / 4];    // probabilities, in pairs
+    float acc[kHeadDimV / 2];   // outputs, before their division by the sum of probabilities
+
+    const auto issue_qk = [&](int stage, int q_stage) {
+      const QMatrix q(q_rows + q_stage * kQBytes);
+      const KMatrix k(kK + stage * kKBytes);
+      fence_products();
+#pragma unroll
+      for (int column = 0; column < kHeadDimQk; column += 16) {
+        const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+        Product<Element, kBlockN>::ss<0>(s, q.at(box * kBlockM + inside), k.at(box * kBlockN + inside), column > 0);
+      }
+      commit_products();
+    };
+    const auto issue_pv = [&](int stage) {
+      const VMatrix v(kV + stage * kVBytes);
+      fence_products();
+#pragma unroll
+      for (int key = 0; key < kBlockN; key += 16) {
+        Product<Element, kHeadDimV>::rs<1>(acc, p + key / 4, v.at(key * kBoxBytes), 1);
+      }
+      commit_products();
+    };
+    const auto sync_group = [&] { named_sync(1 + warpgroup, 128); };
+    // Ping-pong: consumers take turns at the tensor cores, so that one's softmax runs under the products of another.
+    const auto take_turn = [&] { named_sync(1 + kConsumers + warpgroup, 256); };
+    const auto pass_turn = [&] { named_arrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pass_turn();
+    int slot = 0, q_stage = 0, k_stage = 0, v_stage = 0, tile_info = 0;
+    int left = 0;  // tiles of K that are still to come, this one included
+    uint32_t work_phase = 0, q_phase = 0, k_phase = 0, v_phase = 0;
+    const auto release_k = [&] {
+      if (leader) arrive(kKEmpty + 8 * k_stage);
+      if (leader && left == 1) arrive(kQEmpty);  // that was the last product of these queries
+      if (++k_stage == kStages) {
+        k_stage = 0;
+        k_phase ^= 1;
+      }
+    };
+    const auto wait_v = [&] { wait(kVFull + 8 * v_stage, v_phase); };
+    const auto release_v = [&] {
+      if (leader) arrive(kVEmpty + 8 * v_stage);
+      if (++v_stage == kStages) {
+        v_stage = 0;
+        v_phase ^= 1;
+      }
+    };
+    const auto wait_k = [&] {
+      wait(kKFull + 8 * k_stage, k_phase);
+      tile_info = shared_at<int>(kTileInfo + 4 * k_stage);
+    };
+    const auto next_work = [&] {
+      wait(kWorkFull + 8 * slot, work_phase);
+      const Place work = shared_at<Place>(kWork + slot * sizeof(Work));
+      __syncwarp();
+      if (lane == 0) arrive(kWorkEmpty + 8 * slot);
+      slot ^= 1;
+      work_phase ^= slot == 0;
+      return work;
+    };
+
+    Place work = next_work();
+    bool more = __any_sync(~0u, work.tiles > 0);
+    left = work.tiles;
+    const auto wait_operands = [&] {
+      wait(kQFull + 8 * q_stage, q_phase);
+      wait_k();
+    };
+    const auto start = [&] {
+      wait_operands();
+      take_turn();
+      issue_qk(k_stage, q_stage);
+      pass_turn();
+      wait_products<0>();
+      settle(s);
+    };
+    if (more) start();
+    while (more) {
+      const int seqlen_k = work.seqlen_k;
+      const float scale_log2e = softmax_scale * kLog2e;
+      float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
+
+      // Turns products into logits.
+      const auto finish_logits = [&] {
+        const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
+        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          const int visible_to = seqlen_k - kv_first;
+#pragma unroll
+          for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              if (key >= visible_to) x = kMasked;
+            }
+          }
+        }
+      };
+
+      // The first tile.
+      release_k();
+      finish_logits();
+      find_maximum(s, scale_log2e, maximum);
+      raise_reference(maximum, reference, alpha);
+      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+
+      // The others: the product of the last probabilities with V runs behind that of Q with the next K.
+      while (__any_sync(~0u, --left > 0)) {
+        wait_k();
+        take_turn();
+        issue_qk(k_stage, q_stage);
+        wait_v();
+        issue_pv(v_stage);
+        pass_turn();
+        wait_products<1>();
+        settle(s);
+        release_k();
+        finish_logits();
+        // The reference of the last step is kept, and S too, until the sums say that it was good enough.
+        float sum[2] = {0.0f, 0.0f};
+        wait_products<0>();
+        settle(acc);
+        release_v();
+        exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        const bool kept = sum[0] <= fminf(kRedoGrowth * row_sum[0], kRedoAbove) &&
+                          sum[1] <= fminf(kRedoGrowth * row_sum[1], kRedoAbove);
+        if (__any_sync(~0u, !kept)) {
+          find_maximum(s, scale_log2e, maximum);
+          raise_reference(maximum, reference, alpha);
+          rescale(acc, alpha);
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            row_sum[row] *= alpha[row];
+            sum[row] = 0.0f;
+          }
+          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        }
+        row_sum[0] += sum[0];
+        row_sum[1] += sum[1];
+      }
+
+      q_phase ^= 1;
+      float normalize[2];
+      finish_sum(row_sum, normalize);
+
+      // Out through shared memory, since only whole rows make good stores.
+      const auto stage_out = [&](int from) {
+        const int row = 16 * (warp % 4) + lane % 16;
+#pragma unroll
+        for (int column = 0; column < kOutColumns; column += 16) {
+          const int chunk = column % kBoxColumns / 8 + lane / 16, swizzled = chunk ^ (row % 8);
+          const int i = (from + column) / 2;
+          store_blocks(out_rows + column / kBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled,
+                       pack<Element>(acc[i], acc[i + 1]), pack<Element>(acc[i + 2], acc[i + 3]),
+                       pack<Element>(acc[i + 4], acc[i + 5]), pack<Element>(acc[i + 6], acc[i + 7]));
+        }
+        fence_async_proxy();
+      };
+      const auto store_out = [&](int from) {
+        if (leader) {
+          for (int column = 0; column < kOutColumns; column += kBoxColumns) {
+            store_box(out_map, out_rows + column * 64 * 2, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
+          }
+          commit_stores();
+        }
+      };
+      // Waits until the last tile has left its place in shared memory.
+      const auto free_out = [&] {
+        if (leader) wait_stores_read();
+        sync_group();
+      };
+      const auto write_out = [&] {
+        settle(acc);
+        release_v();
+        rescale(acc, normalize);
+        stage_out(0);
+        sync_group();
+        wait_products<0>();
+        settle(s);
+        store_out(0);
+        if (leader) wait_stores_read();
+        sync_group();
+        stage_out(64);
+        sync_group();
+        store_out(64);
+        if (leader) wait_stores_read();
+        sync_group();
+        stage_out(128);
+        sync_group();
+        store_out(128);
+      };
+
+      // The last product with V, and behind it the first logits of the next tile of work.
+      const Place next = next_work();
+      more = __any_sync(~0u, next.tiles > 0);
+      left = next.tiles;
+      if (more) wait_operands();
+      wait_v();
+      take_turn();
+      issue_pv(v_stage);
+      issue_qk(k_stage, q_stage);
+      pass_turn();
+      free_out();
+      wait_products<1>();
+      write_out();
+      if (write_lse && lane % 4 == 0) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
+          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+        }
+      }
+      work = next;
+    }
+    if (leader) wait_stores_read();
+    if (warpgroup == 0) take_turn();  // the turn that nobody takes
+  }
+}
