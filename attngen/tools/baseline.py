@@ -62,14 +62,17 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
 
 
 def gradients_of(
-    results: Sequence[Tensor], leaves: Sequence[Tensor], above: Sequence[Tensor]
+    results: Sequence[Tensor], leaves: Sequence[Tensor], above: Sequence[Tensor], *, keep: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """Return autograd's gradients, None where nothing depends on a leaf; a result may depend on none at all."""
+    """Return autograd's gradients, None where nothing depends on a leaf; a result may depend on none at all.
+
+    ``keep``: more gradients of these results will be asked for.
+    """
     pairs = [(result, gradient) for result, gradient in zip(results, above, strict=True) if result.requires_grad]
     if not pairs:
         return (None,) * len(leaves)
     kept, gradients = zip(*pairs, strict=True)
-    return torch.autograd.grad(kept, leaves, gradients, allow_unused=True)
+    return torch.autograd.grad(kept, leaves, gradients, allow_unused=True, retain_graph=keep)
 
 
 def plain_gradients(

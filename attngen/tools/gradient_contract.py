@@ -41,7 +41,7 @@ class ExpectedGradients:
     truth: Mapping[str, Tensor]
     plain: Mapping[str, Tensor]
     dead: Tensor  # as lse: rows that see no key
-    row_error: float  # what is lost of D = rowsum(dO * O), times the largest query or key and the scale
+    row_errors: Mapping[str, float]  # what dQ and dK lose with D = rowsum(dO * O)
 
 
 def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> ExpectedGradients:
@@ -65,32 +65,40 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
         dout = torch.where(loud[..., None], 1e4, dout.float()).to(q.dtype)
         finite = torch.where(bare, 0.0, lse)
         above = (dout.double(), torch.where(bare, 0.0, dlse).double())
-        found = gradients_of((out, finite), list(leaves.values()), above)
+        found = gradients_of((out, finite), list(leaves.values()), above, keep=True)
         truth = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
             for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
         }
         plain = plain_gradients(call, q, k, v, dout, dlse, names)
-    stored = out.detach().to(q.dtype).contiguous()
+        stored = out.detach().to(q.dtype).contiguous()
+        row_errors = _row_errors(call, leaves, finite, dout, out.detach(), stored, loud)
     return ExpectedGradients(
         stored, lse.detach().float().contiguous(), dout, dlse, truth, plain, dead,
-        _row_error(call, (q, k), dout, out.detach(), loud),
+        row_errors,
     )  # fmt: skip
 
 
-def _row_error(call: Call, operands: tuple[Tensor, Tensor], dout: Tensor, out: Tensor, dead: Tensor) -> float:
-    """Return by how much dQ and dK may be off since D is a sum of products with a rounded O.
+def _row_errors(
+    call: Call, leaves: Mapping[str, Tensor], lse: Tensor, dout: Tensor, out: Tensor, stored: Tensor, dead: Tensor
+) -> dict[str, float]:
+    """Return by how much dQ and dK are off since D is a sum of products with O as ``stored``.
 
     Plain PyTorch sums P dP instead, whose errors cancel those of dP. In 16 bits its own roundings are larger, but where
-    probabilities do not add up to 1, so that D is left of a sum whose terms it rounds alike.
+    probabilities do not add up to 1, so that D is left of a sum whose terms it rounds alike. D enters as the gradient
+    of the log-sum-exp does.
     """
-    size = max(largest(t[torch.isfinite(t)].abs()) for t in operands) * call.scale
-    terms = (dout.double() * out)[~dead]
+    operands = {name: leaves[name] for name in "qk"}
     if dout.dtype == torch.float32:
-        return 4 * _FLOAT32_UNIT * largest(terms.abs().sum(-1)) * size
+        size = max(largest(t[torch.isfinite(t)].abs()) for t in operands.values()) * call.scale
+        terms = (dout.double() * out)[~dead]
+        return dict.fromkeys(operands, 4 * _FLOAT32_UNIT * largest(terms.abs().sum(-1)) * size)
     if call.variant.sink is None and not call.variant.dropout:
-        return 0.0
-    return 4 * torch.finfo(dout.dtype).eps / 2 * largest(terms.square().sum(-1).sqrt()) * size
+        return {}
+    lost = ((stored.double() - out) * dout.double()).sum(-1).masked_fill(dead, 0.0)
+    lost = lost.transpose(0, 1) if call.layout == "varlen" else lost.transpose(1, 2)
+    found = gradients_of((lse,), list(operands.values()), (lost,))
+    return {name: 0.0 if g is None else largest(g.abs()) for name, g in zip(operands, found, strict=True)}
 
 
 def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGradients) -> Deviation:
@@ -106,7 +114,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
         error, plain_error = (found.double() - truth).abs(), (wanted.plain[name].double() - truth).abs()
         factor, units = (SCORED_MAX_ERROR_FACTOR, _UNITS) if name in "qkv" else (OWN_MAX_ERROR_FACTOR, 64)
         rounding = torch.finfo(found.dtype).eps + units * _FLOAT32_UNIT + exponent
-        allowed = factor * largest(plain_error) + rounding * largest(truth.abs()) + wanted.row_error * (name != "v")
+        allowed = factor * largest(plain_error) + rounding * largest(truth.abs()) + wanted.row_errors.get(name, 0.0)
         pair = (largest(error), allowed)
         if pair[0] * worst[1] >= worst[0] * pair[1]:
             worst = pair
