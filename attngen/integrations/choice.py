@@ -86,45 +86,40 @@ def attend(
     return_lse: bool = False,
     backend: str | None = None,
     or_reference: bool = False,
-    same_bits: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``.
 
     Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
     on the reference, built or not. Candidates that drop share one state of random numbers, drawn here. Raises
     NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call ``or_reference`` warns
-    instead, with the same text, and runs on the reference. With ``same_bits``, raises CallError where gradients may be
-    asked for, and might differ from run to run.
+    instead, with the same text, and runs on the reference. With ``deterministic``, gradients have the same bits on
+    every run.
     """
     options: dict[str, Any] = {
-        "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend
+        "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend,
+        "deterministic": deterministic,
     }  # fmt: skip
-    layout = "dense" if packing is None else "varlen"
     own = candidates[0].arguments.values()
     learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *own))
     if DROPOUT_P.name in candidates[0].arguments:
         state = {RNG_STATE.name: draw(q.device)}
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
-    names = tuple(candidate.variant for candidate in candidates)
-    compiles, kernels = torch.compiler.is_compiling(), on_gpu(q) and backend != "reference"
-    same_bits = (
-        same_bits and learns and kernels and asks_for_determinism() < 2
-    )  # where torch asks for them, it gets them
-    if compiles or same_bits:
+    ordered = deterministic or asks_for_determinism() == 2
+    if torch.compiler.is_compiling():
+        names = tuple(candidate.variant for candidate in candidates)
+        layout = "dense" if packing is None else "varlen"
         dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
         known = _head_dims(names)
         dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
-    if same_bits:
-        _check_bits(names, dtype, *dims, layout)
-    if compiles:
-        place, name = _built_at_trace(names, dtype, *dims, layout, device, spec, learns)
+        place, name = _built_at_trace(names, dtype, *dims, layout, device, spec, learns, ordered)
         return _call(candidates[place], name, q, k, v, packing, options)
-    if not kernels:
+    if not on_gpu(q) or backend == "reference":
         return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, options)
-    kind = _kind(candidates, q, v, packing, learns)
+    kind = _kind(candidates, q, v, packing, learns, ordered)
     last = first = _LAST.get(kind)
     if first is None:
-        first = _with_backward(candidates, q, v, packing) if learns else 0
+        first = _with_backward(candidates, q, v, packing, ordered) if learns else 0
     error: NoKernelError | None = None
     for place in (first, *(i for i in range(len(candidates)) if i != first)):
         chosen = candidates[place]
@@ -196,17 +191,21 @@ def _call(
 
 
 def _kind(
-    candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None, learns: bool
+    candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None, learns: bool, ordered: bool
 ) -> tuple[Any, ...]:
     names = tuple(candidate.variant for candidate in candidates)
-    asked = asks_for_determinism() if learns else None
+    asked = ordered if learns else None
     return (names, q.dtype, q.shape[-1], v.shape[-1], packing is None, asked, q.device.index, registry.generation)
 
 
-def _with_backward(candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None) -> int:
+def _with_backward(
+    candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None, ordered: bool
+) -> int:
     """Return the first candidate that can be differentiated, or else the first."""
     layout = "dense" if packing is None else "varlen"
-    places = (i for i, candidate in enumerate(candidates) if has_backward(candidate.variant, q, v, layout))
+    places = (
+        i for i, candidate in enumerate(candidates) if has_backward(candidate.variant, q, v, layout, ordered=ordered)
+    )
     return next(places, 0)
 
 
@@ -248,13 +247,12 @@ def kernels_of(
     return found
 
 
-def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense") -> bool:
-    """Whether this device has a kernel for the gradients of a call, in a fixed order where torch asks for one.
+def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense", *, ordered: bool) -> bool:
+    """Whether this device has a kernel for the gradients of a call, with a fixed order of sums if ``ordered``.
 
     q and v are (…, head_dim).
     """
     registry.refresh_if_built()
-    ordered = asks_for_determinism() == 2
     key = (name, q.dtype, q.shape[-1], v.shape[-1], layout, q.device.index, ordered, registry.generation)
     known = _BACKWARD.get(key)
     if known is None:
@@ -287,22 +285,6 @@ def _number(size: int, known: tuple[int, ...]) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _check_bits(names: tuple[str, ...], dtype: str, head_dim_qk: int, head_dim_v: int, layout: str) -> None:
-    """Raise CallError if a backward of a candidate adds up dQ in no fixed order. Runs on plain values."""
-    form: dict[str, Any] = {
-        "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "layout": layout
-    }  # fmt: skip
-    for name in names:
-        for _, kernel in kernels_of(name, direction="backward", **form):
-            if not kernel.reproducible:
-                raise CallError(
-                    f"deterministic: {kernel.full_name} adds up dQ in no fixed order; under "
-                    "torch.use_deterministic_algorithms(True) calls take a backward that has one: in Triton, or of a "
-                    "spec that says 'deterministic: true'"
-                )
-
-
-@torch.compiler.assume_constant_result
 def _built_at_trace(
     names: tuple[str, ...],
     dtype: str,
@@ -312,10 +294,12 @@ def _built_at_trace(
     device: str,
     spec: str,
     learns: bool,
+    ordered: bool,
 ) -> tuple[int, str]:
     """Return the place of the candidate that a trace calls, and its full name. Runs on plain values.
 
-    A trace that ``learns`` takes the first candidate whose package can differentiate it too, if there is one. On the
+    A trace that ``learns`` takes the first candidate whose package can differentiate it too, if there is one, with a
+    fixed order of sums if ``ordered``. On the
     CPU the variant alone has to be known, since the reference takes all dimensions.
     """
     form: dict[str, Any] = {
@@ -323,13 +307,13 @@ def _built_at_trace(
     }  # fmt: skip
     for direction in ("backward", "forward") if learns and device == "cuda" else ("forward",):
         for place, name in enumerate(names):
-            found = _packages_of(name, device, direction, form)
+            found = _packages_of(name, device, direction, form, ordered)
             if found:
                 return place, f"{found[0]}/{name}"
     raise _none_takes([Candidate(name) for name in names], spec, None)
 
 
-def _packages_of(name: str, device: str, direction: str, form: Mapping[str, Any]) -> list[str]:
+def _packages_of(name: str, device: str, direction: str, form: Mapping[str, Any], ordered: bool) -> list[str]:
     """Return the packages that have a forward of a variant, and its backward where ``direction`` says so."""
     wanted = variant(name)
     if device != "cuda":
@@ -339,5 +323,9 @@ def _packages_of(name: str, device: str, direction: str, form: Mapping[str, Any]
             if any(kernel.variant == wanted for kernel in package.kernels(name))
         ]
     found = [package for package, _ in kernels_of(name, direction="forward", **form)]
-    trained = {package for package, _ in kernels_of(name, direction=direction, **form)}
+    trained = {
+        package
+        for package, kernel in kernels_of(name, direction=direction, **form)
+        if direction == "forward" or kernel.reproducible or not ordered
+    }
     return [package for package in found if package in trained]

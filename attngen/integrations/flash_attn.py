@@ -49,7 +49,7 @@ def flash_attn_func(
     ``window_size`` is (left, right) in keys, −1 for no limit; ``softcap`` 0 means none; ``alibi_slopes`` is (h,) or
     (b, h) in float32. With ``return_attn_probs`` the result is (out, lse, empty): lse (b, h, sq) is float32, natural,
     −inf for a query that sees no key, and that of the softmax before dropout; probabilities are never formed.
-    ``deterministic`` refuses gradients that might have other bits on another run. ``dropout_p`` is the rate at which
+    With ``deterministic`` gradients have the same bits on every run. ``dropout_p`` is the rate at which
     probabilities are dropped, from 0 to below 1, by numbers from torch's generator of the device; at 0 no kernel with
     dropout runs. Raises NoKernelError for what no built kernel computes, and CallError for arguments that disagree.
     """
@@ -57,7 +57,7 @@ def flash_attn_func(
     candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, q.shape[0]), dropout_p)
     found = attend(
         candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs,
-        same_bits=deterministic,
+        deterministic=deterministic,
     )  # fmt: skip
     return _results(q, found, return_attn_probs)
 
@@ -130,7 +130,7 @@ def flash_attn_varlen_func(
     candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
     found = attend(
         candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs,
-        same_bits=deterministic,
+        deterministic=deterministic,
     )  # fmt: skip
     return _results(q, found, return_attn_probs)
 

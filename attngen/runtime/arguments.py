@@ -34,7 +34,9 @@ ATTENTION_DTYPES: dict[torch.dtype, str] = {
 LAYOUTS = ("bshd", "bhsd")
 
 #: Keywords of the call itself, offered when an unknown keyword is near one of them.
-CALL_KEYWORDS = ("variant", "softmax_scale", "seqused_k", "return_lse", "layout", "backend", "package", "tile_map")
+CALL_KEYWORDS = (
+    "variant", "softmax_scale", "seqused_k", "return_lse", "layout", "backend", "package", "tile_map", "deterministic",
+)  # fmt: skip
 
 #: Keywords of SDPA and flash-attn, and of the dense call in a packed one, and what to write instead.
 _ELSEWHERE = {

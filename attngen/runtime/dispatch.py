@@ -49,6 +49,7 @@ def attention(
     backend: str | None = None,
     package: str | None = None,
     tile_map: TileMap | None = None,
+    deterministic: bool = False,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
@@ -59,6 +60,8 @@ def attention(
     given. ``seqused_k`` (batch,) int32 cuts each sequence's keys. With ``return_lse`` the natural log-sum-exp
     (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf or its sink. ``tile_map``
     is what ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
+    With ``deterministic`` its gradients have the same bits on every run, as under
+    ``torch.use_deterministic_algorithms``; the output has them in any case.
 
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
@@ -73,8 +76,9 @@ def attention(
         q, k, v = _as_autocast(q, k, v)
     call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
     return call(
-        q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments, tile_map
-    )
+        q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments, tile_map,
+        deterministic,
+    )  # fmt: skip
 
 
 def attention_varlen(
@@ -93,6 +97,7 @@ def attention_varlen(
     backend: str | None = None,
     package: str | None = None,
     tile_map: TileMap | None = None,
+    deterministic: bool = False,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for sequences packed one after the other: q (total_q, heads, head_dim), k and v (total_k, …).
@@ -107,8 +112,9 @@ def attention_varlen(
         q, k, v = _as_autocast(q, k, v)
     call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
     return call(
-        q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, arguments, tile_map
-    )
+        q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, arguments,
+        tile_map, deterministic,
+    )  # fmt: skip
 
 
 def _as_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -137,6 +143,7 @@ def run(
     package: str | None,
     arguments: Mapping[str, Any],
     tile_map: TileMap | None,
+    deterministic: bool = False,
 ) -> Any:
     """Run a call now, whether it comes from a program or from an operator. ``packing`` is None for a dense call."""
     if DROPOUT_P.name in arguments:
@@ -182,8 +189,9 @@ def run(
         if prepared.sinks_only:
             launch = partial(without_keys, bind_call(*given)[0])
         return attend(
-            launch, q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, package, arguments
-        )
+            launch, q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, package, arguments,
+            deterministic,
+        )  # fmt: skip
     if prepared.sinks_only:
         return without_keys(bind_call(*given)[0])
     return prepared(q, addresses, softmax_scale, arguments, tile_map)

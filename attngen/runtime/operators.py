@@ -63,6 +63,7 @@ def schema_of(variant: Variant, *, packed: bool) -> str:
     parts += [f"Tensor {t.name}" for t in variant.tensors]
     parts += [f"{_SCALAR_SCHEMAS[s.dtype]} {s.name}" for s in variant.arguments]
     parts += ["float? softmax_scale", "Tensor? seqused_k", "Tensor? tile_map", "str layout", "str? backend"]
+    parts.append("bool deterministic=False")
     return f"({', '.join(parts)}) -> (Tensor out, Tensor lse)"
 
 
@@ -118,18 +119,20 @@ class _Calls:
         self._own = 7 if packed else 3  # tensors and lengths before the variant's own arguments
 
     def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """Return the leading arguments, the variant's own by name, and the trailing ones."""
+        """Return the leading arguments, the variant's own by name, and the trailing ones; torch drops defaults."""
         names = (*self.signature.tensors, *self.signature.scalars)
         end = self._own + len(names)
-        return arguments[: self._own], dict(zip(names, arguments[self._own : end], strict=True)), arguments[end:]
+        own = dict(zip(names, arguments[self._own : end], strict=True))
+        trailing = arguments[end:] if len(arguments) > end + 5 else (*arguments[end:], False)
+        return arguments[: self._own], own, trailing
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the call. Results that a graph owns must not alias the inputs, and never do."""
-        (q, k, v, *packing), own, (scale, seqused_k, words, layout, backend) = self.split(arguments)
+        (q, k, v, *packing), own, (scale, seqused_k, words, layout, backend, deterministic) = self.split(arguments)
         tile_map = None if words is None else TileMap.of_words(words)
         out, lse = dispatch.run(
             q, k, v, tuple(packing) if self.packed else None, self.full_name, scale, seqused_k, True,
-            layout, backend, None, own, tile_map,
+            layout, backend, None, own, tile_map, deterministic,
         )  # fmt: skip
         return out, lse.to(torch.float32)
 
@@ -168,14 +171,16 @@ class _Calls:
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and of the declared tensors."""
         leading, own, trailing = self.split(arguments)
-        if not dispatch._on_gpu(leading[0]) or trailing[-1] == "reference":
+        if not dispatch._on_gpu(leading[0]) or trailing[4] == "reference":
             return self._backward_of_reference(dout, dlse, leading, own, trailing)
         from attngen.runtime import training
 
-        (q, k, v, *packing), (scale, seqused_k, _, layout, _) = leading, trailing
+        (q, k, v, *packing), (scale, seqused_k, _, layout, _, deterministic) = leading, trailing
         tensors = [own.pop(name) for name in self.signature.tensors]
         lengths = (packing[2], packing[3]) if self.packed else None
-        settings = training.Settings(self.full_name, scale, layout, None, lengths, own, self.signature.tensors)
+        settings = training.Settings(
+            self.full_name, scale, layout, None, lengths, own, self.signature.tensors, deterministic
+        )
         dq, dk, dv, gradients = training.differentiate(
             q, k, v, out, lse, dout, dlse, tuple(packing) if self.packed else None, seqused_k, settings, tensors,
             self.signature.differentiable,
@@ -309,6 +314,7 @@ def call(
     package: str | None,
     arguments: Mapping[str, Any],
     tile_map: TileMap | None,
+    deterministic: bool,
 ) -> Any:
     """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
     if not isinstance(variant, str):
@@ -324,8 +330,8 @@ def call(
     operators = getattr(torch.ops, namespace)
     if packing is None:
         operator = getattr(operators, name)
-        out, lse = operator(q, k, v, *own, softmax_scale, seqused_k, words, layout, backend)
+        out, lse = operator(q, k, v, *own, softmax_scale, seqused_k, words, layout, backend, deterministic)
     else:
         operator = getattr(operators, name + "__varlen")
-        out, lse = operator(q, k, v, *packing, *own, softmax_scale, seqused_k, words, layout, backend)
+        out, lse = operator(q, k, v, *packing, *own, softmax_scale, seqused_k, words, layout, backend, deterministic)
     return (out, lse) if return_lse else out

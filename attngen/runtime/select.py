@@ -127,7 +127,7 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
             return f"{label} is {built}, the call has {asked}"
     if request.deterministic and not kernel.reproducible:
         return (
-            "it adds up dQ in no fixed order, and torch.use_deterministic_algorithms(True) asks for one; "
+            "it adds up dQ in no fixed order, and the call, or torch.use_deterministic_algorithms(True), asks for one; "
             "'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
         )
     for name, value in kernel.const_scalars.items():

@@ -72,7 +72,8 @@ def windowed(shape: Sequence[int], strides: Sequence[int], window: int) -> tuple
 
     A box that starts at (row + n, window - n), ``window`` rows before the tensor, begins at ``row``; its first n rows
     lie inside, and those behind them come as zeros, whatever memory holds there. So one descriptor serves sequences of
-    any length, and the rows of a neighbour are never seen.
+    any length, and the rows of a neighbour are never seen. A box that would show nothing at all, by its rows or its
+    columns, must not be asked for: its copy looks up where the descriptor begins, which may be nobody's memory.
     """
     *outer, rows, heads, width = shape
     *outer_strides, step, head_step, one = strides

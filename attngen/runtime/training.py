@@ -43,6 +43,7 @@ class Settings(NamedTuple):
     lengths: tuple[int, int] | None  # max_seqlen_q and max_seqlen_k of a packed call
     scalars: Mapping[str, Any]
     names: tuple[str, ...]  # of the variant's own tensors
+    deterministic: bool = False
 
 
 class _Recorded(NamedTuple):
@@ -67,6 +68,7 @@ def attend(
     layout: str,
     package: str | None,
     arguments: Mapping[str, Any],
+    deterministic: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a call such that autograd can differentiate it: ``forward`` gives its output and its log-sum-exp.
 
@@ -83,7 +85,7 @@ def attend(
         lengths, others = None, (None, None, seqused_k)
     else:
         lengths, others = packing[2:], (packing[0], packing[1], seqused_k)
-    settings = Settings(variant, softmax_scale, layout, package, lengths, arguments, names)
+    settings = Settings(variant, softmax_scale, layout, package, lengths, arguments, names, deterministic)
     result: Tensor | tuple[Tensor, Tensor] = _Attention.apply(
         _Recorded(forward, return_lse, others, settings), q, k, v, *own
     )
@@ -149,10 +151,10 @@ def differentiate(
     reason, if no backward is built that takes the call, and CallError for a gradient that the spec does not declare or
     that is not deterministic where that is asked for.
     """
-    variant, softmax_scale, layout, package, lengths, scalars, names = settings
+    variant, softmax_scale, layout, package, lengths, scalars, names, deterministic = settings
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    determinism = asks_for_determinism()
+    determinism = 2 if deterministic else asks_for_determinism()
     # The cache's key: everything that checks, selection and the packed templates depend on.
     key: list[Any] = [
         variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
@@ -283,8 +285,8 @@ def _unordered(call: Call, asked: Sequence[str], determinism: int) -> str | None
     if not unordered or not determinism:
         return None
     message = (
-        f"{call.variant.name}: the gradient of tensor '{unordered[0]}' is added up in no fixed order, and "
-        "torch.use_deterministic_algorithms(True) asks for one; detach it, or use backend='reference'"
+        f"{call.variant.name}: the gradient of tensor '{unordered[0]}' is added up in no fixed order, and the "
+        "call, or torch.use_deterministic_algorithms(True), asks for one; detach it, or use backend='reference'"
     )
     if determinism == 2:
         raise CallError(message)

@@ -171,6 +171,9 @@ def test_a_backward_in_a_fixed_order_where_torch_asks_for_one() -> None:
         torch.use_deterministic_algorithms(False)
     assert same(first, second)
     close(torch.autograd.grad(out, inputs, above), first)
+    compiled = torch.compile(partial(attention, deterministic=True), fullgraph=True)
+    for call in (partial(attention, deterministic=True), compiled):
+        assert same(torch.autograd.grad(call(*inputs), inputs, above), first)
 
 
 def test_a_varlen_call() -> None:

@@ -180,60 +180,52 @@ def test_sdpa_needs_a_backward_kernel_for_gradients(gpu: FakeDriver) -> None:
     assert dict(routed.variants) == {"full": 1}
     forward, backward = (kernel(variant("full"), direction=d, name=f"{d}_d64_full") for d in ("forward", "backward"))
     registry.add(package_of_kernels([forward, backward], "memory"))
-    assert choice.has_backward("full", q, v)
-    assert not choice.has_backward("full", q[..., :32], v[..., :32])
-    assert not choice.has_backward("causal_top_left", q, v)
+    assert choice.has_backward("full", q, v, ordered=False)
+    assert not choice.has_backward("full", q[..., :32], v[..., :32], ordered=False)
+    assert not choice.has_backward("causal_top_left", q, v, ordered=False)
 
 
-def with_backwards(*orders: bool) -> None:
-    """Install a forward of ``causal``, and backwards that add up dQ in a fixed order or in none."""
+def with_backwards(*orders: bool, name: str = "causal") -> None:
+    """Install a forward of a variant, and backwards that add up dQ in a fixed order or in none."""
     fields: dict[str, Any] = {"direction": "backward", "backend": "cuda"}
     backwards = [
         kernel_of(
-            {**manifest_of(variant("causal"), name=f"b{i}_d64_causal", **fields), "sum_columns": 64, "ordered": order}
+            {**manifest_of(variant(name), name=f"b{i}_d64_{name}", **fields), "sum_columns": 64, "ordered": order}
         )
         for i, order in enumerate(orders)
     ]
-    forward = kernel(variant("causal"), direction="forward", name="forward_d64_causal")
+    forward = kernel(variant(name), direction="forward", name=f"forward_d64_{name}")
     registry.add(package_of_kernels([forward, *backwards], "memory"))
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_where_torch_asks_for_a_fixed_order_a_backward_without_one_does_not_count(gpu: FakeDriver) -> None:
+def test_a_backward_without_a_fixed_order_does_not_count_where_one_is_asked_for(gpu: FakeDriver) -> None:
     q, _, v = qkv()
     with_backwards(False)
-    assert not choice.has_backward("causal", q, v)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert choice.has_backward("causal", q, v)
+    assert choice.has_backward("causal", q, v, ordered=False)
+    assert not choice.has_backward("causal", q, v, ordered=True)
+    with_backwards(False, True)
+    assert choice.has_backward("causal", q, v, ordered=True)
+
+
+def test_flash_attn_asks_for_gradients_that_are_the_same_on_every_run(gpu: FakeDriver) -> None:
+    with_backwards(False)
+    leaves = [t.requires_grad_() for t in qkv()]
+    out = flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
+    with pytest.raises(NoKernelError, match=r"adds up dQ in no fixed order, and the call(.|\n)* deterministic: true"):
+        out.sum().backward()
+
+
+def test_sdpa_leaves_to_torch_what_has_no_fixed_order_where_torch_asks_for_one(gpu: FakeDriver) -> None:
+    with_backwards(False, name="full")
+    q, k, v = (t.requires_grad_() for t in heads_first(*qkv()))
     torch.use_deterministic_algorithms(True)
-    with_backwards(False, True)
-    assert choice.has_backward("causal", q, v)
-
-
-def test_flash_attn_refuses_gradients_that_might_differ_from_run_to_run(gpu: FakeDriver) -> None:
-    with_backwards(True, False)
-    plain = qkv()
-    leaves = [t.clone().requires_grad_() for t in plain]
-    flash_attn.flash_attn_func(*plain, causal=True, deterministic=True)
-    flash_attn.flash_attn_func(*leaves, causal=True)
-    with pytest.raises(CallError, match=r"deterministic: .*b1_d64_causal adds up dQ in no fixed order"):
-        flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
-    registry.clear()
-    with_backwards(True)
-    flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_flash_attn_leaves_the_order_to_torch_where_it_is_asked(gpu: FakeDriver) -> None:
-    with_backwards(False, True)
-    flash_attn.flash_attn_func(*(t.requires_grad_() for t in qkv()), causal=True, deterministic=True)
+    try:
+        with sdpa() as routed:
+            F.scaled_dot_product_attention(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    reason = "no backward kernel of full with a fixed order of sums is built, and a gradient may be asked for"
+    assert dict(routed.reasons) == {reason: 1}
 
 
 def test_sdpa_leaves_a_mask_that_learns_to_torch(gpu: FakeDriver) -> None:
