@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,7 @@ def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int
     Counts what torch's allocator was asked for on a GPU, without what it rounds up; the call must have run before, lest
     what it keeps for later ones is counted.
     """
+    gc.collect()  # nothing else may go meanwhile
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from functools import cache, partial
 from pathlib import Path
@@ -323,7 +322,6 @@ def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     torch.use_deterministic_algorithms(name in ORDERED)
     try:
         step()
-        gc.collect()  # nothing of other tests may go meanwhile
         held = workspace(out.device, step)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -39,7 +39,7 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
     grids = {one.part.name: one.part_blocks(FakeDriver(), 0) for one in geometries(kernel, call, {}, dlse=False)}
     tiles = batch * kv_heads * -(-seqlen_k // 128)
     q_tiles = -(-seqlen_q // 64)
-    rows = -(-batch * seqlen_q // 64) if layout == "varlen" else batch * q_tiles
+    rows = -(-batch * seqlen_q // 16) if layout == "varlen" else batch * -(-seqlen_q // 16)
     assert grids == {
         "preprocess": rows * heads,
         "dkdv": 2 * tiles if clusters else min(tiles, MULTIPROCESSORS),
