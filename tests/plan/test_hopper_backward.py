@@ -56,6 +56,22 @@ def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -
     assert found.stages >= roles.parts_of(columns_v.width)
 
 
+@pytest.mark.parametrize("head_dim", WIDE)
+def test_no_copy_of_a_cluster_brings_padding_alone(head_dim: object) -> None:
+    """It would look up where a windowed descriptor begins, which may be nobody's memory."""
+    found = backward(head_dim=head_dim, layout="varlen")
+    roles, text = found.gradients, render(found).text
+    assert roles is not None
+    for name, dim, columns in (
+        ("kQkEnd", found.head_dim_qk, found.columns_qk), ("kVEnd", found.head_dim_v, found.columns_v)
+    ):  # fmt: skip
+        end = re.search(rf"{name} = (\d+)", text)
+        copied = columns[0].width if end is None else int(end[1])
+        assert copied - roles.box_columns < dim <= copied <= columns[0].width
+    stages = ("column", "part * kVPart + column")
+    assert all((f"min({column}, k" in text) == ("kQkEnd" in text) for column in stages)
+
+
 def test_a_cluster_has_a_tile_of_keys() -> None:
     found = backward(head_dim=256, layout="varlen")
     assert found.name == "bwd_sm90a_cluster_bf16_d256_causal_varlen_m64n128s3c2_dvoverlap"
@@ -91,6 +107,7 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     assert roles.sum_columns >= head_dim
     assert found.tile_m * roles.sum_columns == roles.consumers * 64 * roles.dq_columns
     assert roles.dq_columns % roles.box_columns == 0 or roles.dq_by_rows
+    assert found.columns_qk[0].width - head_dim < roles.box_columns  # no copy lies outside of a windowed descriptor
     sizes = {region.name: region.bytes for region in roles.shared}
     assert sizes["dq"] >= sizes["v"]  # through which dV leaves
     assert sizes["ds"] >= sizes["k"]
