@@ -139,6 +139,26 @@ def test_after_a_lost_gpu_nothing_else_is_run(
     assert f"since {first.plan.name} ran" in str(rest[0].reason)
 
 
+def test_a_kernel_that_breaks_the_device_fails_with_the_case_that_did(
+    driver: FakeDriver, kernels: list[Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later cases would fail as well, whatever they launch."""
+    launches = iter(range(2))
+
+    def launch(*_: Any) -> None:
+        if next(launches) == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(driver, "launch", launch)
+    (found,) = verdicts([k for k in kernels if "d32_causal" in k.plan.name][:1], retargeted=False).values()
+    assert found.status == "failed"
+    assert found.trial is not None
+    assert [result.broken for result in found.trial.results] == [False, True]
+    assert any(
+        line.endswith("RuntimeError: CUDA error: an illegal memory access was encountered") for line in found.problems
+    )
+
+
 def test_a_pinned_kernel_refuses_what_it_does_not_take(driver: FakeDriver, kernels: list[Prepared]) -> None:
     plan = kernels[0].plan
     kernel = loadable(plan)
