@@ -32,6 +32,7 @@ ATTENTION_DTYPES: dict[torch.dtype, str] = {
 }
 
 LAYOUTS = ("bshd", "bhsd")
+DIRECTIONS = ("forward", "backward")
 
 #: Keywords of the call itself, offered when an unknown keyword is near one of them.
 CALL_KEYWORDS = (

@@ -7,6 +7,7 @@ shapes, strides, dtypes and devices find that in a cache, check the scalars, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import Call
+from attngen.runtime.arguments import DIRECTIONS, Call
 from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.dropout import with_state
@@ -29,7 +30,7 @@ from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
-from attngen.runtime.training import attend
+from attngen.runtime.training import asks_for_determinism, attend
 
 _PREPARED: RecentCache[PreparedCall] = RecentCache(PREPARED_CALLS)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -370,12 +371,17 @@ def explain(
     layout: str = "bshd",
     backend: str | None = None,
     package: str | None = None,
+    direction: str = "forward",
+    deterministic: bool = False,
     **arguments: Any,
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
 
-    Raises what the call would raise, save that a call which no kernel takes is explained as well.
+    With ``direction='backward'`` it says what would give the gradients, from contiguous ones of the result. Raises what
+    the call would raise, save that a call which no kernel takes is explained as well.
     """
+    if direction not in DIRECTIONS:
+        raise CallError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
     packing = None
     if cu_seqlens_q is not None:
         packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
@@ -385,14 +391,17 @@ def explain(
     )
     if not _on_gpu(q) or backend == "reference":
         reason = "backend='reference' asks for it" if backend == "reference" else f"q is on {call.device}"
-        return Explanation(call, found, "reference", reason)
+        return Explanation(call, found, "reference", reason, direction=direction)
     if call.empty:
-        return Explanation(call, found, "nothing", "there is no query or no key")
+        return Explanation(call, found, "nothing", "there is no query or no key", direction=direction)
     addresses = [t.data_ptr() for t in (q, k, v)] + [0] * 7
     addresses += [arguments[name].data_ptr() for name in _tensor_names(arguments)]
-    request = _request(call, addresses, backend, arguments)
+    request = _request(call, addresses, backend if direction == "forward" else None, arguments)
+    if direction == "backward":
+        ordered = deterministic or asks_for_determinism() == 2
+        request = replace(request, given=dict(call.scalars), direction=direction, deterministic=ordered)
     selection = select(found.kernels, request, drivers.current())
     if selection.kernel is None:
         error = no_kernel(found.kernels, selection, request, drivers.current())
-        return Explanation(call, found, "no kernel", str(error), selection)
-    return Explanation(call, found, "kernel", "the first that takes the call", selection)
+        return Explanation(call, found, "no kernel", str(error), selection, direction)
+    return Explanation(call, found, "kernel", "the first that takes the call", selection, direction)

@@ -23,6 +23,7 @@ class Explanation:
     runs: str
     reason: str
     selection: Selection | None = None
+    direction: str = "forward"  # or backward
 
     @property
     def kernel(self) -> Kernel | None:
@@ -38,7 +39,7 @@ class Explanation:
         """Return the explanation as plain JSON."""
         return {
             "variant": self.call.variant.name,
-            "call": describe(self.call),
+            "call": describe(self.call, self.direction),
             "runs": self.runs,
             "reason": self.reason,
             "kernel": self.kernel.full_name if self.kernel else None,
@@ -49,7 +50,7 @@ class Explanation:
 
     def _blocks(self) -> int | None:
         kernel = self.kernel
-        if kernel is None:
+        if kernel is None or kernel.parts:
             return None
         tiles = prod(tiles_of(self.call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
         if kernel.persistent:
@@ -66,14 +67,19 @@ class Explanation:
     def __str__(self) -> str:
         if self.runs == "no kernel":
             return self.reason
-        lines = [f"{self.call.variant.name} ({describe(self.call)}): runs {self.runs}, since {self.reason}"]
+        what = f"{self.call.variant.name} ({describe(self.call, self.direction)})"
+        lines = [f"{what}: runs {self.runs}, since {self.reason}"]
         kernel = self.kernel
         if kernel is not None:
-            lines[0] = f"{self.call.variant.name} ({describe(self.call)}): runs {kernel.full_name}"
+            lines[0] = f"{what}: runs {kernel.full_name}"
             tile = f"tile {kernel.tile_m} x {kernel.tile_n}, driver {kernel.manifest.get('driver')}"
-            launch = (
-                f"{self._blocks()} blocks of {kernel.entry.threads} threads, {kernel.shared_memory} B shared memory"
-            )
+            if kernel.parts:
+                order = "a fixed order" if kernel.reproducible else "no fixed order"
+                launch = f"{', '.join(part.name for part in kernel.parts)}, dQ added up in {order}"
+            else:
+                launch = (
+                    f"{self._blocks()} blocks of {kernel.entry.threads} threads, {kernel.shared_memory} B shared memory"
+                )
             lines.append(f"  {kernel.backend}, {kernel.arch.name}, {kernel.loads} loads, {tile}, {launch}")
             if kernel.pack_gqa:
                 lines.append(f"  {self._packing(kernel)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import yaml
 
 import attngen
-from attngen.errors import NoKernelError
+from attngen.errors import CallError, NoKernelError
 from attngen.runtime.arguments import bind
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
@@ -92,6 +93,15 @@ def test_sums_in_a_fixed_order_where_they_are_asked_for(gpu: FakeDriver) -> None
     assert first(triton, ordered, fast, deterministic=True) is ordered
     assert first(triton, fast, deterministic=True) is triton
     assert first(fast, deterministic=True) is None
+
+    registry.add(package_of_kernels([fast], "memory"))
+    explained = partial(attngen.explain, q, k, v, variant="causal", direction="backward")
+    assert explained().kernel is fast
+    refused = explained(deterministic=True)
+    assert refused.runs == "no kernel"
+    assert "deterministic: true" in str(refused)
+    with pytest.raises(CallError, match="direction must be one of forward, backward, got 'back'"):
+        attngen.explain(q, k, v, variant="causal", direction="back")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,16 @@ def test_autocast(gpu: GradientDriver) -> None:
     assert gpu.launches == ["forward", "preprocess", "dkdv", "dq"]
 
 
+def test_explain_tells_what_gives_the_gradients(gpu: GradientDriver) -> None:
+    build()
+    explanation = attngen.explain(*leaves(), variant="causal", direction="backward")
+    assert explanation.kernel is not None
+    assert explanation.kernel.direction == "backward"
+    assert explanation.to_dict()["call"].startswith("backward, dense, bf16")
+    assert str(explanation).endswith("preprocess, dkdv, dq, dQ added up in a fixed order")
+    assert gpu.launches == []
+
+
 def test_a_forward_alone_is_told_apart(gpu: GradientDriver) -> None:
     build(passes="[forward]")
     inputs = leaves()
