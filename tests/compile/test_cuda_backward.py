@@ -19,20 +19,26 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
     ("variant", "fields"),
     [
         ("causal", {"head_dim": 128}),
-        ("full", {"head_dim": 64, "dtype": "fp16"}),
+        pytest.param("full", {"head_dim": 64, "dtype": "fp16"}, marks=pytest.mark.exhaustive),
         ("alibi", {"head_dim": 96, "layout": "varlen"}),
         ("allowed", {"head_dim": 64}),  # and its classifier
-        ("causal_sink", {"head_dim": 80}),
+        pytest.param("causal_sink", {"head_dim": 80}, marks=pytest.mark.exhaustive),
         ("dropped", {"head_dim": 128, "deterministic": "true"}),
-        ("dropped", {"head_dim": 64, "layout": "varlen"}),
+        pytest.param("dropped", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         ("sliding_window", {"head_dim": 128, "deterministic": "true"}),
-        ("allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}),
+        pytest.param(
+            "allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}, marks=pytest.mark.exhaustive
+        ),
         ("causal", {"head_dim": 256}),  # clusters
         ("neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}),
-        ("sliding_window", {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"}),
+        pytest.param(
+            "sliding_window",
+            {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"},
+            marks=pytest.mark.exhaustive,
+        ),
         ("softcap", {"head_dim": 128}),
         ("packed_documents", {"head_dim": 64, "layout": "varlen"}),
-        ("relative_bias", {"head_dim": 128, "dtype": "fp16"}),
+        pytest.param("relative_bias", {"head_dim": 128, "dtype": "fp16"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
