@@ -299,8 +299,8 @@ def _built_at_trace(
     """Return the place of the candidate that a trace calls, and its full name. Runs on plain values.
 
     A trace that ``learns`` takes the first candidate whose package can differentiate it too, if there is one, with a
-    fixed order of sums if ``ordered``. On the
-    CPU the variant alone has to be known, since the reference takes all dimensions.
+    fixed order of sums if ``ordered``. On the CPU the variant alone has to be known, since the reference takes all
+    dimensions.
     """
     form: dict[str, Any] = {
         "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "layout": layout

@@ -172,8 +172,9 @@ class Routing:
         if self.backend != "reference":
             if mask is not None and mask.requires_grad and torch.is_grad_enabled():
                 return "the mask asks for a gradient"
-            if learns and not has_backward(candidate.variant, q, v, ordered=asks_for_determinism() == 2):
-                order = " with a fixed order of sums" if asks_for_determinism() == 2 else ""
+            ordered = asks_for_determinism() == 2
+            if learns and not has_backward(candidate.variant, q, v, ordered=ordered):
+                order = " with a fixed order of sums" if ordered else ""
                 return f"no backward kernel of {candidate.variant}{order} is built, and a gradient may be asked for"
             if dropout_p:  # known before any number is drawn, so that torch draws as it would without the block
                 rows = [tensor.transpose(1, 2) for tensor in parts]

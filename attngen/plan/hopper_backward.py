@@ -206,7 +206,7 @@ def _clustered(draft: HopperGradients, qk: int, v: int, *, divides: bool) -> Hop
         producer_registers=producer,
         consumer_registers=consumers,
         queries_registers=queries,
-        box_columns=64 if columns % 64 == part % 64 == 0 else 32,  # of which V has a whole number in any case
+        box_columns=64 if part % 64 == 0 else 32,  # of which V has a whole number in any case
         dq_columns=columns,
         dq_part=part,
         dq_by_rows=False,
