@@ -26,8 +26,10 @@ _KEYS = 64 * _CONSUMERS
 _BARRIER_BYTES = 8
 _STEP_BYTES, _WORK_BYTES = 8, 32
 _SUMS = 8  # places of dQ that are remembered
-_SUM_BYTES, _ORDERED_SUM_BYTES = 4, 20
+_SUM_BYTES, _ORDERED_SUM_BYTES = 8, 20
+_PIECE_BYTES = 64 * 32 * 4  # of sums of dQ that are rounded at once
 _ELEMENT_BYTES = 2
+_PIECE_TAKEN_BYTES = 32
 #: Registers of a thread of the producer and of a consumer, up to this head dim and beyond: dK and dV take most.
 _NARROW = 96
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
@@ -312,7 +314,8 @@ def _parts(plan: Plan) -> Iterator[Part]:
         "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
         persistent=cluster == 1, arguments=arguments.dkdv_arguments(plan),
     )  # fmt: skip
-    yield part("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
+    if cluster > 1:  # a block alone rounds dQ itself
+        yield part("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
 
 
 def _family(spec: KernelSpec) -> str:
@@ -384,6 +387,7 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
         "dout": stages * tile_m * v * _ELEMENT_BYTES,
         "ds": 2 * tile_m * _KEYS * _ELEMENT_BYTES,
         "dq": roles.consumers * 64 * roles.dq_columns * 4,
+        "piece": 2 * _PIECE_BYTES,
         "lse": roles.q_stages * tile_m * 4,
         "delta": roles.q_stages * tile_m * 4,
         "work": 2 * _WORK_BYTES,
@@ -397,6 +401,8 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
         "dq_full": roles.consumers * _BARRIER_BYTES,
         "dq_empty": roles.consumers * _BARRIER_BYTES,
         "work_empty": 2 * _BARRIER_BYTES,
+        "piece_full": 2 * _BARRIER_BYTES,
+        "piece_taken": 2 * _PIECE_TAKEN_BYTES,
         "sum_tile": (_ORDERED_SUM_BYTES if roles.ordered else _SUM_BYTES) * _SUMS,
     }
     yield from _placed(sizes)

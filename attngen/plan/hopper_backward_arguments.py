@@ -50,6 +50,9 @@ def _dkdv(plan: Plan) -> Iterator[Argument]:
     yield tensor_map(plan, "v", keys, window=keys)
     yield tensor_map(plan, "dout", plan.tile_m, window=window)
     yield _sums()
+    alone = plan.gradients.cluster == 1  # then it rounds dQ, too
+    if alone:
+        yield pointer_argument(plan, "dq")
     yield pointer_argument(plan, "dk")
     yield pointer_argument(plan, "dv")
     yield _row_pointer("lse_log2")
@@ -57,10 +60,10 @@ def _dkdv(plan: Plan) -> Iterator[Argument]:
     yield from _lengths(plan)
     if plan.driver == "tile_map":
         yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
-    if plan.gradients.cluster == 1:  # otherwise the hardware hands out tiles
+    if alone:  # otherwise the hardware hands out tiles
         yield Argument("tile_counter", "pointer", "*u32", of="tile_counter", divisibility=4)
     yield from tensor_pointers(plan.variant)
-    yield from _strides(plan, ("dk", "dv"))
+    yield from _strides(plan, ("dq", "dk", "dv") if alone else ("dk", "dv"))
     if plan.driver == "tile_map":
         yield from _map_strides()
     yield from tensor_shapes(plan.variant)

@@ -20,6 +20,7 @@ _REGION_TEXTS = {
     "work": "two tiles of work: the one that is computed and the next",
     "other_k": "half of the columns of the other block's K",
     "step": "which queries each stage of Q holds", "sum_tile": "where dQ of the last steps belongs",
+    "piece": "sums of dQ that are rounded, and the next ones", "piece_taken": "which these are",
 }  # fmt: skip
 #: And in a cluster, where these differ.
 _CLUSTER_TEXTS = {
@@ -28,7 +29,7 @@ _CLUSTER_TEXTS = {
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
-    "dkdv": frozenset({"dk", "dv", "dq_sum", "tile_counter"}),
+    "dkdv": frozenset({"dq", "dk", "dv", "dq_sum", "tile_counter"}),
     "dq": frozenset({"dq"}),
     "classify_dkdv": frozenset({"tile_map"}),
 }
@@ -86,9 +87,8 @@ class CudaBackwardView:
     whole: str
     word_lines: tuple[str, ...]
     sum_tile: Callable[[str, str], str]
-    take: str
     turn: str
-    turn_counters: str
+    counters: str
     work_lines: tuple[str, ...]
     uses_q_first: bool
     uses_packed: bool
@@ -103,7 +103,7 @@ class CudaBackwardView:
     uses_b: bool
     dk_rows: str
     dv_rows: str
-    dq: Part
+    dq: Part | None  # where it has a kernel of its own
     dq_lines: tuple[str, ...]
     dq_uses_hk: bool
     dq_factor_lines: tuple[str, ...]
@@ -118,11 +118,11 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     roles = plan.gradients
     assert roles is not None
     parts = {part.name: part for part in plan.parts}
-    dkdv, dq = plan.of_part(parts["dkdv"]), plan.of_part(parts["dq"])
+    dkdv, rounding = plan.of_part(parts["dkdv"]), parts.get("dq")
     found, code = tiles(dkdv, QUERIES), probabilities(dkdv)
     listed = query_word(dkdv) if plan.driver != "ranges" else ()
     factor_lines, factor_text = factor(dkdv, code.factor)
-    dq_factor_lines, dq_factor = factor(dq, code.factor)
+    dq_factor_lines, dq_factor = factor(plan.of_part(rounding) if rounding else dkdv, code.factor)
     steps = "\n".join([code.partial.text, code.full.text, code.exponent])
     spans = "\n".join([*found.lines, *found.values.values(), *listed])
     end_qk, end_v = (-(-each // roles.box_columns) * roles.box_columns for each in (plan.head_dim_qk, plan.head_dim_v))
@@ -166,9 +166,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
-        take="take_in_order" if roles.ordered else "take_tile",
         turn=_turn(dkdv),
-        turn_counters=_turn_counters(plan),
+        counters=_counters(plan),
         work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
         uses_q_first=uses("q_first", steps),
         uses_packed=uses("q_begin", f"{steps}\n{spans}") or uses("k_begin", f"{steps}\n{spans}"),
@@ -183,12 +182,12 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_b=not plan.varlen or uses("b", "\n".join([*factor_lines, factor_text])),
         dk_rows=_row(plan, "dk", "key", head="hk"),
         dv_rows=_row(plan, "dv", "key", head="hk"),
-        dq=parts["dq"],
-        dq_lines=_lines(plan, parts["dq"]),
+        dq=rounding,
+        dq_lines=_lines(plan, rounding) if rounding else (),
         dq_uses_hk=uses("hk", "\n".join([*dq_factor_lines, dq_factor])),
         dq_factor_lines=dq_factor_lines,
         dq_factor=dq_factor,
-        dq_row=_row(plan, "dq", "(q_begin + q_start + row)" if plan.varlen else "(q_start + row)"),
+        dq_row=_row(plan, "dq", _dq_row(plan, "q_start + row" if rounding else "first_row")),
         dq_padded=roles.sum_columns > plan.head_dim_qk,
         classifier=_classifier(plan, parts["classify_dkdv"]) if "classify_dkdv" in parts else None,
     )
@@ -239,6 +238,12 @@ def _row(plan: Plan, name: str, row: str, head: str = "h") -> str:
     return f"{pointer}{batch}{head} * stride_{name}_h{rows}"
 
 
+def _dq_row(plan: Plan, row: str) -> str:
+    """Return the row of a head, or of all sequences, that a row of a sequence is."""
+    row = f"q_begin + {row}" if plan.varlen else row
+    return f"({row})" if " " in row else row
+
+
 def _sum_tile(plan: Plan, h: str, tile: str) -> str:
     """Return which of all tiles of sums is that of a head and a tile of queries."""
     tile = f"({tile})" if " " in tile else tile
@@ -259,8 +264,8 @@ def _turn(plan: Plan) -> str:
     return "(last_tile - tile) * group + h - hk * group"
 
 
-def _turn_counters(plan: Plan) -> str:
-    """Return where the counters of tiles of keys begin: behind the sums, so that they are cleared with them."""
+def _counters(plan: Plan) -> str:
+    """Return where counters begin: behind the sums, so that they are cleared with them."""
     tiles = "heads * (total_q / kBlockM + batch)" if plan.varlen else "batch * heads * q_tiles"
     return f"reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>({tiles}) * kSumsOfTile)"
 

@@ -109,9 +109,11 @@ class PartGeometry(Geometry):
 
     def part_blocks(self, driver: Driver, device: int) -> int:
         """Blocks of the kernel: one for each tile, or a cluster, or as many as run at once where each takes tile after
-        tile."""
+        tile, and rounds dQ of tiles of queries."""
         tiles = self.part_tiles
-        return min(tiles, driver.multiprocessors(device)) if self.part.persistent else tiles * self.part.cluster
+        if not self.part.persistent:
+            return tiles * self.part.cluster
+        return min(max(tiles, self.tiles), driver.multiprocessors(device))
 
 
 def geometries(kernel: Kernel, call: Call, views: Mapping[str, View], *, dlse: bool) -> list[PartGeometry]:
@@ -123,20 +125,28 @@ def geometries(kernel: Kernel, call: Call, views: Mapping[str, View], *, dlse: b
 def sums_of(kernel: Kernel, call: Call) -> int:
     """Return how many floats of dQ a backward adds up in global memory: tiles of all rows, or none.
 
-    Where the order is fixed, counters of 32 bits follow them.
+    Counters of 32 bits follow them.
     """
     if call.layout == "varlen":  # a sequence may end in the middle of a tile
         tiles = call.heads * (call.total_q // kernel.tile_m + call.batch)
     else:
         tiles = call.heads * call.batch * -(-call.seqlen_q // kernel.tile_m)
-    return tiles * kernel.tile_m * kernel.sum_columns + _turn_counters(kernel, call)
+    return tiles * kernel.tile_m * kernel.sum_columns + _counters(kernel, call)
 
 
-def _turn_counters(kernel: Kernel, call: Call) -> int:
-    """Return how many counters of tiles of keys stand behind the sums, padded to what is cleared at once."""
-    if not kernel.ordered:
+def _counters(kernel: Kernel, call: Call) -> int:
+    """Return how many counters stand behind the sums, padded to what is cleared at once.
+
+    That is one for each tile of keys, where the order is fixed; and one for each KV head and one for all pieces, where
+    the kernel that adds dQ up rounds it, too.
+    """
+    if not kernel.sum_columns:
         return 0
-    counters = call.batch * call.kv_heads * -(-call.seqlen_k // kernel.tile_n)
+    units, counters = call.batch * call.kv_heads, 0
+    if kernel.ordered:
+        counters += units * -(-call.seqlen_k // kernel.tile_n)
+    if all(part.name != "dq" for part in kernel.parts):
+        counters += units + 1
     return -(-counters // 4) * 4
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.printing import canonical
@@ -59,6 +59,10 @@ _DOES = {
 
 _DOES_IN_CUDA = {
     "preprocess": f"{_DOES['preprocess']}; clears the sums of dQ",
+    "dkdv": f"{_DOES['dkdv']}; adds dQ to float32 sums, and rounds those that are complete",
+}
+_DOES_IN_CLUSTERS = {
+    **_DOES_IN_CUDA,
     "dkdv": f"{_DOES['dkdv']}; adds dQ to float32 sums",
     "dq": "dQ of {tile_m} queries from its sums",
 }
@@ -86,7 +90,7 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
         ("gradients", ", ".join(["q", "k", "v", *(tensor.name for tensor in variant.tensors if tensor.grad)])),
     ]
     ordered = plan.gradients is not None and plan.gradients.ordered
-    does = _DOES if plan.gradients is None else _DOES | _DOES_IN_CUDA
+    does = {**_DOES, **_does_in_cuda(plan.gradients)}
     for part in plan.parts:
         order = ", those of the first keys first" if ordered and part.name == "dkdv" else ""
         lines.append((part.name, does[part.name].format(tile_m=part.tile_m, tile_n=part.tile_n) + order))
@@ -103,6 +107,12 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
     return lines
 
 
+def _does_in_cuda(roles: HopperGradients | None) -> Mapping[str, str]:
+    if roles is None:
+        return {}
+    return _DOES_IN_CUDA if roles.cluster == 1 else _DOES_IN_CLUSTERS
+
+
 def _roles(plan: Plan, part: Part, roles: HopperGradients) -> Iterator[tuple[str, str]]:
     """Yield label and text of the warpgroups of the CUDA kernel of all products, and of its shared memory."""
     for text in _warpgroups(roles) if roles.cluster == 1 else _warpgroups_of_cluster(roles):
@@ -115,7 +125,7 @@ def _roles(plan: Plan, part: Part, roles: HopperGradients) -> Iterator[tuple[str
 
 
 def _warpgroups(roles: HopperGradients) -> Iterator[str]:
-    yield f"producer: 1 warpgroup, {roles.producer_registers} registers a thread: loads, and adds dQ to its sums"
+    yield f"producer: 1 warpgroup, {roles.producer_registers} registers a thread: loads, adds up dQ and rounds it"
     yield f"consumers: {roles.consumers} warpgroups of 64 keys, {roles.consumer_registers} registers a thread"
 
 

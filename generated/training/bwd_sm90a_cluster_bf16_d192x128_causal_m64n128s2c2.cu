@@ -643,22 +643,17 @@ extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_cluster_bf16_d192x12
   const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
   const float4* const sums = reinterpret_cast<const float4*>(dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile);
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
-  const int row = 16 * (threadIdx.x / 32 % 4) + lane / 4, first_column = kDqColumns * warpgroup;
+  const int row = 16 * (threadIdx.x / 32 % 4) + lane / 4;
 #pragma unroll
   for (int i = 0; i < kDqColumns / 8; i += 4) {
-    // Four lanes hold the columns of four blocks of 8 in turns; each takes a block.
-    uint32_t upper[4], lower[4];
+    float4 own[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float4 sum = sums[(warpgroup * (kDqColumns / 8) + i + j) * 128 + threadIdx.x % 128];
-      upper[j] = pack<Element>(sum.x * softmax_scale, sum.y * softmax_scale);
-      lower[j] = pack<Element>(sum.z * softmax_scale, sum.w * softmax_scale);
-    }
-    transpose(upper, lane);
-    transpose(lower, lane);
-    const int column = first_column + 8 * (i + lane % 4);
+    for (int j = 0; j < 4; ++j) own[j] = sums[(warpgroup * (kDqColumns / 8) + i + j) * 128 + threadIdx.x % 128];
+    uint4 upper, lower;
+    round_sums<Element>(own, softmax_scale, lane, upper, lower);
+    const int column = kDqColumns * warpgroup + 8 * (i + lane % 4);
     Element* const to = dq_ptr + b * stride_dq_b + h * stride_dq_h + (q_start + row) * stride_dq_s + column;
-    if (q_start + row < seqlen_q) *reinterpret_cast<uint4*>(to) = {upper[0], upper[1], upper[2], upper[3]};
-    if (q_start + row + 8 < seqlen_q) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = {lower[0], lower[1], lower[2], lower[3]};
+    if (q_start + row < seqlen_q) *reinterpret_cast<uint4*>(to) = upper;
+    if (q_start + row + 8 < seqlen_q) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = lower;
   }
 }

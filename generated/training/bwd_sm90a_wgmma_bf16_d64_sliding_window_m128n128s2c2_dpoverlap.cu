@@ -4,9 +4,10 @@
 // Rendered from templates/cuda/backward.cu.j2 by `attngen build specs/training.yaml`.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
-// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels follow
-// each other: preprocess (D and LSE of each query), dkdv (all products), dq (the sums of dQ, rounded).
+// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Two kernels follow
+// each other: preprocess (D and LSE of each query) and dkdv (all products).
 #include "barrier.cuh"
+#include "blocks.cuh"
 #include "expression.cuh"
 #include "gradient.cuh"
 #include "schedule.cuh"
@@ -37,20 +38,23 @@ constexpr uint32_t kQ = kShared + 32768;  // 32768 B: Q, a tile per stage
 constexpr uint32_t kDout = kShared + 65536;  // 32768 B: dO, a tile per stage
 constexpr uint32_t kDs = kShared + 98304;  // 65536 B: dS of two steps, then dK on its way out
 constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way out, then dV
-constexpr uint32_t kLse = kShared + 196608;  // 1024 B: log-sum-exp of the rows of each stage
-constexpr uint32_t kDelta = kShared + 197632;  // 1024 B: D of the rows of each stage
-constexpr uint32_t kWork = kShared + 198656;  // 64 B: two tiles of work: the one that is computed and the next
-constexpr uint32_t kStep = kShared + 198720;  // 16 B: which queries each stage of Q holds
-constexpr uint32_t kKvFull = kShared + 198736;  // 8 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 198744;  // 8 B: barriers
-constexpr uint32_t kQFull = kShared + 198752;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 198768;  // 16 B: barriers
-constexpr uint32_t kDoutFull = kShared + 198784;  // 16 B: barriers
-constexpr uint32_t kDoutEmpty = kShared + 198800;  // 16 B: barriers
-constexpr uint32_t kDqFull = kShared + 198816;  // 16 B: barriers
-constexpr uint32_t kDqEmpty = kShared + 198832;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 198848;  // 16 B: barriers
-constexpr uint32_t kSumTile = kShared + 198864;  // 32 B: where dQ of the last steps belongs
+constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: sums of dQ that are rounded, and the next ones
+constexpr uint32_t kLse = kShared + 212992;  // 1024 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = kShared + 214016;  // 1024 B: D of the rows of each stage
+constexpr uint32_t kWork = kShared + 215040;  // 64 B: two tiles of work: the one that is computed and the next
+constexpr uint32_t kStep = kShared + 215104;  // 16 B: which queries each stage of Q holds
+constexpr uint32_t kKvFull = kShared + 215120;  // 8 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 215128;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 215136;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 215152;  // 16 B: barriers
+constexpr uint32_t kDoutFull = kShared + 215168;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 215184;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 215200;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 215216;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 215232;  // 16 B: barriers
+constexpr uint32_t kPieceFull = kShared + 215248;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 215264;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 215328;  // 64 B: where dQ of the last steps belongs
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kDoutBytes = kBlockM * kHeadDimV * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
@@ -58,7 +62,9 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
 constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
 constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of one consumer
 constexpr uint32_t kRowBytes = kBlockM * 4;
+constexpr int kPieceBytes = 64 * 32 * 4;  // of sums that are rounded at once
 constexpr int kSumsOfTile = kConsumers * kDqBytes / 4;  // floats of dQ of a tile of queries, in the order of registers
+constexpr int kPiecesOfTile = 4 * kSumsOfTile / kPieceBytes;
 
 // How the tensor cores read these: rows of operands of S and dP, and the same again by columns in the other products.
 // dS has rows of queries, in boxes of the 64 keys of a consumer.
@@ -81,6 +87,18 @@ struct Step {
 };
 constexpr int kPartial = 1 << 20;
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
+
+// Where dQ of a step belongs: its tile of sums. The last step of a tile of keys names its KV head, others -1.
+struct Sum {
+  int tile, unit;
+};
+// What is rounded at once: sums, what they are multiplied by, and where they go.
+struct Piece {
+  const float* sums;
+  Element* to;
+  int rows;
+  float factor;
+};
 constexpr int kSums = 8;  // places of dQ that are remembered; the warp that adds it is behind by less
 
 extern __shared__ char shared_memory[];
@@ -134,14 +152,16 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_slidi
 }
 
 // A block of 3 warpgroups takes one tile of keys and values after the other, and goes through the queries of all heads
-// that share them. The last warpgroup produces: one warp finds the tiles and loads them by TMA, and one adds dQ to its
-// sums in global memory. The others consume: each has 64 keys, multiplies S^T = K Q^T and dP^T = V dO^T, and keeps dK
-// and dV in registers; dS goes through shared memory, since dQ sums over the keys of both.
+// that share them. The last warpgroup produces: one warp finds the tiles and loads them by TMA, one adds dQ to its sums
+// in global memory, and one rounds these when they are complete. The others consume: each has 64 keys, multiplies
+// S^T = K Q^T and dP^T = V dO^T, and keeps dK and dV in registers; dS goes through shared memory, since dQ sums over the
+// keys of both.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_sliding_window_m128n128s2c2_dpoverlap_dkdv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
-    float* dq_sum_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
+    float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
     const int* seqused_k_ptr, uint32_t* tile_counter,
+    long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
@@ -170,10 +190,48 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       init_barrier(kDqFull + 8 * consumer, 4);  // their warps
       init_barrier(kDqEmpty + 8 * consumer, 1);
     }
-    for (int slot = 0; slot < 2; ++slot) init_barrier(kWorkEmpty + 8 * slot, kConsumers);
+    for (int slot = 0; slot < 2; ++slot) {
+      init_barrier(kWorkEmpty + 8 * slot, kConsumers);
+      init_barrier(kPieceFull + 8 * slot, 1);
+    }
     fence_barrier_init();
   }
   __syncthreads();
+
+  // dQ is rounded when the last tile of keys of a KV head is added: pieces of 64 rows and 32 columns, in the order in which
+  // heads are computed, and whichever warp is free takes the next one.
+  uint32_t* const done = reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile);  // tiles of keys of each KV head that are added
+  // Takes a piece and waits until it is complete. False if none is left.
+  const auto take_piece = [&](Piece& piece) {
+    const int units = batch * kv_heads, pieces = group * q_tiles * kPiecesOfTile, pieces_of_all = units * pieces;
+    while (true) {
+      const int index = take_number(done + units, lane);
+      if (__any_sync(~0u, index >= pieces_of_all)) return false;
+      int unit, place;
+      place_tile(index, pieces, units, section, unit, place);
+      const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kPiecesOfTile / q_tiles;
+      const int q_tile = place / kPiecesOfTile % q_tiles, part = place % kPiecesOfTile;
+      constexpr int kParts = kDqColumns / 32;
+      const int first_row = q_tile * kBlockM + part / kParts * 64, first_column = part % kParts * 32;
+      piece.rows = seqlen_q - first_row;
+      if (__any_sync(~0u, piece.rows <= 0)) continue;
+      const uint32_t tiles = kv_tiles;
+      while (__any_sync(~0u, load_acquire(done + unit) < tiles)) __nanosleep(500);
+      piece.factor = softmax_scale;
+      piece.sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile + part * (kPieceBytes / 4);
+      piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
+      return true;
+    }
+  };
+  // Writes 16 rows of a piece, from the sums as the registers of a warp had them.
+  const auto write_rows = [&](const Piece& piece, int block, const float4 (&sums)[4]) {
+    uint4 upper, lower;
+    round_sums<Element>(sums, piece.factor, lane, upper, lower);
+    const int row = 16 * block + lane / 4, column = 8 * (lane % 4);
+    Element* const to = piece.to + row * stride_dq_s + column;
+    if (row < piece.rows) *reinterpret_cast<uint4*>(to) = upper;
+    if (row + 8 < piece.rows) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = lower;
+  };
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
@@ -205,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         __syncwarp();
         advance_q();
       };
-      int index = blockIdx.x;
+      int index = take_in_order(tile_counter, tiles_of_all, lane);
       while (__any_sync(~0u, index < tiles_of_all)) {
         // Heads of one section run side by side, the first keys first: most queries see them.
         int unit, kv_tile;
@@ -225,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
           if (lane == 0) {
             shared_at<Step>(kStep + q_stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
-            shared_at<int>(kSumTile + 4 * (sums % kSums)) = (b * heads + h) * q_tiles + tile;
+            shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {(b * heads + h) * q_tiles + tile, -1};
             arrive_expecting(kQFull + 8 * q_stage, kQBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, h, q_start, b);
@@ -293,10 +351,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             if (++place == tiles) place = 0;
           }
         }
-        index = take_tile(tile_counter, tiles_of_all, lane);
+        if (lane == 0) {
+          if (keys_loaded) {
+            shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum)).unit = unit;
+          } else {
+            add_release(done + unit, 1);
+          }
+        }
+        index = take_in_order(tile_counter, tiles_of_all, lane);
         tell(kEndOfTile);
       }
-      if (lane == 0) shared_at<int>(kSumTile + 4 * (sums % kSums)) = -1;
+      if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
       __syncwarp();
       tell(kEndOfAll);
     } else if (warp == 4 * kConsumers + 1) {
@@ -304,9 +369,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       uint32_t phase = 0;
       for (int i = 0;; ++i) {
         wait(kDqFull, phase);
-        const int sum_tile = shared_at<int>(kSumTile + 4 * (i % kSums));
-        if (__any_sync(~0u, sum_tile < 0)) break;
-        float* const to = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile;
+        const Sum sum = shared_at<Sum>(kSumTile + i % kSums * sizeof(Sum));
+        if (__any_sync(~0u, sum.tile < 0)) break;
+        float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile;
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
           wait(kDqFull + 8 * consumer, phase);
           if (lane == 0) {
@@ -318,9 +383,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (lane == 0) wait_stores_read();
         __syncwarp();
         if (lane < kConsumers) arrive(kDqEmpty + 8 * lane);
+        if (lane == 0 && sum.unit >= 0) {
+          wait_stores_written();
+          add_release(done + sum.unit, 1);
+        }
+        __syncwarp();
         phase ^= 1;
       }
-      if (lane == 0) wait_stores_written();
+    } else if (warp == 4 * kConsumers + 3) {
+      // Rounds dQ: the next piece arrives while one is written.
+      int slot = 0;
+      uint32_t phase = 0;
+      bool arriving = false, more = true;
+      while (__any_sync(~0u, more)) {
+        Piece next;
+        more = take_piece(next);
+        if (lane == 0 && more) {
+          shared_at<Piece>(kPieceTaken + slot * sizeof(Piece)) = next;
+          fence_async_global();
+          arrive_expecting(kPieceFull + 8 * slot, kPieceBytes);
+          load_floats(kPiece + slot * kPieceBytes, next.sums, kPieceBytes, kPieceFull + 8 * slot);
+        }
+        __syncwarp();
+        slot ^= 1;
+        if (__any_sync(~0u, arriving)) {
+          wait(kPieceFull + 8 * slot, phase);
+#pragma unroll 1  // few registers are left to this role
+          for (int block = 0; block < 4; ++block) {
+            const Piece piece = shared_at<Piece>(not_hoisted(kPieceTaken + slot * sizeof(Piece)));
+            float4 sums[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[i] = shared_at<float4>(kPiece + slot * kPieceBytes + 16 * (128 * i + 32 * block + lane));
+            write_rows(piece, not_hoisted(block), sums);
+          }
+          __syncwarp();
+          phase ^= slot;
+        }
+        arriving = more;
+      }
     }
   } else {
     grow_registers<kConsumerRegisters>();
@@ -587,40 +687,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     }
     // Tells the warp that adds dQ, and has taken the last one, that there is no more.
     if (lane == 0) arrive(kDqFull + 8 * warpgroup);
-  }
-}
-
-// dQ of a tile of queries from its sums, which hold what the registers of two warpgroups did.
-extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_wgmma_bf16_d64_sliding_window_m128n128s2c2_dpoverlap_dq(
-    const float* dq_sum_ptr, bf16* dq_ptr,
-    long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k,
-    float softmax_scale,
-    int window
-) {
-  // Sums that were written last are read first, while the cache holds them.
-  int unit, q_tile;
-  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
-  const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
-  const float4* const sums = reinterpret_cast<const float4*>(dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile);
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
-  const int row = 64 * warpgroup + 16 * (threadIdx.x / 32 % 4) + lane / 4, first_column = 0;
+    // Helps to round what is left.
+    Piece piece;
+    while (__any_sync(~0u, take_piece(piece))) {
+      const float4* const from = reinterpret_cast<const float4*>(piece.sums);
+      float4 sums[4][4];
 #pragma unroll
-  for (int i = 0; i < kDqColumns / 8; i += 4) {
-    // Four lanes hold the columns of four blocks of 8 in turns; each takes a block.
-    uint32_t upper[4], lower[4];
+      for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = __ldcg(from + 128 * (i % 4) + 32 * (i / 4) + lane);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float4 sum = sums[(warpgroup * (kDqColumns / 8) + i + j) * 128 + threadIdx.x % 128];
-      upper[j] = pack<Element>(sum.x * softmax_scale, sum.y * softmax_scale);
-      lower[j] = pack<Element>(sum.z * softmax_scale, sum.w * softmax_scale);
+      for (int block = 0; block < 4; ++block) write_rows(piece, block, sums[block]);
     }
-    transpose(upper, lane);
-    transpose(lower, lane);
-    const int column = first_column + 8 * (i + lane % 4);
-    Element* const to = dq_ptr + b * stride_dq_b + h * stride_dq_h + (q_start + row) * stride_dq_s + column;
-    if (q_start + row < seqlen_q) *reinterpret_cast<uint4*>(to) = {upper[0], upper[1], upper[2], upper[3]};
-    if (q_start + row + 8 < seqlen_q) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = {lower[0], lower[1], lower[2], lower[3]};
   }
 }

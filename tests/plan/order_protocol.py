@@ -1,9 +1,9 @@
-"""A model of the fixed order in which the blocks of a CUDA backward add up dQ, as ``backward_protocol`` has one of a
-block's barriers.
+"""A model of the fixed order in which the blocks of a CUDA backward add up dQ, and of who rounds it, as
+``backward_protocol`` has one of a block's barriers.
 
-Roles follow ``_gradient_loader`` with ``_gradient_visits_ordered``, and ``_gradient_adder_ordered`` with ``order.cuh``,
-line by line; what lies between them is a queue of so many steps as a block has in flight. Additions land some time
-after they were issued. Blocks start when a multiprocessor is free, in any order.
+Roles follow ``_gradient_loader`` with ``_gradient_visits_ordered``, ``_gradient_adder_ordered`` with ``order.cuh``, and
+``_gradient_rounder``, line by line; what lies between the first two is a queue of so many steps as a block has in
+flight. Additions land some time after they were issued. Blocks start when a multiprocessor is free, in any order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ NONE_BEFORE = 2**31
 ALL_PASSED = 2**32 - 1
 LANES = 3  # of a warp, which ask that many earlier tiles at once
 IN_FLIGHT = 4  # steps that the loader is ahead of the adder
+PIECES = 2  # of the sums of a unit, which are rounded at once
+ROLES = 3  # of a block
 
 #: What a tile of keys goes to: turns, ascending.
 Visits = tuple[int, ...]
@@ -34,6 +36,8 @@ class Rules:
     whole_chain: bool = True  # behind a tile of keys that is passed over, the one before it is asked
     for_this_turn: bool = True  # a tile of keys that begins later is passed over for earlier turns alone
     near_alone: bool = True  # what one knows that stands behind a tile which begins later is not kept for later turns
+    counted_when_landed: bool = True  # those who round learn of a tile of keys when its last addition is in memory
+    empty_are_counted: bool = True  # and of one that nothing sees
 
 
 @dataclass(frozen=True)
@@ -92,17 +96,36 @@ class Launch(Simulation):
         self.grid, self.order_rules, self.random = grid, rules, random
         self.taken = 0
         self.running = 0
+        self.started: set[int] = set()
+        self.ended = [0] * grid.blocks
         self.counters = [0] * grid.tiles
+        self.done = [0] * len(grid.units)  # tiles of keys whose part of dQ is added
+        self.pieces = 0  # that are taken
+        self.rounded: list[int] = []
         #: The tiles of keys that were added, in their order, for each unit and turn.
         self.sums: dict[tuple[int, int], list[int]] = {}
         self.queues: list[list[tuple[int, int, bool] | None]] = [[] for _ in range(grid.blocks)]
         self.roles = {}
         for block in range(grid.blocks):
             self.roles |= {f"loader {block}": loader(self, block), f"adder {block}": adder(self, block)}
+            self.roles[f"rounder {block}"] = rounder(self, block)
 
     def take(self) -> int:
         self.taken += 1
         return self.taken - 1
+
+    def end(self, block: int) -> None:
+        """End a role of a block, which ends with its last one."""
+        self.ended[block] += 1
+        self.running -= self.ended[block] == ROLES
+
+    def wanted(self, unit: int, turn: int) -> list[int]:
+        """Return the tiles of keys that a turn of a unit adds up, in their order."""
+        return [kv_tile for kv_tile, visits in enumerate(self.grid.units[unit]) if turn in visits]
+
+    def turns(self, unit: int) -> set[int]:
+        """Return the turns of a unit."""
+        return {turn for visits in self.grid.units[unit] for turn in visits}
 
     def add(self, unit: int, turn: int, kv_tile: int) -> list[bool]:
         """Issue an addition, and return what says whether it has landed."""
@@ -122,11 +145,12 @@ class Launch(Simulation):
     def run(self) -> None:
         """Run to the end; ProtocolError if that is not reached, or the order of a sum is another."""
         super().run()
-        for unit, tiles in enumerate(self.grid.units):
-            for turn in {turn for visits in tiles for turn in visits}:
-                wanted = [kv_tile for kv_tile, visits in enumerate(tiles) if turn in visits]
-                if self.sums[unit, turn] != wanted:
-                    raise ProtocolError(f"added {self.sums[unit, turn]} for {wanted}")
+        for unit in range(len(self.grid.units)):
+            for turn in self.turns(unit):
+                if self.sums[unit, turn] != self.wanted(unit, turn):
+                    raise ProtocolError(f"added {self.sums[unit, turn]} for {self.wanted(unit, turn)}")
+        if sorted(self.rounded) != list(range(PIECES * len(self.grid.units))):
+            raise ProtocolError(f"rounded {self.rounded}")
 
 
 def loader(s: Launch, block: int) -> Role:
@@ -134,6 +158,7 @@ def loader(s: Launch, block: int) -> Role:
     grid, rules, queue = s.grid, s.order_rules, s.queues[block]
     yield lambda: s.running < grid.multiprocessors
     s.running += 1
+    s.started.add(block)
     if not rules.all_are_taken:
         s.taken = max(s.taken, grid.blocks)
     index = s.take() if rules.all_are_taken else block
@@ -147,9 +172,11 @@ def loader(s: Launch, block: int) -> Role:
             queue.append((index, turn, turn == visits[-1]))
         if not visits and rules.empty_are_told:
             s.counters[_counter(grid, index)] = ALL_PASSED
+        s.done[unit] += not visits and rules.empty_are_counted
         yield lambda: True
         index = s.take()
     queue.append(None)
+    s.end(block)
 
 
 def adder(s: Launch, block: int) -> Role:
@@ -161,7 +188,7 @@ def adder(s: Launch, block: int) -> Role:
         yield lambda: bool(queue)
         step = queue.pop(0)
         if step is None:
-            s.running -= 1
+            s.end(block)
             return
         index, turn, last = step
         unit, kv_tile = grid.place(index)
@@ -196,10 +223,37 @@ def adder(s: Launch, block: int) -> Role:
             s.counters[counter] = turn
         yield lambda: True
         landed = s.add(unit, turn, kv_tile)
+        if not rules.counted_when_landed:
+            s.done[unit] += last
         if rules.told_when_landed:
             yield lambda landed=landed: landed[0]  # type: ignore[misc]
         s.counters[counter] = ALL_PASSED if last and rules.end_is_told else turn + 1
+        if rules.counted_when_landed:
+            yield lambda landed=landed: landed[0]  # type: ignore[misc]
+            s.done[unit] += last
         told = turn + 1
+
+
+def rounder(s: Launch, block: int) -> Role:
+    """``_gradient_rounder.cu.j2`` of a block: it holds a piece while it waits for the next one."""
+    yield lambda: block in s.started
+    arriving: int | None = None
+    while True:
+        piece, s.pieces = s.pieces, s.pieces + 1
+        unit = piece // PIECES
+        more = unit < len(s.grid.units)
+        if more:
+            yield lambda unit=unit: s.done[unit] >= len(s.grid.units[unit])  # type: ignore[misc]
+            for turn in s.turns(unit):
+                if sorted(s.sums.get((unit, turn), [])) != s.wanted(unit, turn):
+                    raise ProtocolError(f"rounded {s.sums.get((unit, turn))} for {s.wanted(unit, turn)}")
+        if arriving is not None:
+            yield lambda: True
+            s.rounded.append(arriving)
+        if not more:
+            s.end(block)
+            return
+        arriving = piece
 
 
 def _before(lanes: list[bool]) -> int:

@@ -47,7 +47,7 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_dq_is_added_up_in_the_order_of_keys_and_no_block_waits_forever(seed: int) -> None:
+def test_dq_is_added_up_in_the_order_of_keys_and_rounded_and_no_block_waits_forever(seed: int) -> None:
     random = Random(seed)
     for _ in range(RUNS):
         Launch(Grid.random(random), OrderRules(), random).run()
@@ -64,6 +64,8 @@ def test_dq_is_added_up_in_the_order_of_keys_and_no_block_waits_forever(seed: in
         ("whole_chain", "added"),
         ("for_this_turn", "added"),
         ("near_alone", "added"),
+        ("counted_when_landed", "rounded"),
+        ("empty_are_counted", "deadlock"),
     ],
 )
 def test_a_rule_of_the_order_that_is_broken_is_found(rule: str, becomes: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from attngen.plan import plan
 from attngen.runtime.arguments import Packing, bind
 from attngen.runtime.gradients import geometries, sums_of
+from attngen.runtime.module import Kernel
 from attngen.spec import expand, load_spec_text
 from tests.runtime.support import FakeDriver, kernel_of, variant
 
@@ -15,17 +16,21 @@ MULTIPROCESSORS = 132
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize(("head_dim", "clusters"), [(128, False), (256, True)])
-def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
-    head_dim: int, clusters: bool, layout: str
-) -> None:
+def _kernel(head_dim: int, layout: str) -> Kernel:
     text = (
         "schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {variant: causal, passes: backward, "
         f"head_dim: {head_dim}, layout: {layout}, backward: {{backend: cuda}}}}\n"
     )
     (spec,) = expand(load_spec_text(text))
-    kernel = kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+    return kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize(("head_dim", "clusters"), [(128, False), (256, True)])
+def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
+    head_dim: int, clusters: bool, layout: str
+) -> None:
+    kernel = _kernel(head_dim, layout)
     batch, seqlen_q, seqlen_k, heads, kv_heads = 7, 300, 700, 8, 4
     packing = None
     shapes = [(batch, seqlen_q, heads), *[(batch, seqlen_k, kv_heads)] * 2]
@@ -42,8 +47,21 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
     rows = -(-batch * seqlen_q // 16) if layout == "varlen" else batch * -(-seqlen_q // 16)
     assert grids == {
         "preprocess": rows * heads,
-        "dkdv": 2 * tiles if clusters else min(tiles, MULTIPROCESSORS),
-        "dq": batch * heads * q_tiles,
+        **({"dkdv": 2 * tiles, "dq": batch * heads * q_tiles} if clusters else {"dkdv": MULTIPROCESSORS}),
     }
+    assert tiles > MULTIPROCESSORS
     in_sums = heads * (batch * seqlen_q // 64 + batch) if layout == "varlen" else batch * heads * q_tiles
-    assert sums_of(kernel, call) == in_sums * 64 * head_dim
+    counters = 0 if clusters else -(-(batch * kv_heads + 1) // 4) * 4
+    assert sums_of(kernel, call) == in_sums * 64 * head_dim + counters
+
+
+def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
+    """Few keys and many queries: as many blocks as there are tiles of either, and run at once."""
+    kernel = _kernel(64, "dense")
+    for seqlen_q, blocks in ((640, 2 * 5), (64 * 1024, MULTIPROCESSORS), (1, 2)):
+        q, k = torch.empty(1, seqlen_q, 2, 64).bfloat16(), torch.empty(1, 128, 2, 64).bfloat16()
+        call = bind(
+            variant(), q, k, k, None, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
+        )
+        found = geometries(kernel, call, {}, dlse=False)
+        assert [one.part_blocks(FakeDriver(), 0) for one in found if one.part.name == "dkdv"] == [blocks]

@@ -102,7 +102,7 @@ kernels:
     ("head_dim", "roles"),
     [
         (128, [
-            "producer: 1 warpgroup, 24 registers a thread: loads, and adds dQ to its sums",
+            "producer: 1 warpgroup, 24 registers a thread: loads, adds up dQ and rounds it",
             "consumers: 2 warpgroups of 64 keys, 240 registers a thread",
             "loop: ranges; the softmax of a step runs under dQ and dK of the one before",
             "in flight: 3 tiles of Q, 2 of dO, 2 of dS",

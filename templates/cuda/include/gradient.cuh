@@ -26,6 +26,14 @@ __device__ __forceinline__ void add_floats(float* to, uint32_t from, uint32_t by
       : "memory");
 }
 
+// Floats of global memory to shared memory.
+__device__ __forceinline__ void load_floats(uint32_t to, const float* from, uint32_t bytes, uint32_t full) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(full)
+      : "memory");
+}
+
 __device__ __forceinline__ void wait_stores_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // The products of two pairs, added.
@@ -47,6 +55,22 @@ __device__ __forceinline__ void transpose(uint32_t (&x)[4], int lane) {
     const uint32_t other = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
     (lane & 2 ? x[i] : x[i + 2]) = other;
   }
+}
+
+// Rounds sums of dQ in the order of registers: four neighbouring lanes hold the columns of four blocks of 8 in turns, of
+// two rows, 8 apart. Each gets a block of both.
+template <typename Element>
+__device__ __forceinline__ void round_sums(const float4 (&sums)[4], float factor, int lane, uint4& upper, uint4& lower) {
+  uint32_t of_upper[4], of_lower[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    of_upper[i] = pack<Element>(sums[i].x * factor, sums[i].y * factor);
+    of_lower[i] = pack<Element>(sums[i].z * factor, sums[i].w * factor);
+  }
+  transpose(of_upper, lane);
+  transpose(of_lower, lane);
+  upper = {of_upper[0], of_upper[1], of_upper[2], of_upper[3]};
+  lower = {of_lower[0], of_lower[1], of_lower[2], of_lower[3]};
 }
 
 // Writes zeros to `columns` of each row from `first` to `end`, 16 bytes at a time; `thread` of `threads` that share this.
