@@ -47,6 +47,10 @@ class Frame:
         self._array = (ctypes.c_void_p * len(offsets))(*(self.address + offset for offset in offsets))
         self.pointers = ctypes.addressof(self._array)
 
+    def point(self, index: int, address: int) -> None:
+        """Let a pointer point elsewhere; ``index`` is that of its offset."""
+        self._array[index] = address
+
 
 class Driver(Protocol):
     """What loading and launching ask of CUDA. Devices are torch's indices; handles are opaque."""

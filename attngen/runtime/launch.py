@@ -1,11 +1,12 @@
 """A kernel launch prepared for one set of shapes: what stays the same is packed once, a call fills in the rest.
 
 A call then takes a block of parameters, writes the scalars, and what differs from the block's last launch: addresses
-and the descriptors of tensors that have moved.
+and the descriptors of tensors that have moved. Kernels that follow each other share the addresses.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from attngen.errors import LoadError
 from attngen.runtime.arguments import Call, View, contiguous_view
 from attngen.runtime.driver import Driver, Frame
 from attngen.runtime.module import Entry
-from attngen.runtime.packing import Layout, Parameter
+from attngen.runtime.packing import Parameter
 from attngen.runtime.tensormap import TensorMap, usable_strides, windowed
 
 #: Order of the addresses that a launch takes; those of the variant's tensors follow, in an order that the call chose.
@@ -215,102 +216,132 @@ class Geometry:
         return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
 
 
-class PreparedLaunch:
-    """One kernel with one geometry on one device."""
+class PreparedKernel:
+    """One kernel with one geometry on one device: what of its parameters stays the same, and where the rest stands."""
 
-    __slots__ = (
-        "_address_slots", "_descriptors", "_device", "_driver", "_free", "_function", "_grid", "_layout",
-        "_scalar_slots", "_scale_slots", "_shared", "_template", "_threads",
-    )  # fmt: skip
+    __slots__ = ("addresses", "descriptors", "grid", "layout", "scalars", "scales", "template")
 
     def __init__(
-        self,
+        self, entry: Entry, blocks: int, geometry: Geometry, position: Mapping[str, int], driver: Driver, device: int
+    ) -> None:
+        """Pack what does not change between calls; the cubin is loaded here. Raises LoadError.
+
+        ``position`` is where each address stands in the list that a launch takes.
+        """
+        scalar_position = {rule.name: i for i, rule in enumerate(geometry.call.rules)}
+        packed = Frame(entry.layout.size)
+        #: Of the parameters that are addresses: which one, and where its value stands in the list of a launch.
+        self.addresses: list[tuple[int, int]] = []
+        self.descriptors: list[tuple[slice, TensorMap, int]] = []
+        self.scales: list[int] = []
+        self.scalars: list[tuple[str, int, int]] = []
+        for index, parameter in enumerate(entry.layout.parameters):
+            match parameter.kind:
+                case "pointer":
+                    if parameter.of not in position:
+                        raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
+                    self.addresses.append((index, position[parameter.of]))
+                case "scratch":
+                    packed.words[parameter.offset // 8] = 0
+                case "descriptor":
+                    self.descriptors.append(_descriptor(parameter, geometry, driver, device, position))
+                case "scale":
+                    self.scales.append(parameter.offset // 4)
+                case "scalar":
+                    writer, size = _WRITERS[parameter.type]
+                    name = parameter.of or parameter.name
+                    if name not in scalar_position:
+                        raise LoadError(f"parameter '{parameter.name}': the variant has no scalar '{name}'")
+                    self.scalars.append((writer, parameter.offset // size, scalar_position[name]))
+                case _:
+                    _write(packed, parameter, geometry.number(parameter))
+        self.layout, self.template = entry.layout, bytes(packed.bytes)
+        #: What the driver takes of a launch before the device and the parameters.
+        self.grid = entry.function(driver, device), blocks, entry.threads, entry.shared_memory
+
+
+class PreparedLaunch:
+    """Kernels on one device that are launched one behind the other, with the same addresses and scalars."""
+
+    __slots__ = ("_count", "_device", "_driver", "_free", "_kernels")
+
+    def __init__(self, kernels: Sequence[PreparedKernel], addresses: int, driver: Driver, device: int) -> None:
+        """``addresses``: how many a launch takes."""
+        self._kernels, self._count, self._driver, self._device = kernels, addresses, driver, device
+        #: Blocks that no launch is using, as many as launched at once at most. Threads take and return one atomically.
+        self._free: list[_Block] = []
+
+    @classmethod
+    def of(
+        cls,
         entry: Entry,
         blocks: int,
         geometry: Geometry,
         tensor_names: Sequence[str],
         driver: Driver,
         device: int,
-        addresses: Sequence[str] = ADDRESSES,
-    ) -> None:
-        """Pack what does not change between calls; the cubin is loaded here. Raises LoadError.
+    ) -> PreparedLaunch:
+        """Return the launch of one kernel, which takes the addresses of ``ADDRESSES`` and of the variant's tensors.
 
-        ``addresses`` names the addresses that a launch takes, before those of the variant's tensors.
+        Raises LoadError.
         """
-        call = geometry.call
-        named = (*addresses, *(f"tensor:{name}" for name in tensor_names))
-        position = {name: i for i, name in enumerate(named)}
-        scalar_position = {rule.name: i for i, rule in enumerate(call.rules)}
-        packed = Frame(entry.layout.size)
-        self._address_slots: list[tuple[int, int]] = []
-        self._descriptors: list[tuple[slice, TensorMap, int]] = []
-        self._scale_slots: list[int] = []
-        self._scalar_slots: list[tuple[str, int, int]] = []
-        for parameter in entry.layout.parameters:
-            match parameter.kind:
-                case "pointer":
-                    if parameter.of not in position:
-                        raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
-                    self._address_slots.append((parameter.offset // 8, position[parameter.of]))
-                case "scratch":
-                    packed.words[parameter.offset // 8] = 0
-                case "descriptor":
-                    self._descriptors.append(_descriptor(parameter, geometry, driver, device, position))
-                case "scale":
-                    self._scale_slots.append(parameter.offset // 4)
-                case "scalar":
-                    writer, size = _WRITERS[parameter.type]
-                    name = parameter.of or parameter.name
-                    if name not in scalar_position:
-                        raise LoadError(f"parameter '{parameter.name}': the variant has no scalar '{name}'")
-                    self._scalar_slots.append((writer, parameter.offset // size, scalar_position[name]))
-                case _:
-                    _write(packed, parameter, geometry.number(parameter))
-        self._layout = entry.layout
-        self._template = bytes(packed.bytes)
-        #: Blocks that no launch is using, as many as launched at once at most. Threads take and return one atomically.
-        self._free: list[_Block] = []
-        self._grid, self._threads, self._shared = blocks, entry.threads, entry.shared_memory
-        self._driver, self._device = driver, device
-        self._function = entry.function(driver, device)
+        names = (*ADDRESSES, *(f"tensor:{name}" for name in tensor_names))
+        position = {name: i for i, name in enumerate(names)}
+        return cls([PreparedKernel(entry, blocks, geometry, position, driver, device)], len(names), driver, device)
 
     def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
-        """Enqueue the kernel. ``addresses`` in the order of ``ADDRESSES``, ``scalars`` in order of declaration."""
+        """Enqueue the kernels. ``scalars`` in order of declaration."""
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._layout, self._template, len(addresses))
-        frame = block.frame
+            block = _Block(self._kernels, self._count, self._device)
         if block.addresses != addresses:
-            self._address(block, addresses)
-        for index in self._scale_slots:
-            frame.float32[index] = scale
-        for writer, index, position in self._scalar_slots:
-            getattr(frame, writer)[index] = scalars[position]
-        self._driver.launch(self._function, self._grid, self._threads, self._shared, self._device, frame.pointers)
+            block.address(addresses)
+        for numbers, index in block.scales:
+            numbers[index] = scale
+        for numbers, index, position in block.scalars:
+            numbers[index] = scalars[position]
+        enqueue = self._driver.launch
+        for launch in block.launches:
+            enqueue(*launch)
         self._free.append(block)
-
-    def _address(self, block: _Block, addresses: Sequence[int]) -> None:
-        """Write the addresses of a launch into a block, and the descriptors of the tensors that lie elsewhere now."""
-        words, before = block.frame.words, block.addresses
-        for index, position in self._address_slots:
-            words[index] = addresses[position]
-        for place, tensor_map, position in self._descriptors:
-            address = addresses[position]
-            if before[position] != address:
-                block.frame.bytes[place] = tensor_map.at(address)
-        block.addresses = [*addresses]
 
 
 class _Block:
-    """The parameters of one launch, which keep their values until the next: most are the same then."""
+    """The parameters of some kernels, which keep their values until the next launch: most are the same then.
 
-    __slots__ = ("addresses", "frame")
+    The kernels share one array of addresses, into which the pointers point that the driver gets.
+    """
 
-    def __init__(self, layout: Layout, template: bytes, addresses: int) -> None:
-        self.frame = Frame(layout.size, layout.offsets)
-        self.frame.bytes[:] = template
+    __slots__ = ("_array", "_descriptors", "_frames", "addresses", "launches", "scalars", "scales")
+
+    def __init__(self, kernels: Sequence[PreparedKernel], addresses: int, device: int) -> None:
         self.addresses: list[int] = [-1] * addresses  # what the launch before was given
+        self._array = (ctypes.c_uint64 * addresses)()
+        self._frames = [Frame(kernel.layout.size, kernel.layout.offsets) for kernel in kernels]
+        self._descriptors: list[tuple[memoryview, slice, TensorMap, int]] = []
+        self.scales: list[tuple[memoryview, int]] = []
+        self.scalars: list[tuple[memoryview, int, int]] = []
+        self.launches: list[tuple[Any, int, int, int, int, int]] = []
+        start = ctypes.addressof(self._array)
+        for kernel, frame in zip(kernels, self._frames, strict=True):
+            frame.bytes[:] = kernel.template
+            for index, position in kernel.addresses:
+                frame.point(index, start + 8 * position)
+            self._descriptors += [(frame.bytes, *descriptor) for descriptor in kernel.descriptors]
+            self.scales += [(frame.float32, index) for index in kernel.scales]
+            self.scalars += [(getattr(frame, writer), *place) for writer, *place in kernel.scalars]
+            self.launches.append((*kernel.grid, device, frame.pointers))
+
+    def address(self, addresses: Sequence[int]) -> None:
+        """Write the addresses of a launch, and the descriptors of the tensors that lie elsewhere now."""
+        before = self.addresses
+        self._array[:] = addresses
+        for frame, place, tensor_map, position in self._descriptors:
+            address = addresses[position]
+            if before[position] != address:
+                frame[place] = tensor_map.at(address)
+        self.addresses = [*addresses]
 
 
 def _write(packed: Frame, parameter: Parameter, value: int) -> None:
