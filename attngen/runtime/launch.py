@@ -1,24 +1,32 @@
 """A kernel launch prepared for one set of shapes: what stays the same is packed once, a call fills in the rest.
 
-A call then takes a block of parameters, writes the scalars, and what differs from the block's last launch: addresses
-and the descriptors of tensors that have moved. Kernels that follow each other share the addresses.
+A call then takes a block of parameters, and writes the scalars, and the addresses and descriptors if they differ from
+those of the block's last launch. Kernels that follow each other share a block.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
+from itertools import count
+from struct import Struct
 from typing import Any, Protocol
 
 from attngen.errors import LoadError
 from attngen.runtime.arguments import Call, View, contiguous_view
-from attngen.runtime.driver import Driver, Frame
+from attngen.runtime.cache import RecentCache
+from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.module import Entry
-from attngen.runtime.packing import Parameter
+from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
 from attngen.runtime.tensormap import TensorMap, usable_strides, windowed
 
 #: Order of the addresses that a launch takes; those of the variant's tensors follow, in an order that the call chose.
 ADDRESSES = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "tile_counter")
+
+#: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
+MAX_PLACED = 4096
+
+_PLACED: RecentCache[bytes] = RecentCache(MAX_PLACED)
+_TOKENS = count()
 
 #: Manifest type → the view of a frame that writes it, and the bytes of one element.
 _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
@@ -219,7 +227,7 @@ class Geometry:
 class PreparedKernel:
     """One kernel with one geometry on one device: what of its parameters stays the same, and where the rest stands."""
 
-    __slots__ = ("addresses", "descriptors", "grid", "layout", "scalars", "scales", "template")
+    __slots__ = ("addresses", "descriptors", "function", "offsets", "scalars", "scales", "template")
 
     def __init__(
         self, entry: Entry, blocks: int, geometry: Geometry, position: Mapping[str, int], driver: Driver, device: int
@@ -230,11 +238,11 @@ class PreparedKernel:
         """
         scalar_position = {rule.name: i for i, rule in enumerate(geometry.call.rules)}
         packed = Frame(entry.layout.size)
-        #: Of the parameters that are addresses: which one, and where its value stands in the list of a launch.
+        #: Index of each parameter that is an address or a descriptor, and the position of the address.
         self.addresses: list[tuple[int, int]] = []
-        self.descriptors: list[tuple[slice, TensorMap, int]] = []
+        self.descriptors: list[tuple[int, TensorMap, int]] = []
         self.scales: list[int] = []
-        self.scalars: list[tuple[str, int, int]] = []
+        self.scalars: list[tuple[str, int, int, int]] = []
         for index, parameter in enumerate(entry.layout.parameters):
             match parameter.kind:
                 case "pointer":
@@ -244,42 +252,44 @@ class PreparedKernel:
                 case "scratch":
                     packed.words[parameter.offset // 8] = 0
                 case "descriptor":
-                    self.descriptors.append(_descriptor(parameter, geometry, driver, device, position))
+                    self.descriptors.append((index, *_descriptor(parameter, geometry, driver, device, position)))
                 case "scale":
-                    self.scales.append(parameter.offset // 4)
+                    self.scales.append(parameter.offset)
                 case "scalar":
                     writer, size = _WRITERS[parameter.type]
                     name = parameter.of or parameter.name
                     if name not in scalar_position:
                         raise LoadError(f"parameter '{parameter.name}': the variant has no scalar '{name}'")
-                    self.scalars.append((writer, parameter.offset // size, scalar_position[name]))
+                    self.scalars.append((writer, size, parameter.offset, scalar_position[name]))
                 case _:
                     _write(packed, parameter, geometry.number(parameter))
-        self.layout, self.template = entry.layout, bytes(packed.bytes)
-        #: What the driver takes of a launch before the device and the parameters.
-        self.grid = entry.function(driver, device), blocks, entry.threads, entry.shared_memory
+        self.offsets, self.template = entry.layout.offsets, bytes(packed.bytes)
+        #: What the driver takes of a launch before the parameters.
+        self.function = entry.function(driver, device), blocks, entry.threads, entry.shared_memory
 
 
 class PreparedLaunch:
-    """Kernels on one device that are launched one behind the other, with the same addresses and scalars."""
+    """Kernels on one device that are launched one behind the other, with the same addresses and scalars.
 
-    __slots__ = ("_count", "_device", "_driver", "_free", "_kernels")
+    Their parameters lie in one block: addresses, then descriptors, which is what changes between calls, then the rest
+    of each kernel's. What the addresses of a call make of the first two is kept for the next call with the same ones.
+    """
+
+    __slots__ = ("_addresses", "_descriptors", "_device", "_driver", "_free", "_kernels", "_moving", "_token")
 
     def __init__(self, kernels: Sequence[PreparedKernel], addresses: int, driver: Driver, device: int) -> None:
         """``addresses``: how many a launch takes."""
-        self._kernels, self._count, self._driver, self._device = kernels, addresses, driver, device
+        self._kernels, self._driver, self._device = kernels, driver, device
+        self._descriptors = [descriptor for kernel in kernels for descriptor in kernel.descriptors]
+        self._addresses = Struct(f"{addresses}Q{-8 * addresses % DESCRIPTOR_ALIGNMENT}x")
+        self._moving = slice(0, self._addresses.size + DESCRIPTOR_BYTES * len(self._descriptors))
+        self._token = next(_TOKENS)
         #: Blocks that no launch is using, as many as launched at once at most. Threads take and return one atomically.
         self._free: list[_Block] = []
 
     @classmethod
     def of(
-        cls,
-        entry: Entry,
-        blocks: int,
-        geometry: Geometry,
-        tensor_names: Sequence[str],
-        driver: Driver,
-        device: int,
+        cls, entry: Entry, blocks: int, geometry: Geometry, tensor_names: Sequence[str], driver: Driver, device: int
     ) -> PreparedLaunch:
         """Return the launch of one kernel, which takes the addresses of ``ADDRESSES`` and of the variant's tensors.
 
@@ -294,54 +304,55 @@ class PreparedLaunch:
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._kernels, self._count, self._device)
-        if block.addresses != addresses:
-            block.address(addresses)
+            block = _Block(self._kernels, self._moving.stop)
+        key = (self._token, *addresses)
+        if block.key != key:
+            block.bytes[self._moving] = _PLACED.get(key) or self._place(key, addresses)
+            block.key = key
         for numbers, index in block.scales:
             numbers[index] = scale
         for numbers, index, position in block.scalars:
             numbers[index] = scalars[position]
-        enqueue = self._driver.launch
-        for launch in block.launches:
-            enqueue(*launch)
+        self._driver.launch(block.launches, self._device)
         self._free.append(block)
+
+    def _place(self, key: tuple[int, ...], addresses: Sequence[int]) -> bytes:
+        """Return the part of a block that addresses decide."""
+        described = [tensor_map.at(addresses[position]) for _, tensor_map, position in self._descriptors]
+        placed = b"".join((self._addresses.pack(*addresses), *described))
+        _PLACED.put(key, placed)
+        return placed
 
 
 class _Block:
-    """The parameters of some kernels, which keep their values until the next launch: most are the same then.
+    """The parameters of some kernels, which keep their values until the next launch: most are the same then."""
 
-    The kernels share one array of addresses, into which the pointers point that the driver gets.
-    """
+    __slots__ = ("_frame", "bytes", "key", "launches", "scalars", "scales")
 
-    __slots__ = ("_array", "_descriptors", "_frames", "addresses", "launches", "scalars", "scales")
-
-    def __init__(self, kernels: Sequence[PreparedKernel], addresses: int, device: int) -> None:
-        self.addresses: list[int] = [-1] * addresses  # what the launch before was given
-        self._array = (ctypes.c_uint64 * addresses)()
-        self._frames = [Frame(kernel.layout.size, kernel.layout.offsets) for kernel in kernels]
-        self._descriptors: list[tuple[memoryview, slice, TensorMap, int]] = []
+    def __init__(self, kernels: Sequence[PreparedKernel], moving: int) -> None:
+        """``moving``: bytes of the addresses and descriptors of all kernels."""
+        self._frame = frame = Frame(moving + sum(len(kernel.template) for kernel in kernels))
+        self.bytes = frame.bytes
+        self.key: tuple[int, ...] = ()  # what the launch before was given
         self.scales: list[tuple[memoryview, int]] = []
         self.scalars: list[tuple[memoryview, int, int]] = []
-        self.launches: list[tuple[Any, int, int, int, int, int]] = []
-        start = ctypes.addressof(self._array)
-        for kernel, frame in zip(kernels, self._frames, strict=True):
-            frame.bytes[:] = kernel.template
+        self.launches: list[Launch] = []
+        start, described = moving, moving - DESCRIPTOR_BYTES * sum(len(kernel.descriptors) for kernel in kernels)
+        for kernel in kernels:
+            frame.bytes[start : start + len(kernel.template)] = kernel.template
+            offsets = [start + offset for offset in kernel.offsets]
             for index, position in kernel.addresses:
-                frame.point(index, start + 8 * position)
-            self._descriptors += [(frame.bytes, *descriptor) for descriptor in kernel.descriptors]
-            self.scales += [(frame.float32, index) for index in kernel.scales]
-            self.scalars += [(getattr(frame, writer), *place) for writer, *place in kernel.scalars]
-            self.launches.append((*kernel.grid, device, frame.pointers))
-
-    def address(self, addresses: Sequence[int]) -> None:
-        """Write the addresses of a launch, and the descriptors of the tensors that lie elsewhere now."""
-        before = self.addresses
-        self._array[:] = addresses
-        for frame, place, tensor_map, position in self._descriptors:
-            address = addresses[position]
-            if before[position] != address:
-                frame[place] = tensor_map.at(address)
-        self.addresses = [*addresses]
+                offsets[index] = 8 * position
+            for index, _, _ in kernel.descriptors:
+                offsets[index] = described
+                described += DESCRIPTOR_BYTES
+            self.scales += [(frame.float32, (start + offset) // 4) for offset in kernel.scales]
+            self.scalars += [
+                (getattr(frame, writer), (start + offset) // size, position)
+                for writer, size, offset, position in kernel.scalars
+            ]
+            self.launches.append((*kernel.function, frame.pointers(offsets)))
+            start += len(kernel.template)
 
 
 def _write(packed: Frame, parameter: Parameter, value: int) -> None:
@@ -355,7 +366,7 @@ def _write(packed: Frame, parameter: Parameter, value: int) -> None:
 
 def _descriptor(
     parameter: Parameter, geometry: Geometry, driver: Driver, device: int, position: Mapping[str, int]
-) -> tuple[slice, TensorMap, int]:
+) -> tuple[TensorMap, int]:
     of = parameter.of
     if of not in geometry.views:
         raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
@@ -364,4 +375,4 @@ def _descriptor(
         driver, device, geometry.kernel.dtype, described.shape, described.strides, parameter.box, parameter.swizzle,
         parameter.window, group_of(geometry.call) if parameter.packed else None,
     )  # fmt: skip
-    return slice(parameter.offset, parameter.offset + parameter.size), tensor_map, position[of]
+    return tensor_map, position[of]

@@ -29,14 +29,14 @@ from attngen.runtime.sinks import add_gradients
 from attngen.runtime.tile_map import TileMap
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
-_CU_SEQLENS_Q, _CU_SEQLENS_K, _SEQUSED_K, _DLSE = map(
-    ADDRESSES.index, ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dlse")
+_CU_SEQLENS_Q, _CU_SEQLENS_K, _SEQUSED_K, _DOUT, _DLSE = map(
+    ADDRESSES.index, ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dout", "dlse")
 )
 
 
-#: What a call says beside its tensors: variant, softmax_scale, layout, package, max_seqlen_q and max_seqlen_k of a packed
-#: call, scalars, the names of the variant's own tensors, and whether gradients have a fixed order. A plain tuple, since
-#: each call makes one, and a named one takes six times as long.
+#: What a call says beside its tensors: variant, softmax_scale, layout, package, max_seqlen_q and max_seqlen_k of a
+#: packed call, scalars, the names of the variant's own tensors, and whether gradients have a fixed order. A plain tuple,
+#: since each call makes one, and a named one takes six times as long.
 Settings = tuple[
     str | Variant, Any, str, str | None, tuple[int, int] | None, Mapping[str, Any], tuple[str, ...], bool
 ]  # fmt: skip
@@ -75,7 +75,9 @@ def attend(
     settings: Settings = (variant, softmax_scale, layout, package, lengths, scalars, names, deterministic)
     given = (addresses, softmax_scale, arguments, tile_map)
     apply = _Attention.apply if torch._C._are_functorch_transforms_active() else _apply
-    result: Tensor | tuple[Tensor, Tensor] = apply((forward, given, return_lse, packing, seqused_k, settings), q, k, v, *own)
+    result: Tensor | tuple[Tensor, Tensor] = apply(
+        (forward, given, return_lse, packing, seqused_k, settings), q, k, v, *own
+    )
     return result
 
 
@@ -112,7 +114,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     if dout is None and dlse is None:
         return (None,) * len(wanted)
     settings: Settings = ctx.settings
-    names, lengths = settings[6], settings[4]
+    _, _, _, _, lengths, _, names, _ = settings
     seqused_k, q, k, v, out, lse, *own = ctx.saved_tensors
     packing = None
     if lengths is not None:
@@ -158,15 +160,21 @@ def differentiate(
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     determinism = 2 if deterministic else asks_for_determinism()
-    # The cache's key: everything that checks, selection and the packed templates depend on.
-    key: list[Any] = [
-        variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
-        dlse is None, seqused_k is None, determinism, q.dtype, q.get_device(), asked, names, *scalars,
-    ]  # fmt: skip
     # In the order of ``ADDRESSES``; 0 for what is absent, or allocated later.
     addresses = [
-        _note(key, q), _note(key, k), _note(key, v), _note(key, out), lse.data_ptr(), 0, 0, 0, _note(key, dout), 0,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, 0, 0, dout.data_ptr(), 0,
         0, 0, 0, 0, 0, 0, 0,
+    ]  # fmt: skip
+    # The cache's key: everything that checks, selection and the packed templates depend on. The forward saw to it that
+    # all tensors are on one device, and q, k and v of one dtype; the shape of out and dout follows from theirs.
+    key: list[Any] = [
+        variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
+        dlse is None, seqused_k is None, determinism, asked, names, *scalars, q.dtype, q.get_device(),
+        q.shape, q.stride(), addresses[0] & 15,
+        k.shape, k.stride(), addresses[1] & 15,
+        v.shape, v.stride(), addresses[2] & 15,
+        out.stride(), addresses[3] & 15,
+        dout.stride(), addresses[_DOUT] & 15,
     ]  # fmt: skip
     cu_seqlens_q = None
     if packing is not None:
@@ -178,8 +186,9 @@ def differentiate(
     if dlse is not None:
         addresses[_DLSE] = dlse.data_ptr()
     for tensor in own:
-        key.append(tensor.dtype)
-        addresses.append(_note(key, tensor))
+        address = tensor.data_ptr()
+        key += (tensor.dtype, tensor.shape, tensor.stride(), address & 15)
+        addresses.append(address)
     tensors = dict(zip(names, own, strict=True)) if own else {}
     identity = tuple(key)
     prepared = _PREPARED.get(identity)
@@ -194,21 +203,11 @@ def differentiate(
             call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
             deterministic=determinism == 2,
         )  # fmt: skip
-        prepared = _prepare(request, found, settings, tensors, out, dout, dlse is not None, unordered)
+        prepared = _prepare(request, found, variant, package, tensors, out, dout, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
     return prepared(q, k, v, lse, dout, cu_seqlens_q, addresses, softmax_scale, scalars, tensors)
-
-
-def _note(key: list[Any], tensor: Tensor) -> int:
-    """Add to a key what a launch depends on of a tensor, but for its dtype and device, and return its address.
-
-    The forward saw to it that all tensors are on one device, and q, k and v of one dtype.
-    """
-    address = tensor.data_ptr()
-    key += (tensor.shape, tensor.stride(), address & 15)
-    return address
 
 
 def asks_for_determinism() -> int:
@@ -227,7 +226,8 @@ def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
 def _prepare(
     request: Request,
     found: Found,
-    settings: Settings,
+    variant: str | Variant,
+    package: str | None,
     tensors: Mapping[str, Tensor],
     out: Tensor,
     dout: Tensor,
@@ -238,11 +238,11 @@ def _prepare(
     call, driver = request.call, drivers.current()
     selection = select(found.kernels, request, driver)
     if selection.kernel is None and registry.refresh_if_built():
-        found = find(settings[0], settings[3])
+        found = find(variant, package)
         selection = select(found.kernels, request, driver)
     if selection.kernel is None:
         raise _without_backward(no_kernel(found.kernels, selection, request, driver))
-    kept = settings[0] if isinstance(settings[0], Variant) else None
+    kept = variant if isinstance(variant, Variant) else None
     return PreparedBackward(
         selection.kernel, call, tensors, view(out.shape, out.stride(), call.order),
         view(dout.shape, dout.stride(), call.order) if _usable(dout) else None, driver, request.device, dlse=dlse,
