@@ -178,7 +178,7 @@ def run(
         if type(value) not in _NUMBERS and isinstance(value, Tensor):
             addresses.append(_note(key, value))
     identity = tuple(key)
-    prepared = _PREPARED.get(identity)
+    prepared = _PREPARED[identity]
     if prepared is None:
         call, found = bind_call(*given)
         call.return_lse = with_lse

@@ -246,7 +246,7 @@ class PreparedKernel:
         for index, parameter in enumerate(entry.layout.parameters):
             match parameter.kind:
                 case "pointer":
-                    if parameter.of not in position:
+                    if parameter.of is None or parameter.of not in position:
                         raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
                     self.addresses.append((index, position[parameter.of]))
                 case "scratch":
@@ -307,7 +307,7 @@ class PreparedLaunch:
             block = _Block(self._kernels, self._moving.stop)
         key = (self._token, *addresses)
         if block.key != key:
-            block.bytes[self._moving] = _PLACED.get(key) or self._place(key, addresses)
+            block.bytes[self._moving] = _PLACED[key] or self._place(key, addresses)
             block.key = key
         for numbers, index in block.scales:
             numbers[index] = scale
@@ -334,8 +334,8 @@ class _Block:
         self._frame = frame = Frame(moving + sum(len(kernel.template) for kernel in kernels))
         self.bytes = frame.bytes
         self.key: tuple[int, ...] = ()  # what the launch before was given
-        self.scales: list[tuple[memoryview, int]] = []
-        self.scalars: list[tuple[memoryview, int, int]] = []
+        self.scales: list[tuple[memoryview[float], int]] = []
+        self.scalars: list[tuple[memoryview[Any], int, int]] = []
         self.launches: list[Launch] = []
         start, described = moving, moving - DESCRIPTOR_BYTES * sum(len(kernel.descriptors) for kernel in kernels)
         for kernel in kernels:

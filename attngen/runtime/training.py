@@ -35,8 +35,8 @@ _CU_SEQLENS_Q, _CU_SEQLENS_K, _SEQUSED_K, _DOUT, _DLSE = map(
 
 
 #: What a call says beside its tensors: variant, softmax_scale, layout, package, max_seqlen_q and max_seqlen_k of a
-#: packed call, scalars, the names of the variant's own tensors, and whether gradients have a fixed order. A plain tuple,
-#: since each call makes one, and a named one takes six times as long.
+#: packed call, scalars, the names of the variant's own tensors, and whether gradients have a fixed order. A plain
+#: tuple, since each call makes one, and a named one takes six times as long.
 Settings = tuple[
     str | Variant, Any, str, str | None, tuple[int, int] | None, Mapping[str, Any], tuple[str, ...], bool
 ]  # fmt: skip
@@ -191,7 +191,7 @@ def differentiate(
         addresses.append(address)
     tensors = dict(zip(names, own, strict=True)) if own else {}
     identity = tuple(key)
-    prepared = _PREPARED.get(identity)
+    prepared = _PREPARED[identity]
     if prepared is None:
         call, found = bind_call(
             q, k, v, packing, variant, softmax_scale, seqused_k, True, layout, None, package, {**scalars, **tensors}

@@ -31,8 +31,8 @@ class GradientDriver(FakeDriver):
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         manifest = json.loads(image)
-        rows = next((p["parameters"] for p in manifest.get("parts", ()) if p["symbol"] == symbol), None)
-        return symbol, manifest, manifest["parameters"] if rows is None else rows
+        kernels = (manifest, *manifest.get("parts", ()), manifest.get("classifier") or manifest)
+        return symbol, manifest, next(kernel["parameters"] for kernel in kernels if kernel["symbol"] == symbol)
 
     def launch_one(self, kernel: Launch, device: int) -> None:
         (symbol, manifest, rows), _, _, _, parameters = kernel
