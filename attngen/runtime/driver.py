@@ -255,15 +255,12 @@ class CudaDriver:
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """See ``Driver.launch``."""
-        if self._current_device() == device and getattr(self._bound, "ready", False):
-            self._enqueue(kernels, self._raw_stream(device))
-        else:  # another device than the current one, or a thread that has not launched before
-            with self._device(device):
-                self._enqueue(kernels, self._raw_stream(device))
-            self._bound.ready = True
-
-    def _enqueue(self, kernels: Sequence[Launch], stream: int) -> None:
-        launch = self._launch
+        if self._current_device() != device or not getattr(self._bound, "ready", False):
+            with self._device(device):  # another device than the current one, or a thread that has not launched before
+                self._bound.ready = True
+                self.launch(kernels, device)
+            return
+        launch, stream = self._launch, self._raw_stream(device)
         for function, grid, threads, shared, parameters in kernels:
             (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
             if status:
