@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -179,19 +178,17 @@ def run(
         if type(value) not in _NUMBERS and isinstance(value, Tensor):
             addresses.append(_note(key, value))
     identity = tuple(key)
-    prepared = _PREPARED.get(identity)
+    prepared = _PREPARED[identity]
     if prepared is None:
         call, found = bind_call(*given)
         call.return_lse = with_lse
         prepared = _prepare(call, found, addresses, variant, package, backend, arguments)
         _PREPARED.put(identity, prepared)
     if learns:
-        launch = partial(prepared, q, addresses, softmax_scale, arguments, tile_map)
-        if prepared.sinks_only:
-            launch = partial(without_keys, bind_call(*given)[0])
+        forward = (lambda *_: without_keys(bind_call(*given)[0])) if prepared.sinks_only else prepared
         return attend(
-            launch, q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, package, arguments,
-            deterministic,
+            forward, q, k, v, addresses, packing, variant, softmax_scale, seqused_k, return_lse, layout, package,
+            arguments, tile_map, deterministic,
         )  # fmt: skip
     if prepared.sinks_only:
         return without_keys(bind_call(*given)[0])

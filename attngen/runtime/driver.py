@@ -22,17 +22,17 @@ _BLOCK_ALIGNMENT = 64
 
 
 class Frame:
-    """The values of one kernel's parameters in memory, and pointers to them, which is what the driver takes.
+    """The values of kernels' parameters in memory, and pointers to them, which is what the driver takes.
 
     The views share one block of memory and write numbers of one size each; indices count elements of that size. The
     driver takes pointers rather than the block itself, since where the compiler put the parameters is its own affair:
     ptxas aligns TMA descriptors in the constant bank as a whole, whose start is no multiple of 64.
     """
 
-    __slots__ = ("_array", "_buffer", "address", "bytes", "float32", "int8", "int32", "int64", "pointers", "words")
+    __slots__ = ("_arrays", "_buffer", "address", "bytes", "float32", "int8", "int32", "int64", "words")
 
-    def __init__(self, size: int, offsets: Sequence[int] = ()) -> None:
-        """``size`` bytes, and pointers to what lies at ``offsets``; ``pointers`` is the address of their array."""
+    def __init__(self, size: int) -> None:
+        """``size`` bytes, which start at a multiple of 64."""
         size = -(-max(size, 1) // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
         self._buffer = (ctypes.c_char * (size + _BLOCK_ALIGNMENT))()
         start = -ctypes.addressof(self._buffer) % _BLOCK_ALIGNMENT
@@ -44,8 +44,18 @@ class Frame:
         self.int8 = raw.cast("b")
         self.float32 = raw.cast("f")
         self.address = ctypes.addressof(self._buffer) + start
-        self._array = (ctypes.c_void_p * len(offsets))(*(self.address + offset for offset in offsets))
-        self.pointers = ctypes.addressof(self._array)
+        self._arrays: list[Any] = []
+
+    def pointers(self, offsets: Sequence[int]) -> int:
+        """Return the address of an array of pointers to what lies at these offsets; it lives as long as the frame."""
+        array = (ctypes.c_void_p * len(offsets))(*(self.address + offset for offset in offsets))
+        self._arrays.append(array)
+        return ctypes.addressof(array)
+
+
+#: A kernel to launch: its handle, blocks, threads of a block, bytes of dynamic shared memory, and the address of an
+#: array of pointers, one to each parameter.
+Launch = tuple[Any, int, int, int, int]
 
 
 class Driver(Protocol):
@@ -79,11 +89,8 @@ class Driver(Protocol):
         ``sizes`` lists the bytes of each parameter; LoadError if the cubin's own list differs.
         """
 
-    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> None:
-        """Enqueue a kernel on the caller's current stream; never synchronizes.
-
-        ``parameters`` is the address of an array of pointers, one to each parameter.
-        """
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+        """Enqueue kernels, one behind the other, on the caller's current stream of a device; never synchronizes."""
 
     def encode_tensor_map(
         self,
@@ -246,24 +253,21 @@ class CudaDriver:
                 f"{found} B; rebuild the kernel"
             )
 
-    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """See ``Driver.launch``."""
-        if self._current_device() == device and getattr(self._bound, "ready", False):
-            stream = self._raw_stream(device)
-            (status,) = self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
-        else:  # another device than the current one, or a thread that has not launched before
-            with self._device(device):
-                stream = self._raw_stream(device)
-                (status,) = self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
-            self._bound.ready = True
-        if status:
-            self._refuse(status, grid, threads, shared)
-
-    def _refuse(self, status: Any, grid: int, threads: int, shared: int) -> None:
-        raise LoadError(
-            f"launch of {grid} blocks of {threads} threads with {shared} B of shared memory failed: "
-            f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
-        )
+        if self._current_device() != device or not getattr(self._bound, "ready", False):
+            with self._device(device):  # another device than the current one, or a thread that has not launched before
+                self._bound.ready = True
+                self.launch(kernels, device)
+            return
+        launch, stream = self._launch, self._raw_stream(device)
+        for function, grid, threads, shared, parameters in kernels:
+            (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
+            if status:
+                raise LoadError(
+                    f"launch of {grid} blocks of {threads} threads with {shared} B of shared memory failed: "
+                    f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
+                )
 
     def encode_tensor_map(
         self,

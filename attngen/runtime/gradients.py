@@ -15,16 +15,17 @@ from torch import Tensor
 from attngen.runtime import counters
 from attngen.runtime.arguments import Call, Number, View, view
 from attngen.runtime.driver import Driver
-from attngen.runtime.launch import Geometry, PreparedLaunch
+from attngen.runtime.launch import Geometry, PreparedKernel, PreparedLaunch
 from attngen.runtime.module import Kernel, Part
 from attngen.runtime.sinks import add_gradients
 
-#: Order of the addresses that the kernels of a backward take; the variant's tensors and their gradients follow.
+#: Order of the addresses that the kernels of a backward take; the variant's tensors, their gradients, and the tile map
+#: of each kernel that reads one follow.
 ADDRESSES = (
-    "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "dout", "dlse", "dq", "dk",
-    "dv", "lse_log2", "delta", "dq_sum", "tile_counter",
+    "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dout", "dlse", "dq", "dk", "dv",
+    "lse_log2", "delta", "dq_sum", "tile_counter",
 )  # fmt: skip
-_MAP, _COUNTER = ADDRESSES.index("tile_map"), ADDRESSES.index("tile_counter")
+_COUNTER = ADDRESSES.index("tile_counter")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class GradientBuffers:
     words: Mapping[str, Tensor] = field(default_factory=dict)
 
     def named(self, call: Call) -> dict[str, Tensor | None]:
-        """Return what each address of ``ADDRESSES`` is of, but for the tile map, and the gradients by their names."""
+        """Return what each address is of that kernels of a backward take, but for the variant's tensors."""
         own = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
         return {
             **{name: getattr(self, name) for name in own},
@@ -63,6 +64,7 @@ class GradientBuffers:
             "delta": self.rows[1],
             "dq_sum": self.dq_sum,
             **{f"gradient:{name}": tensor for name, tensor in self.gradients.items()},
+            **{f"tile_map:{owner}": tensor for owner, tensor in self.words.items()},
         }
 
 
@@ -165,12 +167,6 @@ def view_of(tensor: Tensor, call: Call) -> View:
     return view(tensor.shape, tensor.stride(), call.order)
 
 
-def address_names(call: Call, tensor_names: Iterable[str]) -> tuple[str, ...]:
-    """Return what each address is of that kernels of a backward take; ``tensor_names`` are the variant's tensors."""
-    gradients = (f"gradient:{name}" for name in differentiable(call))
-    return (*ADDRESSES, *(f"tensor:{name}" for name in tensor_names), *gradients)
-
-
 class PreparedGradients:
     """The kernels of one backward with one geometry on one device."""
 
@@ -192,29 +188,29 @@ class PreparedGradients:
         """
         found = geometries(kernel, call, views, dlse=dlse)
         self.map_shapes = map_shapes(found)
-        names = address_names(call, tensor_names)
-        self._launches = [
-            (
-                map_owner(one.part.name),
-                PreparedLaunch(one.part.entry, blocks, one, (), driver, device, addresses=names),
-            )
-            for one in found
-            if (blocks := one.part_blocks(driver, device))
-        ]
+        #: What each address is of that the kernels take.
+        self.names = (
+            *ADDRESSES,
+            *(f"tensor:{name}" for name in tensor_names),
+            *(f"gradient:{name}" for name in differentiable(call)),
+            *(f"tile_map:{owner}" for owner in self.map_shapes),
+        )
+        kernels = []
+        for one in found:
+            if blocks := one.part_blocks(driver, device):
+                position = {name: i for i, name in enumerate(self.names)}
+                if one.map is not None:
+                    position["tile_map"] = position[f"tile_map:{map_owner(one.part.name)}"]
+                kernels.append(PreparedKernel(one.part.entry, blocks, one, position, driver, device))
+        self._launch = PreparedLaunch(kernels, len(self.names), driver, device)
         self._counted = any(one.part.persistent for one in found)
         self._driver, self._device = driver, device
 
-    def __call__(self, addresses: list[int], maps: Mapping[str, int], scale: float, scalars: Sequence[Number]) -> None:
-        """Enqueue all kernels on the current stream.
-
-        ``addresses`` as ``address_names`` lists them; those of the tile map and of the counter are filled in. ``maps``
-        has the address of the tile map of each kernel that reads one.
-        """
+    def __call__(self, addresses: list[int], scale: float, scalars: Sequence[Number]) -> None:
+        """Enqueue all kernels on the current stream; ``addresses`` of what ``names`` says, without the counter's."""
         if self._counted:
             addresses[_COUNTER] = counters.address(self._driver.stream(self._device), self._device)
-        for owner, launch in self._launches:
-            addresses[_MAP] = maps.get(owner, 0)
-            launch(addresses, scale, scalars)
+        self._launch(addresses, scale, scalars)
 
 
 def finish(call: Call, buffers: GradientBuffers) -> None:

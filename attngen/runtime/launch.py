@@ -1,23 +1,32 @@
 """A kernel launch prepared for one set of shapes: what stays the same is packed once, a call fills in the rest.
 
-A call then takes a block of parameters, writes the scalars, and what differs from the block's last launch: addresses
-and the descriptors of tensors that have moved.
+A call then takes a block of parameters, and writes the scalars, and the addresses and descriptors if they differ from
+those of the block's last launch. Kernels that follow each other share a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
+from struct import Struct
 from typing import Any, Protocol
 
 from attngen.errors import LoadError
 from attngen.runtime.arguments import Call, View, contiguous_view
-from attngen.runtime.driver import Driver, Frame
+from attngen.runtime.cache import RecentCache
+from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.module import Entry
-from attngen.runtime.packing import Layout, Parameter
+from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
 from attngen.runtime.tensormap import TensorMap, usable_strides, windowed
 
 #: Order of the addresses that a launch takes; those of the variant's tensors follow, in an order that the call chose.
 ADDRESSES = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_map", "tile_counter")
+
+#: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
+MAX_PLACED = 4096
+
+_PLACED: RecentCache[bytes] = RecentCache(MAX_PLACED)
+_TOKENS = count()
 
 #: Manifest type → the view of a frame that writes it, and the bytes of one element.
 _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
@@ -215,102 +224,135 @@ class Geometry:
         return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
 
 
-class PreparedLaunch:
-    """One kernel with one geometry on one device."""
+class PreparedKernel:
+    """One kernel with one geometry on one device: what of its parameters stays the same, and where the rest stands."""
 
-    __slots__ = (
-        "_address_slots", "_descriptors", "_device", "_driver", "_free", "_function", "_grid", "_layout",
-        "_scalar_slots", "_scale_slots", "_shared", "_template", "_threads",
-    )  # fmt: skip
+    __slots__ = ("addresses", "descriptors", "function", "offsets", "scalars", "scales", "template")
 
     def __init__(
-        self,
-        entry: Entry,
-        blocks: int,
-        geometry: Geometry,
-        tensor_names: Sequence[str],
-        driver: Driver,
-        device: int,
-        addresses: Sequence[str] = ADDRESSES,
+        self, entry: Entry, blocks: int, geometry: Geometry, position: Mapping[str, int], driver: Driver, device: int
     ) -> None:
         """Pack what does not change between calls; the cubin is loaded here. Raises LoadError.
 
-        ``addresses`` names the addresses that a launch takes, before those of the variant's tensors.
+        ``position`` is where each address stands in the list that a launch takes.
         """
-        call = geometry.call
-        named = (*addresses, *(f"tensor:{name}" for name in tensor_names))
-        position = {name: i for i, name in enumerate(named)}
-        scalar_position = {rule.name: i for i, rule in enumerate(call.rules)}
+        scalar_position = {rule.name: i for i, rule in enumerate(geometry.call.rules)}
         packed = Frame(entry.layout.size)
-        self._address_slots: list[tuple[int, int]] = []
-        self._descriptors: list[tuple[slice, TensorMap, int]] = []
-        self._scale_slots: list[int] = []
-        self._scalar_slots: list[tuple[str, int, int]] = []
-        for parameter in entry.layout.parameters:
+        #: Index of each parameter that is an address or a descriptor, and the position of the address.
+        self.addresses: list[tuple[int, int]] = []
+        self.descriptors: list[tuple[int, TensorMap, int]] = []
+        self.scales: list[int] = []
+        self.scalars: list[tuple[str, int, int, int]] = []
+        for index, parameter in enumerate(entry.layout.parameters):
             match parameter.kind:
                 case "pointer":
-                    if parameter.of not in position:
+                    if parameter.of is None or parameter.of not in position:
                         raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
-                    self._address_slots.append((parameter.offset // 8, position[parameter.of]))
+                    self.addresses.append((index, position[parameter.of]))
                 case "scratch":
                     packed.words[parameter.offset // 8] = 0
                 case "descriptor":
-                    self._descriptors.append(_descriptor(parameter, geometry, driver, device, position))
+                    self.descriptors.append((index, *_descriptor(parameter, geometry, driver, device, position)))
                 case "scale":
-                    self._scale_slots.append(parameter.offset // 4)
+                    self.scales.append(parameter.offset)
                 case "scalar":
                     writer, size = _WRITERS[parameter.type]
                     name = parameter.of or parameter.name
                     if name not in scalar_position:
                         raise LoadError(f"parameter '{parameter.name}': the variant has no scalar '{name}'")
-                    self._scalar_slots.append((writer, parameter.offset // size, scalar_position[name]))
+                    self.scalars.append((writer, size, parameter.offset, scalar_position[name]))
                 case _:
                     _write(packed, parameter, geometry.number(parameter))
-        self._layout = entry.layout
-        self._template = bytes(packed.bytes)
+        self.offsets, self.template = entry.layout.offsets, bytes(packed.bytes)
+        #: What the driver takes of a launch before the parameters.
+        self.function = entry.function(driver, device), blocks, entry.threads, entry.shared_memory
+
+
+class PreparedLaunch:
+    """Kernels on one device that are launched one behind the other, with the same addresses and scalars.
+
+    Their parameters lie in one block: addresses, then descriptors, which is what changes between calls, then the rest
+    of each kernel's. What the addresses of a call make of the first two is kept for the next call with the same ones.
+    """
+
+    __slots__ = ("_addresses", "_descriptors", "_device", "_driver", "_free", "_kernels", "_moving", "_token")
+
+    def __init__(self, kernels: Sequence[PreparedKernel], addresses: int, driver: Driver, device: int) -> None:
+        """``addresses``: how many a launch takes."""
+        self._kernels, self._driver, self._device = kernels, driver, device
+        self._descriptors = [descriptor for kernel in kernels for descriptor in kernel.descriptors]
+        self._addresses = Struct(f"{addresses}Q{-8 * addresses % DESCRIPTOR_ALIGNMENT}x")
+        self._moving = slice(0, self._addresses.size + DESCRIPTOR_BYTES * len(self._descriptors))
+        self._token = next(_TOKENS)
         #: Blocks that no launch is using, as many as launched at once at most. Threads take and return one atomically.
         self._free: list[_Block] = []
-        self._grid, self._threads, self._shared = blocks, entry.threads, entry.shared_memory
-        self._driver, self._device = driver, device
-        self._function = entry.function(driver, device)
+
+    @classmethod
+    def of(
+        cls, entry: Entry, blocks: int, geometry: Geometry, tensor_names: Sequence[str], driver: Driver, device: int
+    ) -> PreparedLaunch:
+        """Return the launch of one kernel, which takes the addresses of ``ADDRESSES`` and of the variant's tensors.
+
+        Raises LoadError.
+        """
+        names = (*ADDRESSES, *(f"tensor:{name}" for name in tensor_names))
+        position = {name: i for i, name in enumerate(names)}
+        return cls([PreparedKernel(entry, blocks, geometry, position, driver, device)], len(names), driver, device)
 
     def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
-        """Enqueue the kernel. ``addresses`` in the order of ``ADDRESSES``, ``scalars`` in order of declaration."""
+        """Enqueue the kernels. ``scalars`` in order of declaration."""
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._layout, self._template, len(addresses))
-        frame = block.frame
-        if block.addresses != addresses:
-            self._address(block, addresses)
-        for index in self._scale_slots:
-            frame.float32[index] = scale
-        for writer, index, position in self._scalar_slots:
-            getattr(frame, writer)[index] = scalars[position]
-        self._driver.launch(self._function, self._grid, self._threads, self._shared, self._device, frame.pointers)
+            block = _Block(self._kernels, self._moving.stop)
+        key = (self._token, *addresses)
+        if block.key != key:
+            block.bytes[self._moving] = _PLACED[key] or self._place(key, addresses)
+            block.key = key
+        for numbers, index in block.scales:
+            numbers[index] = scale
+        for numbers, index, position in block.scalars:
+            numbers[index] = scalars[position]
+        self._driver.launch(block.launches, self._device)
         self._free.append(block)
 
-    def _address(self, block: _Block, addresses: Sequence[int]) -> None:
-        """Write the addresses of a launch into a block, and the descriptors of the tensors that lie elsewhere now."""
-        words, before = block.frame.words, block.addresses
-        for index, position in self._address_slots:
-            words[index] = addresses[position]
-        for place, tensor_map, position in self._descriptors:
-            address = addresses[position]
-            if before[position] != address:
-                block.frame.bytes[place] = tensor_map.at(address)
-        block.addresses = [*addresses]
+    def _place(self, key: tuple[int, ...], addresses: Sequence[int]) -> bytes:
+        """Return the part of a block that addresses decide."""
+        described = [tensor_map.at(addresses[position]) for _, tensor_map, position in self._descriptors]
+        placed = b"".join((self._addresses.pack(*addresses), *described))
+        _PLACED.put(key, placed)
+        return placed
 
 
 class _Block:
-    """The parameters of one launch, which keep their values until the next: most are the same then."""
+    """The parameters of some kernels, which keep their values until the next launch: most are the same then."""
 
-    __slots__ = ("addresses", "frame")
+    __slots__ = ("_frame", "bytes", "key", "launches", "scalars", "scales")
 
-    def __init__(self, layout: Layout, template: bytes, addresses: int) -> None:
-        self.frame = Frame(layout.size, layout.offsets)
-        self.frame.bytes[:] = template
-        self.addresses: list[int] = [-1] * addresses  # what the launch before was given
+    def __init__(self, kernels: Sequence[PreparedKernel], moving: int) -> None:
+        """``moving``: bytes of the addresses and descriptors of all kernels."""
+        self._frame = frame = Frame(moving + sum(len(kernel.template) for kernel in kernels))
+        self.bytes = frame.bytes
+        self.key: tuple[int, ...] = ()  # what the launch before was given
+        self.scales: list[tuple[memoryview[float], int]] = []
+        self.scalars: list[tuple[memoryview[Any], int, int]] = []
+        self.launches: list[Launch] = []
+        start, described = moving, moving - DESCRIPTOR_BYTES * sum(len(kernel.descriptors) for kernel in kernels)
+        for kernel in kernels:
+            frame.bytes[start : start + len(kernel.template)] = kernel.template
+            offsets = [start + offset for offset in kernel.offsets]
+            for index, position in kernel.addresses:
+                offsets[index] = 8 * position
+            for index, _, _ in kernel.descriptors:
+                offsets[index] = described
+                described += DESCRIPTOR_BYTES
+            self.scales += [(frame.float32, (start + offset) // 4) for offset in kernel.scales]
+            self.scalars += [
+                (getattr(frame, writer), (start + offset) // size, position)
+                for writer, size, offset, position in kernel.scalars
+            ]
+            self.launches.append((*kernel.function, frame.pointers(offsets)))
+            start += len(kernel.template)
 
 
 def _write(packed: Frame, parameter: Parameter, value: int) -> None:
@@ -324,7 +366,7 @@ def _write(packed: Frame, parameter: Parameter, value: int) -> None:
 
 def _descriptor(
     parameter: Parameter, geometry: Geometry, driver: Driver, device: int, position: Mapping[str, int]
-) -> tuple[slice, TensorMap, int]:
+) -> tuple[TensorMap, int]:
     of = parameter.of
     if of not in geometry.views:
         raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
@@ -333,4 +375,4 @@ def _descriptor(
         driver, device, geometry.kernel.dtype, described.shape, described.strides, parameter.box, parameter.swizzle,
         parameter.window, group_of(geometry.call) if parameter.packed else None,
     )  # fmt: skip
-    return slice(parameter.offset, parameter.offset + parameter.size), tensor_map, position[of]
+    return tensor_map, position[of]

@@ -178,9 +178,7 @@ class _Calls:
         (q, k, v, *packing), (scale, seqused_k, _, layout, _, deterministic) = leading, trailing
         tensors = [own.pop(name) for name in self.signature.tensors]
         lengths = (packing[2], packing[3]) if self.packed else None
-        settings = training.Settings(
-            self.full_name, scale, layout, None, lengths, own, self.signature.tensors, deterministic
-        )
+        settings = (self.full_name, scale, layout, None, lengths, own, self.signature.tensors, deterministic)
         dq, dk, dv, gradients = training.differentiate(
             q, k, v, out, lse, dout, dlse, tuple(packing) if self.packed else None, seqused_k, settings, tensors,
             self.signature.differentiable,

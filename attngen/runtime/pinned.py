@@ -17,7 +17,6 @@ from attngen.runtime.arguments import Call, view
 from attngen.runtime.gradients import (
     GradientBuffers,
     PreparedGradients,
-    address_names,
     finish,
     geometries,
     map_shapes,
@@ -87,8 +86,9 @@ class Pinned:
         if geometry.map is not None:
             assert kernel.classifier is not None, f"{kernel.full_name} needs a tile map and has no classifier"
             blocks = geometry.classifier_blocks
-            self._classify = PreparedLaunch(kernel.classifier, blocks, geometry, names, driver, device)
-        self._launch = PreparedLaunch(kernel.entry, geometry.blocks(driver, device), geometry, names, driver, device)
+            self._classify = PreparedLaunch.of(kernel.classifier, blocks, geometry, names, driver, device)
+        blocks = geometry.blocks(driver, device)
+        self._launch = PreparedLaunch.of(kernel.entry, blocks, geometry, names, driver, device)
         given = (
             buffers.q, buffers.k, buffers.v, buffers.out, buffers.lse, call.cu_seqlens_q, call.cu_seqlens_k,
             call.seqused_k, buffers.words, None, *(call.tensors[name] for name in names),
@@ -123,11 +123,10 @@ class PinnedGradients:
         )
         self._scalars = [call.scalars[rule.name] for rule in call.rules]
         named = buffers.named(call) | {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
-        given = [named.get(name) for name in address_names(call, call.tensors)]
+        given = [named.get(name) for name in self._launch.names]
         self._addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        self._maps = {owner: words.data_ptr() for owner, words in buffers.words.items()}
 
     def __call__(self) -> None:
         """Enqueue all kernels of the backward, and what comes behind them, on the current stream."""
-        self._launch(self._addresses, self._maps, self._call.scale, self._scalars)
+        self._launch(self._addresses, self._call.scale, self._scalars)
         finish(self._call, self._buffers)

@@ -39,6 +39,7 @@ class PreparedCall:
         "_launch",
         "_like_q",
         "_lse_shape",
+        "_lse_strides",
         "_map_shape",
         "_out_shape",
         "_return_lse",
@@ -64,6 +65,7 @@ class PreparedCall:
         self._kept = kept
         self._kernel = kernel
         self._out_shape, self._lse_shape = call.out_shape(), call.lse_shape()
+        self._lse_strides = torch.empty(self._lse_shape, device="meta").stride()
         self._return_lse = call.return_lse
         self._like_q = False  # whether the result has q's shape and strides: torch allocates such a tensor faster
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
@@ -84,12 +86,11 @@ class PreparedCall:
         if geometry.map is not None:
             self._map_shape = geometry.map.tensor_shape()
             if kernel.classifier is not None:
-                self._classifier = PreparedLaunch(
+                self._classifier = PreparedLaunch.of(
                     kernel.classifier, geometry.classifier_blocks, geometry, tensor_names, driver, device
                 )
-        self._launch = PreparedLaunch(
-            kernel.entry, geometry.blocks(driver, device), geometry, tensor_names, driver, device
-        )
+        blocks = geometry.blocks(driver, device)
+        self._launch = PreparedLaunch.of(kernel.entry, blocks, geometry, tensor_names, driver, device)
 
     def __call__(
         self,
@@ -118,7 +119,8 @@ class PreparedCall:
         addresses[3] = out.data_ptr()
         lse = None
         if self._return_lse:
-            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
+            # with strides, which torch takes faster than a shape alone
+            lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
             addresses[4] = lse.data_ptr()
         words = None  # kept until the launch is enqueued
         if self._map_shape is not None:

@@ -80,7 +80,7 @@ class PreparedBackward:
         maps = self._launch.map_shapes
         offsets, self._floats = _laid_out(sizes | {f"map:{owner}": prod(shape) for owner, shape in maps.items()})
         self._places = tuple((ADDRESSES.index(name), _FLOAT32 * offsets[name]) for name in sizes if sizes[name])
-        self._maps = tuple((owner, _FLOAT32 * offsets[f"map:{owner}"]) for owner in maps)
+        self._maps = tuple(_FLOAT32 * offsets[f"map:{owner}"] for owner in maps)
         self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])
 
     def __call__(
@@ -98,8 +98,8 @@ class PreparedBackward:
     ) -> Gradients:
         """Enqueue the backward on the current stream and return its results.
 
-        ``addresses`` as ``gradients.address_names`` lists them: those of what is allocated here are 0, and those of
-        the gradients of the variant's tensors are missing.
+        ``addresses`` as the launch takes them: those of what is allocated here are 0, and what follows those of the
+        variant's tensors is missing.
         """
         scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
         numbers = self._scalars(scalars)
@@ -119,8 +119,8 @@ class PreparedBackward:
         for name in self._gradients:
             sums[name] = torch.zeros(tensors[name].shape, dtype=torch.float32, device=self._device)
             addresses.append(sums[name].data_ptr())
-        maps = {owner: start + offset for owner, offset in self._maps} if self._maps else {}
-        self._launch(addresses, maps, scale, numbers)
+        addresses += [start + offset for offset in self._maps]
+        self._launch(addresses, scale, numbers)
         if self._sinks:
             named = {rule.name: number for rule, number in zip(self._call.rules, numbers, strict=True)}
             call = self._call.with_tensors(tensors, named, cu_seqlens_q)

@@ -138,7 +138,7 @@ class TensorMap:
     def at(self, address: int) -> bytes:
         """Return the descriptor of the tensor at an address: 128 bytes, from the cache if it was asked for before."""
         key = (address, self._token)
-        encoded = _ENCODED.get(key)
+        encoded = _ENCODED[key]
         if encoded is None:
             encoded = self._driver.encode_tensor_map(
                 self._dtype, address - self._shift, self._extents, self._strides, self._box, self._swizzle, self._device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,40 +26,28 @@ from attngen.runtime.prepared_backward import Gradients, PreparedBackward
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, no_kernel, select
 from attngen.runtime.sinks import add_gradients
+from attngen.runtime.tile_map import TileMap
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
-_CU_SEQLENS_Q, _CU_SEQLENS_K, _SEQUSED_K, _DLSE = map(
-    ADDRESSES.index, ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dlse")
+_CU_SEQLENS_Q, _CU_SEQLENS_K, _SEQUSED_K, _DOUT, _DLSE = map(
+    ADDRESSES.index, ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dout", "dlse")
 )
 
 
-class Settings(NamedTuple):
-    """What a call says beside its tensors."""
-
-    variant: str | Variant
-    softmax_scale: Any
-    layout: str
-    package: str | None
-    lengths: tuple[int, int] | None  # max_seqlen_q and max_seqlen_k of a packed call
-    scalars: Mapping[str, Any]
-    names: tuple[str, ...]  # of the variant's own tensors
-    deterministic: bool = False
-
-
-class _Recorded(NamedTuple):
-    """A call that autograd is about to record, but for the tensors that it may differentiate by."""
-
-    forward: Callable[[], tuple[Tensor, Tensor]]
-    return_lse: bool
-    others: tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k and seqused_k
-    settings: Settings
+#: What a call says beside its tensors: variant, softmax_scale, layout, package, max_seqlen_q and max_seqlen_k of a
+#: packed call, scalars, the names of the variant's own tensors, and whether gradients have a fixed order. A plain
+#: tuple, since each call makes one, and a named one takes six times as long.
+Settings = tuple[
+    str | Variant, Any, str, str | None, tuple[int, int] | None, Mapping[str, Any], tuple[str, ...], bool
+]  # fmt: skip
 
 
 def attend(
-    forward: Callable[[], tuple[Tensor, Tensor]],
+    forward: Callable[..., Any],
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    addresses: list[int],
     packing: tuple[Any, Any, Any, Any] | None,
     variant: str | Variant,
     softmax_scale: Any,
@@ -68,38 +56,29 @@ def attend(
     layout: str,
     package: str | None,
     arguments: Mapping[str, Any],
+    tile_map: TileMap | None,
     deterministic: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call such that autograd can differentiate it: ``forward`` gives its output and its log-sum-exp.
+    """Run a call such that autograd can differentiate it.
 
-    The other arguments are those of ``dispatch.run``.
+    ``forward`` gives its output and its log-sum-exp, and is called as a ``PreparedCall``. The other arguments are those
+    of ``dispatch.run``.
     """
     names: tuple[str, ...] = ()
+    own: Sequence[Tensor] = ()
+    scalars = arguments
     if arguments:
         names = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
         own = [arguments[name] for name in names]
-        arguments = {name: value for name, value in arguments.items() if name not in names}
-    else:
-        own = []
-    if packing is None:
-        lengths, others = None, (None, None, seqused_k)
-    else:
-        lengths, others = packing[2:], (packing[0], packing[1], seqused_k)
-    settings = Settings(variant, softmax_scale, layout, package, lengths, arguments, names, deterministic)
-    result: Tensor | tuple[Tensor, Tensor] = _Attention.apply(
-        _Recorded(forward, return_lse, others, settings), q, k, v, *own
+        scalars = {name: value for name, value in arguments.items() if name not in names}
+    lengths = None if packing is None else packing[2:]
+    settings: Settings = (variant, softmax_scale, layout, package, lengths, scalars, names, deterministic)
+    given = (addresses, softmax_scale, arguments, tile_map)
+    apply = _Attention.apply if torch._C._are_functorch_transforms_active() else _apply
+    result: Tensor | tuple[Tensor, Tensor] = apply(
+        (forward, given, return_lse, packing, seqused_k, settings), q, k, v, *own
     )
     return result
-
-
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``once_differentiable``, without its cost where nobody asks for a second derivative."""
-    refusing = once_differentiable(backward)
-
-    def chosen(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (refusing if torch.is_grad_enabled() else backward)(ctx, *gradients)
-
-    return chosen
 
 
 class _Attention(torch.autograd.Function):
@@ -107,27 +86,53 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorded: _Recorded, q: Tensor, k: Tensor, v: Tensor, *own: Tensor
+        ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *own: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        forward, return_lse, others, ctx.settings = recorded
-        out, lse = forward()
-        ctx.save_for_backward(*others, out, lse, q, k, v, *own)
+        """``recorded`` is what ``attend`` makes of a call; autograd looks at the tensors behind it."""
+        forward, given, return_lse, packing, seqused_k, ctx.settings = recorded
+        out, lse = forward(q, *given)
+        if packing is None:
+            ctx.save_for_backward(seqused_k, q, k, v, out, lse, *own)
+        else:
+            ctx.save_for_backward(seqused_k, q, k, v, out, lse, *own, packing[0], packing[1])
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
 
     @staticmethod
-    @_once
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad
-        if dout is None and dlse is None:
-            return (None,) * len(wanted)
-        settings: Settings = ctx.settings
-        cu_seqlens_q, cu_seqlens_k, seqused_k, out, lse, q, k, v, *own = ctx.saved_tensors
-        packing = None if settings.lengths is None else (cu_seqlens_q, cu_seqlens_k, *settings.lengths)
-        asked = tuple(name for name, needed in zip(settings.names, wanted[4:], strict=True) if needed) if own else ()
-        dq, dk, dv, gradients = differentiate(q, k, v, out, lse, dout, dlse, packing, seqused_k, settings, own, asked)
-        found = (None, dq, dk, dv, *(gradients.get(name) for name in settings.names))
-        return tuple(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True))
+        # as once_differentiable, without its cost where nobody asks for a second derivative
+        return (_refusing_another if torch.is_grad_enabled() else _backward)(ctx, dout, dlse)
+
+
+#: ``_Attention.apply`` without what it does for functorch, which takes as long as a fifth of a call.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what ``_Attention.forward`` took."""
+    wanted = ctx.needs_input_grad
+    if dout is None and dlse is None:
+        return (None,) * len(wanted)
+    settings: Settings = ctx.settings
+    _, _, _, _, lengths, _, names, _ = settings
+    seqused_k, q, k, v, out, lse, *own = ctx.saved_tensors
+    packing = None
+    if lengths is not None:
+        *own, cu_seqlens_q, cu_seqlens_k = own
+        packing = (cu_seqlens_q, cu_seqlens_k, *lengths)
+    asked = tuple(name for name, needed in zip(names, wanted[4:], strict=True) if needed) if own else ()
+    dq, dk, dv, gradients = differentiate(q, k, v, out, lse, dout, dlse, packing, seqused_k, settings, own, asked)
+    _, q_wanted, k_wanted, v_wanted, *_ = wanted
+    return (
+        None,
+        dq if q_wanted else None,
+        dk if k_wanted else None,
+        dv if v_wanted else None,
+        *[gradients[name] if name in asked else None for name in names],
+    )
+
+
+_refusing_another = once_differentiable(_backward)
 
 
 def differentiate(
@@ -155,15 +160,21 @@ def differentiate(
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     determinism = 2 if deterministic else asks_for_determinism()
-    # The cache's key: everything that checks, selection and the packed templates depend on.
-    key: list[Any] = [
-        variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
-        dlse is None, seqused_k is None, determinism, q.dtype, q.get_device(), asked, names, *scalars,
-    ]  # fmt: skip
     # In the order of ``ADDRESSES``; 0 for what is absent, or allocated later.
     addresses = [
-        _note(key, q), _note(key, k), _note(key, v), _note(key, out), lse.data_ptr(), 0, 0, 0, 0, _note(key, dout),
-        0, 0, 0, 0, 0, 0, 0, 0,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, 0, 0, dout.data_ptr(), 0,
+        0, 0, 0, 0, 0, 0, 0,
+    ]  # fmt: skip
+    # The cache's key: everything that checks, selection and the packed templates depend on. The forward saw to it that
+    # all tensors are on one device, and q, k and v of one dtype; the shape of out and dout follows from theirs.
+    key: list[Any] = [
+        variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
+        dlse is None, seqused_k is None, determinism, asked, names, *scalars, q.dtype, q.get_device(),
+        q.shape, q.stride(), addresses[0] & 15,
+        k.shape, k.stride(), addresses[1] & 15,
+        v.shape, v.stride(), addresses[2] & 15,
+        out.stride(), addresses[3] & 15,
+        dout.stride(), addresses[_DOUT] & 15,
     ]  # fmt: skip
     cu_seqlens_q = None
     if packing is not None:
@@ -175,11 +186,12 @@ def differentiate(
     if dlse is not None:
         addresses[_DLSE] = dlse.data_ptr()
     for tensor in own:
-        key.append(tensor.dtype)
-        addresses.append(_note(key, tensor))
+        address = tensor.data_ptr()
+        key += (tensor.dtype, tensor.shape, tensor.stride(), address & 15)
+        addresses.append(address)
     tensors = dict(zip(names, own, strict=True)) if own else {}
     identity = tuple(key)
-    prepared = _PREPARED.get(identity)
+    prepared = _PREPARED[identity]
     if prepared is None:
         call, found = bind_call(
             q, k, v, packing, variant, softmax_scale, seqused_k, True, layout, None, package, {**scalars, **tensors}
@@ -191,21 +203,11 @@ def differentiate(
             call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
             deterministic=determinism == 2,
         )  # fmt: skip
-        prepared = _prepare(request, found, settings, tensors, out, dout, dlse is not None, unordered)
+        prepared = _prepare(request, found, variant, package, tensors, out, dout, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
     return prepared(q, k, v, lse, dout, cu_seqlens_q, addresses, softmax_scale, scalars, tensors)
-
-
-def _note(key: list[Any], tensor: Tensor) -> int:
-    """Add to a key what a launch depends on of a tensor, but for its dtype and device, and return its address.
-
-    The forward saw to it that all tensors are on one device, and q, k and v of one dtype.
-    """
-    address = tensor.data_ptr()
-    key += (tensor.shape, tensor.stride(), address & 15)
-    return address
 
 
 def asks_for_determinism() -> int:
@@ -224,7 +226,8 @@ def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
 def _prepare(
     request: Request,
     found: Found,
-    settings: Settings,
+    variant: str | Variant,
+    package: str | None,
     tensors: Mapping[str, Tensor],
     out: Tensor,
     dout: Tensor,
@@ -235,11 +238,11 @@ def _prepare(
     call, driver = request.call, drivers.current()
     selection = select(found.kernels, request, driver)
     if selection.kernel is None and registry.refresh_if_built():
-        found = find(settings.variant, settings.package)
+        found = find(variant, package)
         selection = select(found.kernels, request, driver)
     if selection.kernel is None:
         raise _without_backward(no_kernel(found.kernels, selection, request, driver))
-    kept = settings.variant if isinstance(settings.variant, Variant) else None
+    kept = variant if isinstance(variant, Variant) else None
     return PreparedBackward(
         selection.kernel, call, tensors, view(out.shape, out.stride(), call.order),
         view(dout.shape, dout.stride(), call.order) if _usable(dout) else None, driver, request.device, dlse=dlse,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime import counters, dispatch, tensormap, training
+from attngen.runtime import counters, dispatch, launch, tensormap, training
 from attngen.runtime.registry import Package
 from tests.gpu.family import same
 from tests.gpu.packages import only_package
@@ -96,6 +96,7 @@ def test_memory_that_the_allocator_hands_out_again() -> None:
 def test_caches_are_bounded() -> None:
     dispatch._PREPARED.clear()
     tensormap._ENCODED.clear()
+    launch._PLACED.clear()
     rows = torch.randn(1, 5000, 2, 64, device="cuda").bfloat16()
     first = forward([rows[:, :7]] * 3)
     for start in range(4200):  # other addresses: 256 B apart
@@ -104,6 +105,7 @@ def test_caches_are_bounded() -> None:
         forward([rows[:, :seqlen]] * 3)
     assert len(dispatch._PREPARED) <= dispatch.PREPARED_CALLS
     assert len(tensormap._ENCODED) <= tensormap.MAX_ENCODED
+    assert len(launch._PLACED) <= launch.MAX_PLACED
     assert same(forward([rows[:, :7]] * 3), first)
     assert len(training._PREPARED) <= dispatch.PREPARED_CALLS
 
@@ -168,6 +170,7 @@ def test_many_threads(own_streams: bool) -> None:
     dispatch._PREPARED.clear()
     training._PREPARED.clear()
     tensormap._ENCODED.clear()
+    launch._PLACED.clear()
 
     def work(number: int) -> None:
         stream = torch.cuda.Stream() if own_streams else torch.cuda.current_stream()

@@ -16,6 +16,7 @@ from torch import Tensor
 from attngen.plan import plan
 from attngen.runtime import dispatch, training
 from attngen.runtime import driver as drivers
+from attngen.runtime.driver import Launch
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import expand, load_spec_text
@@ -30,11 +31,11 @@ class GradientDriver(FakeDriver):
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         manifest = json.loads(image)
-        rows = next((p["parameters"] for p in manifest.get("parts", ()) if p["symbol"] == symbol), None)
-        return symbol, manifest, manifest["parameters"] if rows is None else rows
+        kernels = (manifest, *manifest.get("parts", ()), manifest.get("classifier") or manifest)
+        return symbol, manifest, next(kernel["parameters"] for kernel in kernels if kernel["symbol"] == symbol)
 
-    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> None:
-        symbol, manifest, rows = function
+    def launch_one(self, kernel: Launch, device: int) -> None:
+        (symbol, manifest, rows), _, _, _, parameters = kernel
         values = decode(rows, parameters)
         part = next((p["name"] for p in manifest.get("parts", ()) if p["symbol"] == symbol), "forward")
         self.launches.append(part)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from attngen.lang.check import compile_variant
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.driver import Launch as KernelLaunch
 from attngen.runtime.module import Kernel
 from attngen.runtime.reference import reference
 from attngen.runtime.tile_map import eager_tile_map
@@ -251,8 +252,12 @@ class FakeDriver:
         assert list(sizes) == [size_of(row) for row in rows]
         return symbol, manifest, rows
 
-    def launch(self, function: Any, grid: int, threads: int, shared: int, device: int, parameters: int) -> None:
-        symbol, manifest, rows = function
+    def launch(self, kernels: Sequence[KernelLaunch], device: int) -> None:
+        for kernel in kernels:
+            self.launch_one(kernel, device)
+
+    def launch_one(self, kernel: KernelLaunch, device: int) -> None:
+        (symbol, manifest, rows), grid, threads, shared, parameters = kernel
         values = decode(rows, parameters)
         self.launches.append(Launch(symbol, grid, threads, shared, device, values))
         if symbol == manifest["symbol"]:

@@ -134,12 +134,13 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
 
 
 def test_a_frame_is_aligned_and_has_pointers_to_its_parameters() -> None:
-    frame = Frame(100, (8, 20))
+    frame = Frame(100)
     assert frame.address % 64 == 0
     assert len(frame.bytes) == 128
     frame.words[1] = 2**63
     frame.float32[5] = 0.5
-    pointers = (ctypes.c_uint64 * 2).from_address(frame.pointers)
+    arrays = [frame.pointers(offsets) for offsets in ((8, 20), (16,))]
+    pointers = (ctypes.c_uint64 * 2).from_address(arrays[0])
     assert ctypes.c_uint64.from_address(pointers[0]).value == 2**63
     assert ctypes.c_float.from_address(pointers[1]).value == 0.5
 
@@ -171,21 +172,25 @@ def test_a_parameter_list_that_differs_is_refused(stub: Stub) -> None:
 def test_launch(stub: Stub) -> None:
     driver = CudaDriver()
     for _ in range(2):
-        driver.launch("function", 12, 128, 4096, 0, 5555)
-    assert stub.named("cuLaunchKernel") == [("function", 12, 1, 1, 128, 1, 1, 4096, 1000, 5555, 0)] * 2
+        driver.launch([("function", 12, 128, 4096, 5555), ("other", 3, 64, 0, 7777)], 0)
+    first, second = (
+        ("function", 12, 1, 1, 128, 1, 1, 4096, 1000, 5555, 0),
+        ("other", 3, 1, 1, 64, 1, 1, 0, 1000, 7777, 0),
+    )
+    assert stub.named("cuLaunchKernel") == [first, second] * 2
     assert len(stub.named("cuCtxGetCurrent")) == 2  # the thread's context is looked at once
 
 
 def test_launch_on_another_device(stub: Stub) -> None:
     driver = CudaDriver()
-    driver.launch("function", 1, 128, 0, 1, 5555)
+    driver.launch([("function", 1, 128, 0, 5555)], 1)
     assert stub.named("cuLaunchKernel")[0][8] == 1001
     assert torch._C._cuda_getDevice() == 0
 
 
 def test_a_thread_without_a_context_gets_the_primary_one(stub: Stub) -> None:
     stub.context = 0
-    CudaDriver().launch("function", 1, 128, 0, 0, 5555)
+    CudaDriver().launch([("function", 1, 128, 0, 5555)], 0)
     assert stub.context == 9
 
 
@@ -193,7 +198,7 @@ def test_errors_have_the_drivers_words(stub: Stub) -> None:
     driver = CudaDriver()
     stub.fails["cuLaunchKernel"] = Status.CUDA_ERROR_LAUNCH_FAILED
     with pytest.raises(LoadError, match=r"CUDA_ERROR_LAUNCH_FAILED \(words of CUDA_ERROR_LAUNCH_FAILED\)"):
-        driver.launch("function", 1, 128, 0, 0, 5555)
+        driver.launch([("function", 1, 128, 0, 5555)], 0)
     stub.fails["cuLibraryLoadData"] = Status.CUDA_ERROR_NO_BINARY_FOR_GPU
     with pytest.raises(LoadError, match="cubin of 'kernel': CUDA_ERROR_NO_BINARY_FOR_GPU"):
         driver.load(b"cubin", "kernel", 0, 0, [8, 4])

@@ -12,6 +12,8 @@ import attngen
 from attngen.errors import CallError, LoadError, NoKernelError
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime import dispatch
+from attngen.runtime import launch as launches
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, bias_variant, kernel, variant, window_variant
 
@@ -275,6 +277,17 @@ def test_tensors_that_move_between_launches_of_one_shape(gpu: FakeDriver, loads:
     assert len(dispatch._PREPARED) == 1
     if loads == "descriptor":
         assert gpu.encoded == 9  # one for each tensor, however often it comes back
+
+
+def test_sets_of_addresses_are_kept_up_to_a_limit(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: RecentCache[bytes] = RecentCache(4)
+    monkeypatch.setattr(launches, "_PLACED", kept)
+    install(kernel(variant(), loads="descriptor"))
+    sets = [tensors(batch=1, seqlen_q=8, seqlen_k=8) for _ in range(6)]
+    for number in (*range(6), *range(6), 5, 5):
+        both(*sets[number], variant="causal")
+        assert 0 < len(kept) <= 4
+    assert gpu.encoded == 18  # descriptors have a cache of their own
 
 
 def test_threads_do_not_share_a_parameter_block(gpu: FakeDriver) -> None:

@@ -17,11 +17,19 @@ import attngen
 from attngen.errors import NoKernelError
 from attngen.runtime import training
 from attngen.runtime.binding import bind_call
+from attngen.runtime.driver import Launch
 from tests.runtime.gradient_driver import GradientDriver, build, close, leaves, taken_for_a_gpu
+from tests.runtime.support import decode
 
 SINKS = (
     'variants:\n  sunk:\n    mask: "q_pos >= kv"\n    sink: "sinks[h]"\n'
     "    tensors: {sinks: {dtype: float32, shape: [h], grad: true}}\n"
+)
+
+
+SEEN = (
+    'variants:\n  seen:\n    mask: "allowed[q_pos, kv]"\n'
+    "    tensors: {allowed: {dtype: bool, shape: [seqlen_q, seqlen_k]}}\n"
 )
 
 
@@ -176,3 +184,22 @@ def test_what_was_overwritten_is_refused(gpu: GradientDriver) -> None:
     scaled[1].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_each_kernel_gets_its_own_tile_map(gpu: GradientDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("seen", SEEN)
+    seen: dict[str, int] = {}
+
+    def noted(kernel: Launch, device: int) -> None:
+        (symbol, manifest, rows), *_, parameters = kernel
+        name = next((part["name"] for part in manifest.get("parts", ()) if part["symbol"] == symbol), "forward")
+        seen[name] = decode(rows, parameters).get("tile_map_ptr", 0)
+
+    monkeypatch.setattr(gpu, "launch_one", noted)
+    inputs = leaves()
+    out = attngen.attention(*inputs, variant="seen", allowed=torch.rand(40, 70) < 0.5)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    maps = {"dkdv": seen["dkdv"], "dq": seen["dq"]}
+    assert {name: seen[f"classify_{name}"] for name in maps} == maps
+    assert len({0, *maps.values()}) == 3
+    assert seen["preprocess"] == 0

@@ -129,6 +129,13 @@ def test_a_second_derivative_is_refused(gpu: GradientDriver) -> None:
         first.sum().backward()
 
 
+def test_transforms_of_functions_are_refused(gpu: GradientDriver) -> None:
+    build()
+    q, k, v = leaves()
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.vmap(lambda scale: attngen.attention(q, k, v, variant="causal") * scale)(torch.ones(2))
+
+
 def test_a_compiled_program_differentiates(gpu: GradientDriver) -> None:
     build()
     inputs = leaves()
