@@ -105,10 +105,10 @@ def test_anchor_bomb():
     ids=["10 MB", "many values", "comment", "long text", "many anchors"],
 )
 def test_large_files_end_soon(text):
-    started = time.monotonic()
+    started = time.process_time()  # of this process alone, whatever else the machine does
     with contextlib.suppress(SpecError):
         parse(text)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_too_many_bytes():
