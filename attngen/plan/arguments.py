@@ -49,7 +49,7 @@ kv_phase lse_numbers next_step other own pack_probabilities pair pairs place q_u
 row_numbers store_dq store_ds stride sum_tile sums sync_consumers tell thread threads tiles_of_all upper what both
 Earlier Sum await_turn counter counters earlier found last_tile passed store_relaxed store_release sum take_in_order
 told turn fence_async_global Piece arriving first_row pieces pieces_of_all take_piece write_rows done piece add_release
-load_acquire load_floats take_number round_sums lower
+load_acquire load_floats take_number round_sums lower counter_at
 anew element find_kept first_word high is_kept keep_pairs kept_dp lane_of_warp low whole
 accumulate advance_buffer advance_dout buffer_phase ds_region empty here load_dout load_rows loads_dout loads_q
 own_start place_of_pairs rank release settle_dv there full end load_keys share share_end

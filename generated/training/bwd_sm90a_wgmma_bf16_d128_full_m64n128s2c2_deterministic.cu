@@ -202,13 +202,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
   // dQ is rounded when the last tile of keys of a KV head is added: pieces of 64 rows and 32 columns, in the order in which
   // heads are computed, and whichever warp is free takes the next one.
-  uint32_t* const counters = reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile);  // of tiles of keys
-  uint32_t* const done = counters + batch * kv_heads * kv_tiles;  // tiles of keys of each KV head that are added
+  // Counters behind the sums: of tiles of keys, for the order.
+  const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile) + place; };
+  // How many tiles of keys of a KV head are added; behind the last one, how many pieces are taken.
+  const auto done = [&](int unit) { return counter_at(batch * kv_heads * kv_tiles + unit); };
   // Takes a piece and waits until it is complete. False if none is left.
   const auto take_piece = [&](Piece& piece) {
     const int units = batch * kv_heads, pieces = group * q_tiles * kPiecesOfTile, pieces_of_all = units * pieces;
     while (true) {
-      const int index = take_number(done + units, lane);
+      const int index = take_number(done(units), lane);
       if (__any_sync(~0u, index >= pieces_of_all)) return false;
       int unit, place;
       place_tile(index, pieces, units, section, unit, place);
@@ -218,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       piece.rows = seqlen_q - first_row;
       if (__any_sync(~0u, piece.rows <= 0)) continue;
       const uint32_t tiles = kv_tiles;
-      while (__any_sync(~0u, load_acquire(done + unit) < tiles)) __nanosleep(500);
+      while (__any_sync(~0u, load_acquire(done(unit)) < tiles)) __nanosleep(500);
       piece.factor = softmax_scale;
       piece.sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile + part * (kPieceBytes / 4);
       piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
@@ -287,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (lane == 0) {
             shared_at<Step>(kStep + q_stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
             const uint32_t turn = (last_tile - tile) * group + h - hk * group;
-            if (!keys_loaded) store_relaxed(counters + unit * kv_tiles + kv_tile, kNoneBefore | turn);
+            if (!keys_loaded) store_relaxed(counter_at(unit * kv_tiles + kv_tile), kNoneBefore | turn);
             shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {(b * heads + h) * q_tiles + tile, unit * kv_tiles + kv_tile, kv_tile, turn, -1};
             arrive_expecting(kQFull + 8 * q_stage, kQBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
@@ -354,8 +356,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (keys_loaded) {
             shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum)).unit = unit;
           } else {
-            store_relaxed(counters + unit * kv_tiles + kv_tile, kAllPassed);
-            add_release(done + unit, 1);
+            store_relaxed(counter_at(unit * kv_tiles + kv_tile), kAllPassed);
+            add_release(done(unit), 1);
           }
         }
         index = take_in_order(tile_counter, tiles_of_all, lane);
@@ -375,12 +377,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (__any_sync(~0u, sum.tile < 0)) break;
         if (__any_sync(~0u, sum.counter != counter)) {
           counter = sum.counter;
-          earlier = {counters + counter - sum.kv_tile, sum.kv_tile, 0};
+          earlier = {counter_at(counter - sum.kv_tile), sum.kv_tile, 0};
           told = 0;
         }
         await_turn(earlier, sum.turn, lane);
         if (lane == 0) {
-          if (told < sum.turn) store_release(counters + counter, sum.turn);  // it has no part in those between
+          if (told < sum.turn) store_release(counter_at(counter), sum.turn);  // it has no part in those between
           fence_async_global();
         }
         float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile;
@@ -397,8 +399,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (lane < kConsumers) arrive(kDqEmpty + 8 * lane);
         if (lane == 0) {
           wait_stores_written();
-          store_release(counters + counter, sum.unit >= 0 ? kAllPassed : sum.turn + 1);
-          if (sum.unit >= 0) add_release(done + sum.unit, 1);
+          store_release(counter_at(counter), sum.unit >= 0 ? kAllPassed : sum.turn + 1);
+          if (sum.unit >= 0) add_release(done(sum.unit), 1);
         }
         told = sum.turn + 1;
         __syncwarp();
@@ -406,34 +408,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
     } else if (warp == 4 * kConsumers + 3) {
       // Rounds dQ: the next piece arrives while one is written.
-      int slot = 0;
-      uint32_t phase = 0;
-      bool arriving = false, more = true;
-      while (__any_sync(~0u, more)) {
-        Piece next;
+      bool more = true;
+      for (int count = 0; __any_sync(~0u, more); ++count) {
+        Piece& next = shared_at<Piece>(kPieceTaken + count % 2 * sizeof(Piece));
         more = take_piece(next);
         if (lane == 0 && more) {
-          shared_at<Piece>(kPieceTaken + slot * sizeof(Piece)) = next;
           fence_async_global();
-          arrive_expecting(kPieceFull + 8 * slot, kPieceBytes);
-          load_floats(kPiece + slot * kPieceBytes, next.sums, kPieceBytes, kPieceFull + 8 * slot);
+          arrive_expecting(kPieceFull + 8 * (count % 2), kPieceBytes);
+          load_floats(kPiece + count % 2 * kPieceBytes, next.sums, kPieceBytes, kPieceFull + 8 * (count % 2));
         }
         __syncwarp();
-        slot ^= 1;
-        if (__any_sync(~0u, arriving)) {
-          wait(kPieceFull + 8 * slot, phase);
+        if (count == 0) continue;
+        const int slot = (count - 1) % 2;
+        wait(kPieceFull + 8 * slot, (count - 1) / 2 % 2);
 #pragma unroll 1  // few registers are left to this role
-          for (int block = 0; block < 4; ++block) {
-            const Piece piece = shared_at<Piece>(not_hoisted(kPieceTaken + slot * sizeof(Piece)));
-            float4 sums[4];
+        for (int block = 0; block < 4; ++block) {
+          const Piece piece = shared_at<Piece>(not_hoisted(kPieceTaken + slot * sizeof(Piece)));
+          float4 sums[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[i] = shared_at<float4>(kPiece + slot * kPieceBytes + 16 * (128 * i + 32 * block + lane));
-            write_rows(piece, not_hoisted(block), sums);
-          }
-          __syncwarp();
-          phase ^= slot;
+          for (int i = 0; i < 4; ++i) sums[i] = shared_at<float4>(kPiece + slot * kPieceBytes + 16 * (128 * i + 32 * block + lane));
+          write_rows(piece, not_hoisted(block), sums);
         }
-        arriving = more;
+        __syncwarp();
       }
     }
   } else {

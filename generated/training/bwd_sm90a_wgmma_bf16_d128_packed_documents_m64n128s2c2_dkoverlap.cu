@@ -201,12 +201,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
   // dQ is rounded when the last tile of keys of a KV head is added: pieces of 64 rows and 32 columns, in the order in which
   // heads are computed, and whichever warp is free takes the next one.
-  uint32_t* const done = reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile);  // tiles of keys of each KV head that are added
+  // Counters behind the sums.
+  const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile) + place; };
+  // How many tiles of keys of a KV head are added; behind the last one, how many pieces are taken.
+  const auto done = [&](int unit) { return counter_at(unit); };
   // Takes a piece and waits until it is complete. False if none is left.
   const auto take_piece = [&](Piece& piece) {
     const int units = batch * kv_heads, pieces = group * q_tiles * kPiecesOfTile, pieces_of_all = units * pieces;
     while (true) {
-      const int index = take_number(done + units, lane);
+      const int index = take_number(done(units), lane);
       if (__any_sync(~0u, index >= pieces_of_all)) return false;
       int unit, place;
       place_tile(index, pieces, units, section, unit, place);
@@ -216,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       piece.rows = seqlen_q - first_row;
       if (__any_sync(~0u, piece.rows <= 0)) continue;
       const uint32_t tiles = kv_tiles;
-      while (__any_sync(~0u, load_acquire(done + unit) < tiles)) __nanosleep(500);
+      while (__any_sync(~0u, load_acquire(done(unit)) < tiles)) __nanosleep(500);
       piece.factor = softmax_scale;
       piece.sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile + part * (kPieceBytes / 4);
       piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
@@ -357,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (keys_loaded) {
             shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum)).unit = unit;
           } else {
-            add_release(done + unit, 1);
+            add_release(done(unit), 1);
           }
         }
         index = take_in_order(tile_counter, tiles_of_all, lane);
@@ -387,41 +390,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (lane < kConsumers) arrive(kDqEmpty + 8 * lane);
         if (lane == 0 && sum.unit >= 0) {
           wait_stores_written();
-          add_release(done + sum.unit, 1);
+          add_release(done(sum.unit), 1);
         }
         __syncwarp();
         phase ^= 1;
       }
     } else if (warp == 4 * kConsumers + 3) {
       // Rounds dQ: the next piece arrives while one is written.
-      int slot = 0;
-      uint32_t phase = 0;
-      bool arriving = false, more = true;
-      while (__any_sync(~0u, more)) {
-        Piece next;
+      bool more = true;
+      for (int count = 0; __any_sync(~0u, more); ++count) {
+        Piece& next = shared_at<Piece>(kPieceTaken + count % 2 * sizeof(Piece));
         more = take_piece(next);
         if (lane == 0 && more) {
-          shared_at<Piece>(kPieceTaken + slot * sizeof(Piece)) = next;
           fence_async_global();
-          arrive_expecting(kPieceFull + 8 * slot, kPieceBytes);
-          load_floats(kPiece + slot * kPieceBytes, next.sums, kPieceBytes, kPieceFull + 8 * slot);
+          arrive_expecting(kPieceFull + 8 * (count % 2), kPieceBytes);
+          load_floats(kPiece + count % 2 * kPieceBytes, next.sums, kPieceBytes, kPieceFull + 8 * (count % 2));
         }
         __syncwarp();
-        slot ^= 1;
-        if (__any_sync(~0u, arriving)) {
-          wait(kPieceFull + 8 * slot, phase);
+        if (count == 0) continue;
+        const int slot = (count - 1) % 2;
+        wait(kPieceFull + 8 * slot, (count - 1) / 2 % 2);
 #pragma unroll 1  // few registers are left to this role
-          for (int block = 0; block < 4; ++block) {
-            const Piece piece = shared_at<Piece>(not_hoisted(kPieceTaken + slot * sizeof(Piece)));
-            float4 sums[4];
+        for (int block = 0; block < 4; ++block) {
+          const Piece piece = shared_at<Piece>(not_hoisted(kPieceTaken + slot * sizeof(Piece)));
+          float4 sums[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[i] = shared_at<float4>(kPiece + slot * kPieceBytes + 16 * (128 * i + 32 * block + lane));
-            write_rows(piece, not_hoisted(block), sums);
-          }
-          __syncwarp();
-          phase ^= slot;
+          for (int i = 0; i < 4; ++i) sums[i] = shared_at<float4>(kPiece + slot * kPieceBytes + 16 * (128 * i + 32 * block + lane));
+          write_rows(piece, not_hoisted(block), sums);
         }
-        arriving = more;
+        __syncwarp();
       }
     }
   } else {

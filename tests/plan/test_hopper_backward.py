@@ -186,10 +186,12 @@ def test_counters_stand_behind_the_sums() -> None:
         ordered, other = (backward(head_dim=128, layout=layout, deterministic=d) for d in ("true", "false"))
         assert ordered.arguments == other.arguments
         text = render(ordered).text
-        assert "uint32_t* const done = counters + batch * kv_heads * kv_tiles;" in text
-        for name, source in (("counters", text), ("done", render(other).text)):
+        of_heads = r"const auto done = \[&\]\(int unit\) \{ return counter_at\((.*)unit\); \};"
+        assert re.findall(of_heads, text) == ["batch * kv_heads * kv_tiles + "]
+        assert re.findall(of_heads, render(other).text) == [""]
+        for source in (text, render(other).text):
             (tiles,) = re.findall(
-                rf"const {name} = .*dq_sum_ptr \+ static_cast<long long>\((.*)\) \* kSumsOfTile\);", source
+                r"auto counter_at .*dq_sum_ptr \+ static_cast<long long>\((.*)\) \* kSumsOfTile\) \+ place;", source
             )
             names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
             assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
