@@ -247,13 +247,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    if _is_wide(spec) and spec.deterministic:
-        return refuse(
-            spec,
-            "deterministic",
-            f"head dims beyond {_BLOCK_HEAD_DIM} add up dQ in no fixed order in cuda; allowed: false, or "
-            "backward: {backend: triton}",
-        )
     if spec.variant.dropout and (refused := _refused_dropout(spec)):
         return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
     if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and _varies(spec) and _takes_registers(spec.variant):
@@ -324,7 +317,7 @@ def _family(spec: KernelSpec) -> str:
     loader.
     """
     variant = spec.variant
-    if variant.dropout or (spec.deterministic and driver_of(spec, "q") == "tile_map"):
+    if variant.dropout or (spec.deterministic and not _is_wide(spec) and driver_of(spec, "q") == "tile_map"):
         return "tight"
     if is_light(variant):
         return "plain"
@@ -428,6 +421,8 @@ def _cluster_regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, 
         "other_ds_full": 2 * _BARRIER_BYTES,
         "sum_tile": 4 * _SUMS,
     }
+    if roles.ordered:
+        sizes |= {"turn": _BARRIER_BYTES, "added": _BARRIER_BYTES, "index": 4}
     yield from _placed(sizes)
 
 

@@ -24,7 +24,7 @@ _REGION_TEXTS = {
 #: And in a cluster, where these differ.
 _CLUSTER_TEXTS = {
     "q": "Q, a tile per stage, then dK on its way out", "ds": "P, then dS, of two steps",
-    "other_ds": "dS of the other block, of two steps",
+    "other_ds": "dS of the other block, of two steps", "index": "which tile of work the cluster has taken",
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),

@@ -136,7 +136,8 @@ def _turn_counters(kernel: Kernel, call: Call) -> int:
     """Return how many counters of tiles of keys stand behind the sums, padded to what is cleared at once."""
     if not kernel.ordered:
         return 0
-    counters = call.batch * call.kv_heads * -(-call.seqlen_k // kernel.tile_n)
+    blocks = max(part.cluster for part in kernel.parts)  # of a tile: each adds to columns of its own
+    counters = blocks * call.batch * call.kv_heads * -(-call.seqlen_k // kernel.tile_n)
     return -(-counters // 4) * 4
 
 
@@ -191,7 +192,7 @@ class PreparedGradients:
             for one in found
             if (blocks := one.part_blocks(driver, device))
         ]
-        self._counted = any(one.part.persistent for one in found)
+        self._counted = any(one.part.counted for one in found)
         self._driver, self._device = driver, device
 
     def __call__(self, addresses: list[int], maps: Mapping[str, int], scale: float, scalars: Sequence[Number]) -> None:

@@ -267,7 +267,6 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
     [
         ("own", {"declared": OWN.format(score="s + slope[h]", grad="true")}, r"backward: .*own tensors"),
         ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
-        ("causal", {"head_dim": 256, "deterministic": "true"}, r"deterministic: .*beyond 128.*allowed: false"),
         (
             "own",
             {"head_dim": 256, "declared": "variants:\n  own: {dropout: true}\n"},

@@ -15,14 +15,15 @@ MULTIPROCESSORS = 132
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 @pytest.mark.parametrize(("head_dim", "clusters"), [(128, False), (256, True)])
 def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
-    head_dim: int, clusters: bool, layout: str
+    head_dim: int, clusters: bool, layout: str, ordered: bool
 ) -> None:
     text = (
         "schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {variant: causal, passes: backward, "
-        f"head_dim: {head_dim}, layout: {layout}, backward: {{backend: cuda}}}}\n"
+        f"head_dim: {head_dim}, layout: {layout}, deterministic: {str(ordered).lower()}, backward: {{backend: cuda}}}}\n"
     )
     (spec,) = expand(load_spec_text(text))
     kernel = kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
@@ -46,4 +47,6 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
         "dq": batch * heads * q_tiles,
     }
     in_sums = heads * (batch * seqlen_q // 64 + batch) if layout == "varlen" else batch * heads * q_tiles
-    assert sums_of(kernel, call) == in_sums * 64 * head_dim
+    counters = -(-tiles * (2 if clusters else 1) // 4) * 4 if ordered else 0
+    assert sums_of(kernel, call) == in_sums * 64 * head_dim + counters
+    assert [part.counted for part in kernel.parts] == [False, ordered or not clusters, False]
