@@ -69,6 +69,7 @@ _TABLE = (
     _Choice("derived", 64, 128, overlap="dk", packed=True, q_stages=2),
     _Choice("derived", 128, 64, overlap="dk", packed=True, q_stages=3),
     _Choice("reading", 128, 64, overlap="dk", packed=True, q_stages=3),
+    _Choice("tight", 256, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("plain", 192, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("plain", 256, 64, overlap="dv", packed=False, q_stages=3),
     _Choice("light", 192, 64, overlap="roles", packed=False, q_stages=3),
@@ -247,8 +248,13 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    if spec.variant.dropout and (refused := _refused_dropout(spec)):
-        return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
+    if spec.variant.dropout and _varies(spec):
+        return refuse(
+            spec,
+            "backward",
+            "scores whose derivative differs from pair to pair, or from head to head, have no dropout in cuda; "
+            "allowed: triton",
+        )
     if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and _varies(spec) and _takes_registers(spec.variant):
         return refuse(
             spec,
@@ -262,15 +268,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
-    return None
-
-
-def _refused_dropout(spec: KernelSpec) -> str | None:
-    """Return what cannot be dropped from, or None."""
-    if _is_wide(spec):
-        return f"head dims beyond {_BLOCK_HEAD_DIM}"
-    if _varies(spec):
-        return "scores whose derivative differs from pair to pair, or from head to head"
     return None
 
 
@@ -313,8 +310,8 @@ def _family(spec: KernelSpec) -> str:
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
     same for all pairs. "derived": one whose derivative differs. "reading": tensors are read by position. "tight": with
-    dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes more of a
-    loader.
+    dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes more of the
+    loader of a single block.
     """
     variant = spec.variant
     if variant.dropout or (spec.deterministic and not _is_wide(spec) and driver_of(spec, "q") == "tile_map"):
