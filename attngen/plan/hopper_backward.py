@@ -9,7 +9,7 @@ from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import Op, names, walk
-from attngen.lang.simplify import mul
+from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
 from attngen.plan import naming
@@ -18,7 +18,7 @@ from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
 from attngen.plan.hopper import widths
 from attngen.plan.model import Columns, HopperGradients, Part, Plan, Region
-from attngen.plan.traits import is_light, reads_positions
+from attngen.plan.traits import is_light, reads_data_per_key, reads_positions
 from attngen.spec.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
@@ -262,6 +262,18 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a score whose derivative differs from pair "
             "to pair, or from head to head, beside tensors that are read by position or a mask of several comparisons; "
             "allowed: triton",
+        )
+    both_read = reads_data_per_key(spec.variant) and reads_positions(replace(spec.variant, mask=TRUE))
+    if (
+        max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ
+        and both_read
+        and (spec.deterministic or spec.variant.dropout)
+    ):
+        return refuse(
+            spec,
+            "backward",
+            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a fixed order or dropout beside a mask and "
+            "a score that both read tensors by position; allowed: triton",
         )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():

@@ -1,10 +1,10 @@
 """A model of the barriers of the clustered CUDA backward, as ``backward_protocol`` has one of a single block.
 
 Roles follow ``_cluster_loader``, ``_cluster_values``, ``_cluster_keys``, ``_cluster_queries`` and ``_cluster_turns``,
-line by line, in two blocks that copy to each other's memory and arrive at each other's barriers. Bytes are counted as PTX says: those of a
-phase may land before its arrivals. A product reads its operands from when all warps of a warpgroup have issued it to
-when it is complete, and both times finds what it should. Who waits for a phase must find it or the next one: parity
-tells no more.
+line by line, in two blocks that copy to each other's memory and arrive at each other's barriers. Bytes are counted as
+PTX says: those of a phase may land before its arrivals. A product reads its operands from when all warps of a warpgroup
+have issued it to when it is complete, and both times finds what it should. Who waits for a phase must find it or the
+next one: parity tells no more.
 """
 
 from __future__ import annotations

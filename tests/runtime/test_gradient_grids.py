@@ -23,7 +23,8 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
 ) -> None:
     text = (
         "schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {variant: causal, passes: backward, "
-        f"head_dim: {head_dim}, layout: {layout}, deterministic: {str(ordered).lower()}, backward: {{backend: cuda}}}}\n"
+        f"head_dim: {head_dim}, layout: {layout}, deterministic: {str(ordered).lower()}, "
+        "backward: {backend: cuda}}\n"
     )
     (spec,) = expand(load_spec_text(text))
     kernel = kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
