@@ -135,7 +135,8 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         shared=(),
     )
     if wide:
-        draft = _clustered(draft, qk, v, divides=family == "light" and not is_light(replace(spec.variant, score=None)))
+        divides = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
+        draft = _clustered(draft, qk, v, divides=divides and family in ("light", "tight"))
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
     name = naming.kernel_name(
         direction=spec.direction,
