@@ -53,7 +53,7 @@ load_acquire load_floats take_number round_sums lower counter_at
 anew element find_kept first_word high is_kept keep_pairs kept_dp lane_of_warp low whole
 accumulate advance_buffer advance_dout buffer_phase ds_region empty here load_dout load_rows loads_dout loads_q
 own_start place_of_pairs rank release settle_dv there full end load_keys share share_end
-cluster_rank mapped sync_cluster arrive_at load_box_to copy_to add_floats values
+cluster_rank mapped sync_cluster arrive_at load_box_to copy_to add_floats values taken store_to marked_pair
 derivative not_hoisted own_lane p_derivative weighted
 """
 

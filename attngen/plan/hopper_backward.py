@@ -9,7 +9,7 @@ from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import Op, names, walk
-from attngen.lang.simplify import mul
+from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
 from attngen.plan import naming
@@ -18,7 +18,7 @@ from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
 from attngen.plan.hopper import widths
 from attngen.plan.model import Columns, HopperGradients, Part, Plan, Region
-from attngen.plan.traits import is_light, reads_positions
+from attngen.plan.traits import is_light, reads_data_per_key, reads_positions
 from attngen.spec.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
@@ -71,6 +71,7 @@ _TABLE = (
     _Choice("derived", 64, 128, overlap="dk", packed=True, q_stages=2),
     _Choice("derived", 128, 64, overlap="dk", packed=True, q_stages=3),
     _Choice("reading", 128, 64, overlap="dk", packed=True, q_stages=3),
+    _Choice("tight", 256, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("plain", 192, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("plain", 256, 64, overlap="dv", packed=False, q_stages=3),
     _Choice("light", 192, 64, overlap="roles", packed=False, q_stages=3),
@@ -136,7 +137,8 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         shared=(),
     )
     if wide:
-        draft = _clustered(draft, qk, v, divides=family == "light" and not is_light(replace(spec.variant, score=None)))
+        divides = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
+        draft = _clustered(draft, qk, v, divides=divides and family in ("light", "tight"))
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
     name = naming.kernel_name(
         direction=spec.direction,
@@ -249,15 +251,13 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    if _is_wide(spec) and spec.deterministic:
+    if spec.variant.dropout and _varies(spec):
         return refuse(
             spec,
-            "deterministic",
-            f"head dims beyond {_BLOCK_HEAD_DIM} add up dQ in no fixed order in cuda; allowed: false, or "
-            "backward: {backend: triton}",
+            "backward",
+            "scores whose derivative differs from pair to pair, or from head to head, have no dropout in cuda; "
+            "allowed: triton",
         )
-    if spec.variant.dropout and (refused := _refused_dropout(spec)):
-        return refuse(spec, "backward", f"{refused} have no dropout in cuda; allowed: triton")
     if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and _varies(spec) and _takes_registers(spec.variant):
         return refuse(
             spec,
@@ -266,20 +266,23 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "to pair, or from head to head, beside tensors that are read by position or a mask of several comparisons; "
             "allowed: triton",
         )
+    both_read = reads_data_per_key(spec.variant) and reads_positions(replace(spec.variant, mask=TRUE))
+    if (
+        max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ
+        and both_read
+        and (spec.deterministic or spec.variant.dropout)
+    ):
+        return refuse(
+            spec,
+            "backward",
+            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a fixed order or dropout beside a mask and "
+            "a score that both read tensors by position; allowed: triton",
+        )
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
-    return None
-
-
-def _refused_dropout(spec: KernelSpec) -> str | None:
-    """Return what cannot be dropped from, or None."""
-    if _is_wide(spec):
-        return f"head dims beyond {_BLOCK_HEAD_DIM}"
-    if _varies(spec):
-        return "scores whose derivative differs from pair to pair, or from head to head"
     return None
 
 
@@ -323,11 +326,11 @@ def _family(spec: KernelSpec) -> str:
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
     same for all pairs. "derived": one whose derivative differs. "reading": tensors are read by position. "tight": with
-    dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes more of a
-    loader.
+    dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes more of the
+    loader of a single block.
     """
     variant = spec.variant
-    if variant.dropout or (spec.deterministic and driver_of(spec, "q") == "tile_map"):
+    if variant.dropout or (spec.deterministic and not _is_wide(spec) and driver_of(spec, "q") == "tile_map"):
         return "tight"
     if is_light(variant):
         return "plain"
@@ -434,6 +437,8 @@ def _cluster_regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, 
         "other_ds_full": 2 * _BARRIER_BYTES,
         "sum_tile": 4 * _SUMS,
     }
+    if roles.ordered:
+        sizes |= {"turn": _BARRIER_BYTES, "added": _BARRIER_BYTES, "index": 4}
     yield from _placed(sizes)
 
 

@@ -60,7 +60,7 @@ def _dkdv(plan: Plan) -> Iterator[Argument]:
     yield from _lengths(plan)
     if plan.driver == "tile_map":
         yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
-    if alone:  # otherwise the hardware hands out tiles
+    if alone or plan.gradients.ordered:  # otherwise the hardware hands out tiles
         yield Argument("tile_counter", "pointer", "*u32", of="tile_counter", divisibility=4)
     yield from tensor_pointers(plan.variant)
     yield from _strides(plan, ("dq", "dk", "dv") if alone else ("dk", "dv"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from attngen.plan.hopper_backward import by_head, row_lanes
 from attngen.plan.model import HopperGradients, Part, Plan
+from attngen.plan.traits import reads_positions
 from attngen.render.cuda_gradients import factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
 from attngen.render.cuda_view import RegionView, argument_lines, constant, padding, uses
@@ -25,7 +26,7 @@ _REGION_TEXTS = {
 #: And in a cluster, where these differ.
 _CLUSTER_TEXTS = {
     "q": "Q, a tile per stage, then dK on its way out", "ds": "P, then dS, of two steps",
-    "other_ds": "dS of the other block, of two steps",
+    "other_ds": "dS of the other block, of two steps", "index": "which tile of work the cluster has taken",
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
@@ -98,6 +99,7 @@ class CudaBackwardView:
     full: Steps
     exponent: str
     weighted: str | None
+    waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
     factor_lines: tuple[str, ...]
     factor: str
     uses_b: bool
@@ -177,6 +179,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         full=code.full,
         exponent=code.exponent,
         weighted=code.weighted,
+        waits_for_loads=roles.cluster > 1 and plan.variant.dropout and reads_positions(plan.variant),
         factor_lines=factor_lines,
         factor=factor_text,
         uses_b=not plan.varlen or uses("b", "\n".join([*factor_lines, factor_text])),

@@ -146,7 +146,8 @@ def _counters(kernel: Kernel, call: Call) -> int:
         return 0
     units, counters = call.batch * call.kv_heads, 0
     if kernel.ordered:
-        counters += units * -(-call.seqlen_k // kernel.tile_n)
+        blocks = max(part.cluster for part in kernel.parts)  # of a tile: each adds to columns of its own
+        counters += blocks * units * -(-call.seqlen_k // kernel.tile_n)
     if all(part.name != "dq" for part in kernel.parts):
         counters += units + 1
     return -(-counters // 4) * 4
@@ -203,7 +204,7 @@ class PreparedGradients:
                     position["tile_map"] = position[f"tile_map:{map_owner(one.part.name)}"]
                 kernels.append(PreparedKernel(one.part.entry, blocks, one, position, driver, device))
         self._launch = PreparedLaunch(kernels, len(self.names), driver, device)
-        self._counted = any(one.part.persistent for one in found)
+        self._counted = any(one.part.counted for one in found)
         self._driver, self._device = driver, device
 
     def __call__(self, addresses: list[int], scale: float, scalars: Sequence[Number]) -> None:

@@ -65,6 +65,7 @@ class Part:
         self.section_keys, self.pack_gqa = kernel.section_keys, False
         self.persistent = bool(row.get("persistent"))
         self.cluster: int = row.get("cluster", 1)
+        self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
         shared = (row.get("resources") or {}).get("shared_memory", 0)
         self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
         self._map: Mapping[str, bool] = row.get("tile_map") or {}

@@ -131,7 +131,8 @@ def _warpgroups(roles: HopperGradients) -> Iterator[str]:
 
 def _warpgroups_of_cluster(roles: HopperGradients) -> Iterator[str]:
     yield f"a cluster of {roles.cluster} blocks of {roles.keys} keys, in each of which 1 warpgroup"
-    yield f"loads: {roles.producer_registers} registers a thread; a half of Q and dO for both blocks"
+    order = "; a warp of it keeps the order of sums" if roles.ordered else ""
+    yield f"loads: {roles.producer_registers} registers a thread; a half of Q and dO for both blocks{order}"
     yield f"multiplies S and keeps dV: {roles.consumer_registers} registers a thread"
     yield f"multiplies dP and keeps dK: {roles.consumer_registers} registers a thread"
     yield (

@@ -31,6 +31,9 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
         ),
         ("causal", {"head_dim": 256}),  # clusters
         ("neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}),
+        ("packed_documents", {"head_dim": 256, "deterministic": "true"}),
+        ("dropped", {"head_dim": 256}),
+        pytest.param("dropped", {"head_dim": 192, "deterministic": "true"}, marks=pytest.mark.exhaustive),
         pytest.param(
             "sliding_window",
             {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"},

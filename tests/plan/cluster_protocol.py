@@ -1,10 +1,10 @@
 """A model of the barriers of the clustered CUDA backward, as ``backward_protocol`` has one of a single block.
 
-Roles follow ``_cluster_loader``, ``_cluster_values``, ``_cluster_keys`` and ``_cluster_queries``, line by line, in two
-blocks that copy to each other's memory and arrive at each other's barriers. Bytes are counted as PTX says: those of a
-phase may land before its arrivals. A product reads its operands from when all warps of a warpgroup have issued it to
-when it is complete, and both times finds what it should. Who waits for a phase must find it or the next one: parity
-tells no more.
+Roles follow ``_cluster_loader``, ``_cluster_values``, ``_cluster_keys``, ``_cluster_queries`` and ``_cluster_turns``,
+line by line, in two blocks that copy to each other's memory and arrive at each other's barriers. Bytes are counted as
+PTX says: those of a phase may land before its arrivals. A product reads its operands from when all warps of a warpgroup
+have issued it to when it is complete, and both times finds what it should. Who waits for a phase must find it or the
+next one: parity tells no more.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class Rules:
     sums_are_remembered: bool = True  # more of their places than steps that a warpgroup may be behind
     copies_land: bool = True  # what a block loads for itself is there before it leaves, though it has no step
     leave_together: bool = True  # the other block may still arrive here
+    wait_for_turn: bool = True  # dQ is added when its turn has come,
+    told_when_added: bool = True  # of which others are told when all warps have added theirs,
+    one_turn_at_a_time: bool = True  # before the next one is waited for
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Case:
     parts: int  # stages that dO of a step takes
     stages: int
     overlap: str
+    ordered: bool = False  # dQ is added up in a fixed order
 
     @classmethod
     def random(cls, random: Random) -> Case:
@@ -65,6 +69,7 @@ class Case:
             parts=parts,
             stages=parts + random.randint(0, 2),
             overlap=random.choice(("roles", "dv")),
+            ordered=random.random() < 0.5,
         )
 
 
@@ -168,6 +173,9 @@ class Block:
         self.p_full = barriers(2, WARPS if rules.all_probabilities else 1)
         self.ds_full, self.other_ds_full = barriers(2, 1), barriers(2, 1)
         self.ds_empty = barriers(2, BLOCKS if rules.taken_by_both else 1)
+        self.turn, self.added = Phases(self, 1), Phases(self, WARPS if rules.told_when_added else 1)
+        self.turns = 0  # that have come
+        self.additions = [0] * WARPS
         self.k, self.v, self.other_k = pieces(3, 1)
         self.q, self.dout = pieces(case.q_stages, BLOCKS), pieces(case.stages, BLOCKS)  # each block loads a half
         self.steps, self.rows = pieces(case.q_stages, 1), pieces(case.q_stages, 1)
@@ -190,9 +198,12 @@ class Cluster(Simulation):
         self.blocks = [Block(self, rank) for rank in range(BLOCKS)]
         self.roles, self.waiting = {}, {}
         groups = {"values": values, "keys": keys, "queries": queries}
-        self.end = Named(BLOCKS * (3 + WARPS * len(groups)))
+        loaders = (load_q, load_dout, load_rows)
+        self.end = Named(BLOCKS * (len(loaders) + case.ordered + WARPS * len(groups)))
         for block in self.blocks:
-            own = {f"loader of {role.__name__[5:]}": role(self, block) for role in (load_q, load_dout, load_rows)}
+            own = {f"loader of {role.__name__[5:]}": role(self, block) for role in loaders}
+            if case.ordered:
+                own["turns"] = turns(self, block)
             for name, role in groups.items():
                 products = Products(self, f"products of {name} {block.rank}")
                 named = Named(WARPS)
@@ -452,7 +463,28 @@ def queries(s: Cluster, block: Block, w: int, products: Products, named: Named) 
         yield products.done(products.issue(w, reads))
         for to in (s.blocks if s.rules.taken_by_both else [block]) if leader else ():
             to.ds_empty[buffer.stage].arrive()
+        if s.case.ordered:
+            if s.rules.wait_for_turn:
+                yield block.turn.done(step)
+            if block.turns != step + 1:
+                raise ProtocolError(f"added dQ of step {step} in turn {block.turns - 1}")
+            block.additions[w] += 1
+            if leader or s.rules.told_when_added:
+                block.added.arrive()
         buffer.advance()
+
+
+def turns(s: Cluster, block: Block) -> Role:
+    """``_cluster_turns.cu.j2``: others, who add before, are long done or take their time."""
+    for step in range(s.case.steps):
+        for _ in range(s.random.choice((1, 1, 5, 50))):
+            yield lambda: True
+        block.turns += 1
+        block.turn.arrive()
+        if s.rules.one_turn_at_a_time:
+            yield block.added.done(step)
+            if min(block.additions) <= step:
+                raise ProtocolError(f"told of step {step} before all was added")
 
 
 def out(region: list[list[object]], w: int, named: Named) -> Role:

@@ -3,7 +3,9 @@
 
 Roles follow ``_gradient_loader`` with ``_gradient_visits_ordered``, ``_gradient_adder_ordered`` with ``order.cuh``, and
 ``_gradient_rounder``, line by line; what lies between the first two is a queue of so many steps as a block has in
-flight. Additions land some time after they were issued. Blocks start when a multiprocessor is free, in any order.
+flight. Additions land some time after they were issued. Blocks start when a multiprocessor is free, in any order. A
+cluster, which has one tile of keys, starts as one of them (``_cluster_order``), and each of its two blocks adds to
+columns of its own (``_cluster_turns``), behind the other one by no more than steps are in flight.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ ALL_PASSED = 2**32 - 1
 LANES = 3  # of a warp, which ask that many earlier tiles at once
 IN_FLIGHT = 4  # steps that the loader is ahead of the adder
 PIECES = 2  # of the sums of a unit, which are rounded at once
-ROLES = 3  # of a block
 
 #: What a tile of keys goes to: turns, ascending.
 Visits = tuple[int, ...]
+#: Steps in flight: the index of the tile of keys, the turn, and whether it is the last one; None is the end.
+Queue = list[tuple[int, int, bool] | None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Grid:
     section: int
     blocks: int
     multiprocessors: int
+    clusters: bool = False  # a tile of keys to each, whose two blocks add
 
     @classmethod
     def random(cls, random: Random) -> Grid:
@@ -56,8 +60,10 @@ class Grid:
         by_head = random.random() < 0.3
         units = tuple(_unit(random, kv_tiles, q_tiles, group, by_head=by_head) for _ in range(random.randint(1, 4)))
         tiles = kv_tiles * len(units)
-        blocks = min(random.randint(1, 8), tiles)
-        return cls(units, random.randint(1, len(units)), blocks, random.randint(1, blocks))
+        clusters = random.random() < 0.5
+        blocks = tiles if clusters else min(random.randint(1, 8), tiles)
+        running = random.randint(1, min(blocks, 8))
+        return cls(units, random.randint(1, len(units)), blocks, running, clusters)
 
     def place(self, index: int) -> tuple[int, int]:
         """Return unit and tile of keys of an index: ``place_tile``, from the first keys to the last."""
@@ -66,6 +72,11 @@ class Grid:
         width = min(self.section, len(self.units) - before)
         rest = index - before * kv_tiles
         return before + rest % width, rest // width
+
+    @property
+    def ranks(self) -> int:
+        """Blocks that share a tile of keys."""
+        return 2 if self.clusters else 1
 
     @property
     def tiles(self) -> int:
@@ -97,27 +108,32 @@ class Launch(Simulation):
         self.taken = 0
         self.running = 0
         self.started: set[int] = set()
-        self.ended = [0] * grid.blocks
-        self.counters = [0] * grid.tiles
+        self.counters = [[0] * grid.tiles for _ in range(grid.ranks)]
         self.done = [0] * len(grid.units)  # tiles of keys whose part of dQ is added
         self.pieces = 0  # that are taken
         self.rounded: list[int] = []
-        #: The tiles of keys that were added, in their order, for each unit and turn.
-        self.sums: dict[tuple[int, int], list[int]] = {}
-        self.queues: list[list[tuple[int, int, bool] | None]] = [[] for _ in range(grid.blocks)]
+        #: The tiles of keys that were added, in their order, for each half of columns, unit and turn.
+        self.sums: dict[tuple[int, int, int], list[int]] = {}
+        #: Steps of each block, or of each block of a cluster.
+        self.queues: list[list[Queue]] = [[[] for _ in range(grid.ranks)] for _ in range(grid.blocks)]
+        self.left = [grid.ranks if grid.clusters else 2] * grid.blocks  # those that add, and the one that rounds
         self.roles = {}
         for block in range(grid.blocks):
-            self.roles |= {f"loader {block}": loader(self, block), f"adder {block}": adder(self, block)}
-            self.roles[f"rounder {block}"] = rounder(self, block)
+            self.roles[f"loader {block}"] = loader(self, block)
+            for rank in range(grid.ranks):
+                adds = turns if grid.clusters else adder
+                self.roles[f"adder {block}.{rank}"] = adds(self, block, rank)
+            if not grid.clusters:
+                self.roles[f"rounder {block}"] = rounder(self, block)
 
     def take(self) -> int:
         self.taken += 1
         return self.taken - 1
 
-    def end(self, block: int) -> None:
-        """End a role of a block, which ends with its last one."""
-        self.ended[block] += 1
-        self.running -= self.ended[block] == ROLES
+    def leave(self, block: int) -> None:
+        """Let another block begin when all that add or round are done."""
+        self.left[block] -= 1
+        self.running -= self.left[block] == 0
 
     def wanted(self, unit: int, turn: int) -> list[int]:
         """Return the tiles of keys that a turn of a unit adds up, in their order."""
@@ -127,13 +143,13 @@ class Launch(Simulation):
         """Return the turns of a unit."""
         return {turn for visits in self.grid.units[unit] for turn in visits}
 
-    def add(self, unit: int, turn: int, kv_tile: int) -> list[bool]:
+    def add(self, rank: int, unit: int, turn: int, kv_tile: int) -> list[bool]:
         """Issue an addition, and return what says whether it has landed."""
         landed = [False]
 
         def land() -> Role:
             yield lambda: True
-            self.sums.setdefault((unit, turn), []).append(kv_tile)
+            self.sums.setdefault((rank, unit, turn), []).append(kv_tile)
             landed[0] = True
 
         self.copies += 1
@@ -147,15 +163,18 @@ class Launch(Simulation):
         super().run()
         for unit in range(len(self.grid.units)):
             for turn in self.turns(unit):
-                if self.sums[unit, turn] != self.wanted(unit, turn):
-                    raise ProtocolError(f"added {self.sums[unit, turn]} for {self.wanted(unit, turn)}")
-        if sorted(self.rounded) != list(range(PIECES * len(self.grid.units))):
+                for rank in range(self.grid.ranks):
+                    if self.sums[rank, unit, turn] != self.wanted(unit, turn):
+                        raise ProtocolError(f"added {self.sums[rank, unit, turn]} for {self.wanted(unit, turn)}")
+        pieces = 0 if self.grid.clusters else PIECES * len(self.grid.units)
+        if sorted(self.rounded) != list(range(pieces)):
             raise ProtocolError(f"rounded {self.rounded}")
 
 
 def loader(s: Launch, block: int) -> Role:
-    """``_gradient_loader.cu.j2`` of a block, from its start."""
-    grid, rules, queue = s.grid, s.order_rules, s.queues[block]
+    """``_gradient_loader.cu.j2`` of a block, or ``_cluster_loader.cu.j2`` of both of a cluster, from its start."""
+    grid, rules, queues = s.grid, s.order_rules, s.queues[block]
+    counters = s.counters[0]
     yield lambda: s.running < grid.multiprocessors
     s.running += 1
     s.started.add(block)
@@ -166,68 +185,48 @@ def loader(s: Launch, block: int) -> Role:
         unit, kv_tile = grid.place(index)
         visits = grid.units[unit][kv_tile]
         for turn in visits:
-            yield lambda: len(queue) < IN_FLIGHT
-            if turn == visits[0]:
-                s.counters[_counter(grid, index)] = NONE_BEFORE | turn
-            queue.append((index, turn, turn == visits[-1]))
+            yield lambda: all(len(queue) < IN_FLIGHT for queue in queues)
+            if turn == visits[0] and not grid.clusters:
+                counters[_counter(grid, index)] = NONE_BEFORE | turn
+            for queue in queues:
+                queue.append((index, turn, turn == visits[-1]))
         if not visits and rules.empty_are_told:
-            s.counters[_counter(grid, index)] = ALL_PASSED
+            for of_rank in s.counters:
+                of_rank[_counter(grid, index)] = ALL_PASSED
         s.done[unit] += not visits and rules.empty_are_counted
         yield lambda: True
+        if grid.clusters:
+            break
         index = s.take()
-    queue.append(None)
-    s.end(block)
+    for queue in queues:
+        queue.append(None)
 
 
-def adder(s: Launch, block: int) -> Role:
+def adder(s: Launch, block: int, rank: int) -> Role:
     """``_gradient_adder_ordered.cu.j2`` of a block."""
-    grid, rules, queue = s.grid, s.order_rules, s.queues[block]
-    own = -1
-    passed = earlier = told = 0
+    grid, rules, queue, counters = s.grid, s.order_rules, s.queues[block][rank], s.counters[rank]
+    own, told, known = -1, 0, Earlier(0)
     while True:
         yield lambda: bool(queue)
         step = queue.pop(0)
         if step is None:
-            s.end(block)
+            s.leave(block)
             return
         index, turn, last = step
         unit, kv_tile = grid.place(index)
         counter = _counter(grid, index)
         if counter != own:
-            own, earlier, passed, told = counter, kv_tile, 0, 0
-        at = earlier
-        while rules.wait_for_turn and at > 0 and passed <= turn:
-            tiles = [counter - kv_tile + at - 1 - lane for lane in range(min(at, LANES))]
-            found = [s.counters[tile] for tile in tiles]
-            own_alone = [bool(value & NONE_BEFORE) for value in found]
-            asked = [not a or value - NONE_BEFORE <= turn for a, value in zip(own_alone, found, strict=True)]
-            left = [
-                value != ALL_PASSED if rules.for_this_turn else ask for value, ask in zip(found, asked, strict=True)
-            ]
-            if at == earlier:
-                earlier -= _before(left)
-            at -= _before(asked)
-            if not rules.whole_chain and not asked[0]:
-                break
-            if any(asked):
-                nearest = _before(asked)
-                if not own_alone[nearest] and found[nearest] > turn:
-                    if at == earlier or not rules.near_alone:
-                        passed = found[nearest]
-                    break
-                watched, seen = tiles[nearest], found[nearest]
-                yield lambda watched=watched, seen=seen: s.counters[watched] != seen  # type: ignore[misc]
-            else:
-                yield lambda: True
+            own, told, known = counter, 0, Earlier(kv_tile)
+        yield from await_turn(s, counters, counter - kv_tile, known, turn)
         if told < turn:
-            s.counters[counter] = turn
+            counters[counter] = turn
         yield lambda: True
-        landed = s.add(unit, turn, kv_tile)
+        landed = s.add(rank, unit, turn, kv_tile)
         if not rules.counted_when_landed:
             s.done[unit] += last
         if rules.told_when_landed:
             yield lambda landed=landed: landed[0]  # type: ignore[misc]
-        s.counters[counter] = ALL_PASSED if last and rules.end_is_told else turn + 1
+        counters[counter] = ALL_PASSED if last and rules.end_is_told else turn + 1
         if rules.counted_when_landed:
             yield lambda landed=landed: landed[0]  # type: ignore[misc]
             s.done[unit] += last
@@ -245,15 +244,77 @@ def rounder(s: Launch, block: int) -> Role:
         if more:
             yield lambda unit=unit: s.done[unit] >= len(s.grid.units[unit])  # type: ignore[misc]
             for turn in s.turns(unit):
-                if sorted(s.sums.get((unit, turn), [])) != s.wanted(unit, turn):
-                    raise ProtocolError(f"rounded {s.sums.get((unit, turn))} for {s.wanted(unit, turn)}")
+                if sorted(s.sums.get((0, unit, turn), [])) != s.wanted(unit, turn):
+                    raise ProtocolError(f"rounded {s.sums.get((0, unit, turn))} for {s.wanted(unit, turn)}")
         if arriving is not None:
             yield lambda: True
             s.rounded.append(arriving)
         if not more:
-            s.end(block)
+            s.leave(block)
             return
         arriving = piece
+
+
+def turns(s: Launch, block: int, rank: int) -> Role:
+    """``_cluster_turns.cu.j2`` of a block of a cluster, and the warpgroup that adds."""
+    grid, rules, queue, counters = s.grid, s.order_rules, s.queues[block][rank], s.counters[rank]
+    counter, told, known = -1, 0, Earlier(0)
+    while True:
+        yield lambda: bool(queue)
+        step = queue.pop(0)
+        if step is None:
+            break
+        index, turn, _ = step
+        unit, kv_tile = grid.place(index)
+        if told == 0:
+            counter, known = _counter(grid, index), Earlier(kv_tile)
+            counters[counter] = NONE_BEFORE | turn
+        yield from await_turn(s, counters, counter - kv_tile, known, turn)
+        if told < turn:
+            counters[counter] = turn
+        yield lambda: True
+        landed = s.add(rank, unit, turn, kv_tile)
+        if rules.told_when_landed:
+            yield lambda landed=landed: landed[0]  # type: ignore[misc]
+        told = counters[counter] = turn + 1
+    yield lambda: True
+    if counter >= 0 and rules.end_is_told:
+        counters[counter] = ALL_PASSED
+    s.leave(block)
+
+
+@dataclass
+class Earlier:
+    """What a warp knows of the tiles of keys before its own."""
+
+    count: int
+    passed: int = 0
+
+
+def await_turn(s: Launch, counters: list[int], first: int, known: Earlier, turn: int) -> Role:
+    """``await_turn`` of ``order.cuh``; the counters of the earlier tiles begin with the ``first``."""
+    rules, at = s.order_rules, known.count
+    while rules.wait_for_turn and at > 0 and known.passed <= turn:
+        tiles = [first + at - 1 - lane for lane in range(min(at, LANES))]
+        found = [counters[tile] for tile in tiles]
+        own_alone = [bool(value & NONE_BEFORE) for value in found]
+        asked = [not a or value - NONE_BEFORE <= turn for a, value in zip(own_alone, found, strict=True)]
+        left = [value != ALL_PASSED if rules.for_this_turn else ask for value, ask in zip(found, asked, strict=True)]
+        if at == known.count:
+            known.count -= _before(left)
+        at -= _before(asked)
+        if not rules.whole_chain and not asked[0]:
+            break
+        if any(asked):
+            nearest = _before(asked)
+            if not own_alone[nearest] and found[nearest] > turn:
+                if at == known.count or not rules.near_alone:
+                    known.passed = found[nearest]
+                break
+            watched, seen = tiles[nearest], found[nearest]
+            yield lambda watched=watched, seen=seen: counters[watched] != seen  # type: ignore[misc]
+        else:
+            yield lambda: True
 
 
 def _before(lanes: list[bool]) -> int:

@@ -117,6 +117,18 @@ OWN = """variants:
 """
 
 
+BOTH_READ: dict[str, object] = {
+    "variant": "own",
+    "head_dim": 256,
+    "declared": """variants:
+  own:
+    mask: "t[kv] > 0"
+    score: "s + t[kv]"
+    tensors: {t: {dtype: float32, shape: [seqlen_k]}}
+""",
+}
+
+
 def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, object]:
     declared = OWN.format(score=score, grad=str(grad).lower(), dropout=str(dropout).lower())
     return {"variant": "own", "declared": declared}
@@ -134,12 +146,11 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
         ({"backward": "{dkdv: {tile: {m: 32}}}"}, "32 is not allowed; allowed: 128"),
         ({"backward": "{dkdv: {tile: {n: 64}}}"}, "64 is not allowed; allowed: 128"),
         ({"backward": "{dkdv: {stages: 8}}", "head_dim": 128}, "exceeds 232448 B"),
-        ({"deterministic": "true", "head_dim": 192}, "add up dQ in no fixed order"),
         (own("s + t[h]", grad=True), "own tensors"),
-        (own("s + t[h]", dropout=True) | {"head_dim": "{qk: 64, v: 192}"}, "beyond 128 have no dropout"),
         (own("s * t[h]", dropout=True), "have no dropout"),
         (own("s * t[h] + p[kv]") | {"head_dim": 208}, "beyond 192 leave no registers"),
         ({"variant": "softcap_window", "head_dim": 256}, "beyond 192 leave no registers"),
+        (BOTH_READ | {"deterministic": "true"}, "a mask and a score that both read tensors by position"),
     ],
 )
 def test_what_only_triton_has_decides_for_a_backward(fields: dict[str, object], reason: str) -> None:

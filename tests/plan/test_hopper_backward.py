@@ -87,6 +87,31 @@ def test_a_cluster_has_a_tile_of_keys() -> None:
     assert backward(head_dim=192).name == "bwd_sm90a_cluster_bf16_d192_causal_m64n128s2c2"
 
 
+@pytest.mark.parametrize(("head_dim", "variant"), [(256, "causal"), (192, "softcap"), (256, "allowed")])
+def test_clusters_in_a_fixed_order_take_tiles_as_they_begin(head_dim: int, variant: str) -> None:
+    found, other = (backward(variant, head_dim=head_dim, deterministic=each) for each in ("true", "false"))
+    assert found.name == f"{other.name}_deterministic"
+    assert found.gradients is not None
+    assert found.gradients.overlap == other.gradients.overlap  # type: ignore[union-attr]
+    assert "tile_counter" in [argument.name for argument in found.arguments]
+    text = render(found).text
+    taken, made_of_it = text.index("atomicInc(tile_counter, gridDim.x / 2 - 1)"), text.index("place_tile(index, ")
+    assert taken < text.index("sync_cluster();", taken) < made_of_it
+    assert text.index("wait(here + kTurn, ") < text.index("arrive(here + kAdded)")
+    assert "order.cuh" not in render(other).text
+
+
+@pytest.mark.parametrize("head_dim", [144, 192, 256])
+def test_clusters_drop_by_the_signs_of_probabilities(head_dim: int) -> None:
+    found = backward("own", head_dim=head_dim, declared="variants:\n  own: {mask: q_pos >= kv, dropout: true}\n")
+    assert found.gradients is not None
+    assert found.gradients.overlap == "roles"
+    text = render(found).text
+    assert "marked_pair(4 * i)" in text
+    assert "p[j] & 0x7fff7fffu" in text
+    assert "store_rows(dv, dropout_scale, " in text
+
+
 @pytest.mark.parametrize("variant", ["causal", "alibi", "softcap", "relative_bias"])
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128])
 def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
@@ -272,11 +297,10 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
     [
         ("own", {"declared": OWN.format(score="s + slope[h]", grad="true")}, r"backward: .*own tensors"),
         ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
-        ("causal", {"head_dim": 256, "deterministic": "true"}, r"deterministic: .*beyond 128.*allowed: false"),
         (
             "own",
-            {"head_dim": 256, "declared": "variants:\n  own: {dropout: true}\n"},
-            r"backward: .*beyond 128.*allowed: triton",
+            {"head_dim": 256, "declared": "variants:\n  own: {score: tanh(s), dropout: true}\n"},
+            r"backward: .*have no dropout in cuda; allowed: triton",
         ),
         ("causal", {"head_dim": 272}, r"head_dim: .*from 16 to 256; nearest: 256"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),

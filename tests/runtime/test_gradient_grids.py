@@ -16,21 +16,23 @@ MULTIPROCESSORS = 132
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
 
 
-def _kernel(head_dim: int, layout: str) -> Kernel:
+def _kernel(head_dim: int, layout: str, *, ordered: bool = False) -> Kernel:
     text = (
         "schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {variant: causal, passes: backward, "
-        f"head_dim: {head_dim}, layout: {layout}, backward: {{backend: cuda}}}}\n"
+        f"head_dim: {head_dim}, layout: {layout}, deterministic: {str(ordered).lower()}, "
+        "backward: {backend: cuda}}\n"
     )
     (spec,) = expand(load_spec_text(text))
     return kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 @pytest.mark.parametrize(("head_dim", "clusters"), [(128, False), (256, True)])
 def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
-    head_dim: int, clusters: bool, layout: str
+    head_dim: int, clusters: bool, layout: str, ordered: bool
 ) -> None:
-    kernel = _kernel(head_dim, layout)
+    kernel = _kernel(head_dim, layout, ordered=ordered)
     batch, seqlen_q, seqlen_k, heads, kv_heads = 7, 300, 700, 8, 4
     packing = None
     shapes = [(batch, seqlen_q, heads), *[(batch, seqlen_k, kv_heads)] * 2]
@@ -51,8 +53,11 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
     }
     assert tiles > MULTIPROCESSORS
     in_sums = heads * (batch * seqlen_q // 64 + batch) if layout == "varlen" else batch * heads * q_tiles
-    counters = 0 if clusters else -(-(batch * kv_heads + 1) // 4) * 4
-    assert sums_of(kernel, call) == in_sums * 64 * head_dim + counters
+    units = batch * kv_heads
+    of_tiles = tiles * (2 if clusters else 1) if ordered else 0
+    counters = of_tiles if clusters else of_tiles + units + 1
+    assert sums_of(kernel, call) == in_sums * 64 * head_dim + -(-counters // 4) * 4
+    assert [part.counted for part in kernel.parts] == [False, ordered or not clusters, False][: len(kernel.parts)]
 
 
 def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:

@@ -28,6 +28,11 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped(barrier, rank)) : "memory");
 }
 
+// Writes a word to the shared memory of any block of the cluster; sync_cluster makes it visible there.
+__device__ __forceinline__ void store_to(uint32_t rank, uint32_t to, uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(mapped(to, rank)), "r"(value) : "memory");
+}
+
 // A box of a tensor to the same place of all blocks in `blocks`, one bit each, whose barriers count its bytes.
 __device__ __forceinline__ void load_box_to(
     uint32_t blocks, uint32_t to, const TensorMap& map, uint32_t full, int c0, int c1, int c2, int c3) {
