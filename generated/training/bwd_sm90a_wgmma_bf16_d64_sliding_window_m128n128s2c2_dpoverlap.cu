@@ -393,8 +393,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         __syncwarp();
         phase ^= 1;
       }
-    } else if (warp == 4 * kConsumers + 3) {
-      // Rounds dQ: the next piece arrives while one is written.
+    } else if (warp == 4 * kConsumers + 2) {
+      // Rounds dQ: the next piece arrives while one is written. All lanes say the same of it, in shared memory, since few
+      // registers are left to this role.
       bool more = true;
       for (int count = 0; __any_sync(~0u, more); ++count) {
         Piece& next = shared_at<Piece>(kPieceTaken + count % 2 * sizeof(Piece));
@@ -408,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (count == 0) continue;
         const int slot = (count - 1) % 2;
         wait(kPieceFull + 8 * slot, (count - 1) / 2 % 2);
-#pragma unroll 1  // few registers are left to this role
+#pragma unroll 1  // for the same reason
         for (int block = 0; block < 4; ++block) {
           const Piece piece = shared_at<Piece>(not_hoisted(kPieceTaken + slot * sizeof(Piece)));
           float4 sums[4];
@@ -684,7 +685,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     }
     // Tells the warp that adds dQ, and has taken the last one, that there is no more.
     if (lane == 0) arrive(kDqFull + 8 * warpgroup);
-    // Helps to round what is left.
+    // No tile of keys is left: helps to round the last heads, straight from L2, where other blocks added them up.
     Piece piece;
     while (__any_sync(~0u, take_piece(piece))) {
       const float4* const from = reinterpret_cast<const float4*>(piece.sums);
