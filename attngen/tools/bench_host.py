@@ -54,6 +54,7 @@ def main(spec: Path | None, rounds: int, json_path: Path | None) -> None:
 def measure(folder: Path, spec: Path | None, rounds: int) -> dict[str, Any]:
     """Return all figures; ``folder`` takes the wheel and its installation."""
     chosen = spec if spec is not None else _default_spec(folder)
+    _tell("packaging and installing")
     start = time.perf_counter()
     command = [sys.executable, "-m", "attngen", "package", str(chosen), "-o", str(folder / "dist"), "--json"]
     made = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
@@ -67,11 +68,18 @@ def measure(folder: Path, spec: Path | None, rounds: int) -> dict[str, Any]:
     subprocess.run([*command, wheel["path"]], check=True)
     found["pip install s"] = time.perf_counter() - start
     shutil.copy(host_programs.__file__, site)
+    _tell("cold start of the package")
     cold = [_run(site, "cold", package) for _ in range(PROCESSES)]
     found["cold start"] = {"attngen": _median(cold)}
     for peer in host_programs.PEERS:
+        _tell(f"cold start of {peer}")
         found["cold start"][peer] = _run(site, "peer", peer)
+    _tell("host time of calls")
     return {**found, **_run(site, "race", package, str(rounds))}
+
+
+def _tell(what: str) -> None:
+    click.echo(f"{what} ...", err=True)
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
