@@ -48,7 +48,7 @@ dq_phase exponentiate_step first first_column issue_dk issue_dp issue_dq issue_d
 kv_phase lse_numbers next_step other own pack_probabilities pair pairs place q_used ragged region release_dout
 row_numbers store_dq store_ds stride sum_tile sums sync_consumers tell thread threads tiles_of_all upper what both
 Earlier Sum await_turn counter counters earlier found last_tile passed store_relaxed store_release sum take_in_order
-told turn fence_async_global Piece arriving first_row pieces pieces_of_all take_piece write_rows done piece add_release
+told turn fence_async_global Piece first_row pieces pieces_of_all take_piece write_rows done piece add_release
 load_acquire load_floats take_number round_sums lower counter_at
 anew element find_kept first_word high is_kept keep_pairs kept_dp lane_of_warp low whole
 accumulate advance_buffer advance_dout buffer_phase ds_region empty here load_dout load_rows loads_dout loads_q

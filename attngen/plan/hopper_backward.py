@@ -27,9 +27,9 @@ _BARRIER_BYTES = 8
 _STEP_BYTES, _WORK_BYTES = 8, 32
 _SUMS = 8  # places of dQ that are remembered
 _SUM_BYTES, _ORDERED_SUM_BYTES = 8, 20
-_PIECE_BYTES = 64 * 32 * 4  # of sums of dQ that are rounded at once
+#: Sums of dQ that are rounded at once, 64 rows and 32 columns, and what is known of them.
+PIECE_BYTES, _PIECE_TAKEN_BYTES = 64 * 32 * 4, 32
 _ELEMENT_BYTES = 2
-_PIECE_TAKEN_BYTES = 32
 #: Registers of a thread of the producer and of a consumer, up to this head dim and beyond: dK and dV take most.
 _NARROW = 96
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
@@ -390,7 +390,7 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
         "dout": stages * tile_m * v * _ELEMENT_BYTES,
         "ds": 2 * tile_m * _KEYS * _ELEMENT_BYTES,
         "dq": roles.consumers * 64 * roles.dq_columns * 4,
-        "piece": 2 * _PIECE_BYTES,
+        "piece": 2 * PIECE_BYTES,
         "lse": roles.q_stages * tile_m * 4,
         "delta": roles.q_stages * tile_m * 4,
         "work": 2 * _WORK_BYTES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from attngen.plan.hopper_backward import by_head, row_lanes
+from attngen.plan.hopper_backward import PIECE_BYTES, by_head, row_lanes
 from attngen.plan.model import HopperGradients, Part, Plan
 from attngen.plan.traits import reads_positions
 from attngen.render.cuda_gradients import factor, probabilities, query_word
@@ -66,6 +66,7 @@ class CudaBackwardView:
     end_qk: int  # columns that copies bring
     end_v: int
     regions: tuple[RegionView, ...]
+    piece_bytes: int
     swizzle: int
     swizzled_row: str
     preprocess: Part
@@ -144,6 +145,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
             RegionView(constant(r.name), r.offset, f"{r.bytes} B: {_region_text(roles, plan, r.name)}")
             for r in roles.shared
         ),
+        piece_bytes=PIECE_BYTES,
         swizzle={64: 1, 32: 2}[roles.box_columns],
         swizzled_row="(row % 8)" if roles.box_columns == 64 else "(row / 2 % 4)",
         preprocess=parts["preprocess"],

@@ -62,7 +62,7 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
 constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
 constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of one consumer
 constexpr uint32_t kRowBytes = kBlockM * 4;
-constexpr int kPieceBytes = 64 * 32 * 4;  // of sums that are rounded at once
+constexpr int kPieceBytes = 8192;  // of sums that are rounded at once: 64 rows and 32 columns
 constexpr int kSumsOfTile = kConsumers * kDqBytes / 4;  // floats of dQ of a tile of queries, in the order of registers
 constexpr int kPiecesOfTile = 4 * kSumsOfTile / kPieceBytes;
 
@@ -392,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         __syncwarp();
         phase ^= 1;
       }
-    } else if (warp == 4 * kConsumers + 2) {
+    } else if (warp == 4 * kConsumers + 3) {  // the one before it has nothing to do
       // Rounds dQ: the next piece arrives while one is written. All lanes say the same of it, in shared memory, since few
       // registers are left to this role.
       bool more = true;
