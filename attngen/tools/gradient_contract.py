@@ -41,7 +41,7 @@ class ExpectedGradients:
     truth: Mapping[str, Tensor]
     plain: Mapping[str, Tensor]
     dead: Tensor  # as lse: rows that see no key
-    row_errors: Mapping[str, float]  # what dQ and dK lose with D = rowsum(dO * O)
+    row_errors: Mapping[str, float]  # what gradients lose with D = rowsum(dO * O)
 
 
 def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> ExpectedGradients:
@@ -82,23 +82,23 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
 def _row_errors(
     call: Call, leaves: Mapping[str, Tensor], lse: Tensor, dout: Tensor, out: Tensor, stored: Tensor, dead: Tensor
 ) -> dict[str, float]:
-    """Return by how much dQ and dK are off since D is a sum of products with O as ``stored``.
+    """Return by how much gradients are off since D is a sum of products with O as ``stored``.
 
     Plain PyTorch sums P dP instead, whose errors cancel those of dP. In 16 bits its own roundings are larger, but where
-    probabilities do not add up to 1, so that D is left of a sum whose terms it rounds alike. D enters as the gradient
-    of the log-sum-exp does.
+    probabilities do not add up to 1, so that D is left of a sum whose terms it rounds alike; and but for few elements,
+    as a sink of one head has, whose error may happen to be small. D enters as the gradient of the log-sum-exp does.
     """
-    operands = {name: leaves[name] for name in "qk"}
     if dout.dtype == torch.float32:
-        size = max(largest(t[torch.isfinite(t)].abs()) for t in operands.values()) * call.scale
+        size = max(largest(t[torch.isfinite(t)].abs()) for t in (leaves["q"], leaves["k"])) * call.scale
         terms = (dout.double() * out)[~dead]
-        return dict.fromkeys(operands, 4 * _FLOAT32_UNIT * largest(terms.abs().sum(-1)) * size)
+        return dict.fromkeys("qk", 4 * _FLOAT32_UNIT * largest(terms.abs().sum(-1)) * size)
     if call.variant.sink is None and not call.variant.dropout:
         return {}
     lost = ((stored.double() - out) * dout.double()).sum(-1).masked_fill(dead, 0.0)
     lost = lost.transpose(0, 1) if call.layout == "varlen" else lost.transpose(1, 2)
-    found = gradients_of((lse,), list(operands.values()), (lost,))
-    return {name: 0.0 if g is None else largest(g.abs()) for name, g in zip(operands, found, strict=True)}
+    concerned = {name: leaf for name, leaf in leaves.items() if name != "v"}
+    found = gradients_of((lse,), list(concerned.values()), (lost,))
+    return {name: 0.0 if g is None else largest(g.abs()) for name, g in zip(concerned, found, strict=True)}
 
 
 def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGradients) -> Deviation:

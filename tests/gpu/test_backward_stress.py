@@ -15,6 +15,8 @@ from tests.gpu.sanitized_gradients import KERNELS, kernels
 from tests.gpu.test_memory import sanitize
 
 ROUNDS = 4
+#: Without the derivative that is infinite where the product of a query and a key is 0: of millions of random ones some are.
+STRESSED = [name for name in KERNELS if not name.startswith("head_gain")]
 
 
 def case(chance: random.Random, name: str) -> Case:
@@ -36,7 +38,7 @@ def stress(shapes: int, seed: int) -> int:
     chance = random.Random(seed)
     launches = 0
     for _ in range(shapes):
-        names = chance.sample(KERNELS, 4)
+        names = chance.sample(STRESSED, 4)
         runs = [gradient_run(kernels()[name], case(chance, name), chance.randrange(2**31)) for name in names]
         first: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for index in chance.sample([n for n in range(len(runs)) for _ in range(ROUNDS)], ROUNDS * len(runs)):
