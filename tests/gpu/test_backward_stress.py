@@ -15,7 +15,7 @@ from tests.gpu.sanitized_gradients import KERNELS, kernels
 from tests.gpu.test_memory import sanitize
 
 ROUNDS = 4
-#: Without the derivative that is infinite where the product of a query and a key is 0: of millions of random ones some are.
+#: Without the derivative that is infinite where the product of a query and a key is 0, as some of millions are.
 STRESSED = [name for name in KERNELS if not name.startswith("head_gain")]
 
 
