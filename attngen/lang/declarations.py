@@ -21,7 +21,7 @@ RESERVED: frozenset[str] = frozenset((
     "k", "v", "query", "key", "value", "o", "out", "output", "lse", "scale", "softmax_scale", "is_causal",
     "variant", "backend", "package", "kernel", "layout", "return_lse", "dropout", "dropout_p", "dropout_seed",
     "rng_state", "deterministic", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-    "max_seqlen_k",
+    "max_seqlen_k", "direction",
     "tile_map", "block_mask", "page_table", "softmax", "mask", "score", "sink", "let", "scalars", "tensors",
     "dq", "dk", "dv", "do", "dout", "delta", "stream", "device", "dtype", "self", "tl", "triton", "true", "false",
     # symbols of the analysis of tiles, of scores and of masks, which stand beside those of a variant

@@ -28,7 +28,7 @@ def load(path: str | Path) -> Package:
     ``path`` is a folder with a ``manifest.json``, or one with such folders below it (up to two levels down), or
     the index that a build wrote (``builds/<package>.json``). Returns the package. Raises LoadError.
     """
-    path = Path(path).expanduser()
+    path = Path(path).expanduser().absolute()  # its kernels are read later, wherever the process is by then
     if not path.exists():
         raise LoadError(f"{path} does not exist")
     package = _package_of_index(path) if path.is_file() else package_of_folder(path)

@@ -162,7 +162,7 @@ def run(
     # The cache's key: everything that checks, selection and the packed template depend on.
     addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, 0, 0]
     key: list[Any] = [
-        variant if type(variant) is str else id(variant), package, backend, layout, with_lse, registry.generation,
+        variant if isinstance(variant, str) else id(variant), package, backend, layout, with_lse, registry.generation,
         q.dtype, q.shape, q.stride(), q.get_device(), addresses[0] & 15,
         k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15,
         v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15,

@@ -250,7 +250,7 @@ class CudaDriver:
         if found != list(sizes):
             raise LoadError(
                 f"'{symbol}': the manifest lists {len(sizes)} parameters of {list(sizes)} B, but the cubin has "
-                f"{found} B; rebuild the kernel"
+                f"{found} B; build it anew, or reinstall its package"
             )
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:

@@ -18,6 +18,9 @@ from attngen.lang.variant import Variant
 from attngen.runtime.driver import Driver
 from attngen.runtime.packing import Layout, lay_out
 
+#: What to do about a kernel whose files do not fit: one was built here, another one came with a package.
+_REMEDY = "build it anew, or reinstall its package"
+
 
 class Entry:
     """One launchable function of a cubin: its symbol, its parameter block, and its handle on each device."""
@@ -105,7 +108,7 @@ class Kernel:
         if found != MANIFEST_FORMAT:
             raise LoadError(
                 f"{origin}: manifest format {found}, but this version of attngen reads format {MANIFEST_FORMAT}; "
-                "rebuild"
+                f"{_REMEDY}"
             )
         self.manifest = manifest
         self.origin = origin
@@ -137,7 +140,7 @@ class Kernel:
                 manifest["symbol"], manifest["parameters"], manifest["threads"], self.shared_memory, self._image
             )
         except KeyError as error:
-            raise LoadError(f"{origin}: the manifest lacks {error}; rebuild the kernel") from None
+            raise LoadError(f"{origin}: the manifest lacks {error}; {_REMEDY}") from None
         self.element_bytes = dtype_row(self.dtype).bytes
 
     def __repr__(self) -> str:
@@ -179,7 +182,7 @@ class Kernel:
         try:
             return tuple(Part(self, row, self._image_of(row)) for row in self.manifest.get("parts", ()))
         except KeyError as error:
-            raise LoadError(f"{self.origin}: the manifest lacks {error}; rebuild the kernel") from None
+            raise LoadError(f"{self.origin}: the manifest lacks {error}; {_REMEDY}") from None
 
     def _image_of(self, row: Mapping[str, Any]) -> Callable[[], bytes]:
         read = self._part_images.get(row["name"])
@@ -234,9 +237,9 @@ def _verified(read: Callable[[], bytes], expected: str | None, name: str) -> byt
     try:
         image = read()
     except OSError as error:
-        raise LoadError(f"{name}: its cubin cannot be read ({error}); rebuild the kernel") from error
+        raise LoadError(f"{name}: its cubin cannot be read ({error}); {_REMEDY}") from error
     if expected is not None and sha256(image).hexdigest() != expected:
-        raise LoadError(f"{name}: the cubin is damaged (its checksum differs from the manifest's); rebuild the kernel")
+        raise LoadError(f"{name}: the cubin is damaged (its checksum differs from the manifest's); {_REMEDY}")
     return image
 
 

@@ -155,6 +155,9 @@ class Registry:
         if known is None:
             discovery = _discovery()
             with self._lock:
+                known = self._ranks[rank]
+                if known is not None:  # another thread looked meanwhile
+                    return known
                 if discovery is None:
                     known = {}
                 elif rank == "installed":
@@ -173,7 +176,11 @@ class Registry:
         key = (name, package)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._search(name, package)
+            generation = self.generation
+            found = self._search(name, package)
+            with self._lock:
+                if generation == self.generation:  # else another thread changed what the search went through
+                    self._found[key] = found
         return found
 
     def _search(self, name: str, package: str | None) -> Found:

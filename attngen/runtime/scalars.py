@@ -40,6 +40,8 @@ class Scalars:
             plainly = type(value) is plain
             if plainly and low <= value <= high:
                 values.append(value)
+            elif value is None and given is not None:
+                values.append(given)
             else:
-                values.append(given if value is None else rule.check(value, self._variant))
+                values.append(rule.check(value, self._variant))
         return values

@@ -168,7 +168,7 @@ def differentiate(
     # The cache's key: everything that checks, selection and the packed templates depend on. The forward saw to it that
     # all tensors are on one device, and q, k and v of one dtype; the shape of out and dout follows from theirs.
     key: list[Any] = [
-        variant if type(variant) is str else id(variant), package, layout, lengths, registry.generation,
+        variant if isinstance(variant, str) else id(variant), package, layout, lengths, registry.generation,
         dlse is None, seqused_k is None, determinism, asked, names, *scalars, q.dtype, q.get_device(),
         q.shape, q.stride(), addresses[0] & 15,
         k.shape, k.stride(), addresses[1] & 15,

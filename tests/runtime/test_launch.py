@@ -95,6 +95,8 @@ def test_scalars_change_without_preparing_anew(gpu: FakeDriver) -> None:
         attngen.attention(q, k, v, variant="window", window=0)
     with pytest.raises(CallError, match=r"must be an integer, got 2\.5"):
         attngen.attention(q, k, v, variant="window", window=2.5)
+    with pytest.raises(CallError, match=r"must be an integer, got None"):
+        attngen.attention(q, k, v, variant="window", window=None, return_lse=True)
     with pytest.raises(CallError, match="softmax_scale must be"):
         attngen.attention(q, k, v, variant="window", window=2, softmax_scale=math.nan)
     assert len(gpu.launches) == 3
@@ -164,6 +166,17 @@ def test_the_cache_tells_calls_apart(gpu: FakeDriver) -> None:
     shifted = torch.empty(k.numel() + 8, dtype=k.dtype)[1 : k.numel() + 1].view(k.shape)
     with pytest.raises(NoKernelError, match="k does not start at a multiple of 16 B"):
         attngen.attention(q, shifted, v, variant="causal")
+
+
+def test_a_name_of_a_type_of_its_own_is_known_by_what_it_says(gpu: FakeDriver) -> None:
+    class Name(str):
+        pass
+
+    install(kernel(variant()), kernel(variant("full", True)))
+    q, k, v = tensors()
+    for name in ["causal", "full"] * 4:  # each object is gone before the next one, which may take its address
+        both(q, k, v, variant=Name(name))
+    assert len(dispatch._PREPARED) == 2
 
 
 def test_a_gradient_is_refused_when_it_is_asked_for(gpu: FakeDriver) -> None:

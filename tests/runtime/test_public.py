@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
 import pytest
 
 import attngen
+from attngen.spec.names import RESERVED
 
 HEAVY = ("torch", "triton", "cupy", "jinja2", "pydantic", "yaml", "numpy", "cuda")
 BUILD_ONLY = ("triton", "cupy", "jinja2", "pydantic", "yaml")
@@ -42,3 +44,9 @@ def test_names() -> None:
     assert attngen.errors.CallError
     with pytest.raises(AttributeError, match="no attribute 'atention'"):
         attngen.atention  # noqa: B018
+
+
+@pytest.mark.parametrize("call", ["attention", "attention_varlen", "explain", "tile_map"])
+def test_a_spec_cannot_take_the_name_of_an_argument(call: str) -> None:
+    parameters = inspect.signature(getattr(attngen, call)).parameters
+    assert {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD} <= RESERVED

@@ -89,6 +89,31 @@ def test_load_takes_folders_and_indexes(tmp_path: Path) -> None:
     assert registry.find("window").kernels[0].variant == window_variant()
 
 
+def test_a_folder_may_be_named_relative_to_where_the_process_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_kernel(tmp_path / "k", manifest_of(variant()))
+    monkeypatch.chdir(tmp_path)
+    loaded = attngen.load("k")
+    monkeypatch.chdir("/")
+    assert loaded.kernels("causal")[0]._image_bytes
+
+
+def test_an_answer_that_another_thread_overtakes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.add(package("mine", variant()))
+    search = registry._search
+
+    def overtaken(name: str, wanted: str | None) -> Any:
+        found = search(name, wanted)
+        registry.add(package("mine", variant(mask="q_pos > kv")))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_search", overtaken)
+        registry.find("causal")
+    assert registry.find("causal").variant == variant(mask="q_pos > kv")
+
+
 def test_load_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="does not exist"):
         attngen.load(tmp_path / "nowhere")
