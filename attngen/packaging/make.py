@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ def package(
     """
     from attngen.spec import load_spec
 
+    _check_date()
     loaded = load_spec(spec)
     with TemporaryDirectory(prefix="attngen-project-") as project:
         root = Path(project).resolve()
@@ -66,6 +68,13 @@ def package(
             for path in built:
                 os.replace(path, out / path.name)
     return Made(loaded.package, tuple(out / path.name for path in built), sizes)
+
+
+def _check_date() -> None:
+    """Raise PackageError if ``SOURCE_DATE_EPOCH`` is no time that archives can date their files with."""
+    text = os.environ.get("SOURCE_DATE_EPOCH", "0")
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or int(text) >= 2**32:
+        raise PackageError(f"SOURCE_DATE_EPOCH is {text!r}; allowed: seconds since 1970, less than 2^32, or none at all")
 
 
 @contextmanager

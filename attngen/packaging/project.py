@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ def project_files(spec: Spec, choices: Choices) -> Mapping[str, bytes]:
     Raises PackageError for a version that is none, or a licence that cannot be read.
     """
     folder = PurePosixPath(spec.name).parent
+    spec = replace(spec, name=(folder / Path(spec.file).name).as_posix())  # a link may have a name of its own
     specs = {(folder / name).as_posix(): data for name, data in spec_files(spec).items()}
     licence = {} if choices.licence is None else {"LICENSE": _read(choices.licence)}
     view = view_of(spec, kernels_of(spec, choices.arches), _version(choices.version))

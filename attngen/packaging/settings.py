@@ -52,13 +52,19 @@ class Settings:
                 raise _wrong(
                     "specs", f"found {spec!r}; allowed: files inside the project, by their path from its folder"
                 )
+            if not spec.isprintable() or '"' in spec or "\\" in spec:
+                raise _wrong("specs", f"found {spec!r}; allowed: no quotation marks, backslashes and control characters")
         arches = _texts(table, "arch")
         for arch in arches:
             if arch not in ARCHES:
                 raise _wrong("arch", f"found {arch!r}{suggest(arch, ARCHES)}; allowed: {', '.join(ARCHES)}")
-        platforms = check_platforms(_texts(table, "platforms")) or PLATFORMS
-        size = table.get("max-size")
-        return cls(specs, arches, platforms, None if size is None else size_in_bytes(str(size)))
+        platforms, size = _texts(table, "platforms"), table.get("max-size")
+        try:
+            platforms = check_platforms(platforms) or PLATFORMS
+            most = None if size is None else size_in_bytes(str(size))
+        except PackageError as error:
+            raise PackageError(f"pyproject.toml: [tool.attngen]: {error}") from None
+        return cls(specs, arches, platforms, most)
 
 
 def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:

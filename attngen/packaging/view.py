@@ -69,8 +69,8 @@ class PackageView:
 
     @property
     def distribution(self) -> str:
-        """The name by which pip knows the package."""
-        return self.module.replace("_", "-")
+        """The name by which pip knows the package; it has to end in a letter or a digit."""
+        return self.module.rstrip("_").replace("_", "-")
 
 
 def compilers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -228,6 +228,7 @@ def test_commands_show_an_installed_package(site: Path, monkeypatch: pytest.Monk
 
 
 USER = """
+from typing import Any
 import torch
 from torch import Tensor
 import attngen_small
@@ -240,6 +241,11 @@ attngen_small.attention(q, q, q, variant="sliding_window")  # error: window is m
 attngen_small.attention(q, q, q, variant="own", stp=2)  # error: stp
 attngen_small.attention(q, q, q, variant="casual")  # error: casual
 e: int = attngen_small.attention(q, q, q)  # error: a tensor
+def either(with_lse: bool, name: Any, text: str) -> None:
+    f: Tensor | tuple[Tensor, Tensor] = attngen_small.attention(q, q, q, return_lse=with_lse)
+    g: Tensor = attngen_small.attention(q, q, q, return_lse=with_lse)  # error: it may be a pair
+    attngen_small.attention(q, q, q, variant=name, step=2)
+    attngen_small.attention(q, q, q, variant=text)  # error: any text
 reveal = attngen_small.variants()[0] == "nonsense"  # error: no such name
 """
 

@@ -27,10 +27,12 @@ def test_a_table_is_read() -> None:
         ({"specs": "a.yaml"}, "specs: found 'a.yaml'; allowed: a list"),
         ({"specs": ["/a.yaml"]}, "specs: found '/a.yaml'; allowed: files inside the project"),
         ({"specs": ["x/../../a.yaml"]}, "allowed: files inside the project"),
+        ({"specs": ['"""/a.yaml']}, "specs: found .*; allowed: no quotation marks, backslashes and control characters"),
+        ({"specs": ["a\\b/a.yaml"]}, "specs: found .*; allowed: no quotation marks"),
         ({"specs": ["a.yaml"], "arhc": ["sm80"]}, "arhc: unknown key; did you mean 'arch'"),
         ({"specs": ["a.yaml"], "arch": ["sm90"]}, "arch: found 'sm90'; did you mean 'sm90a'"),
-        ({"specs": ["a.yaml"], "platforms": ["linux"]}, "platform 'linux' is no platform tag"),
-        ({"specs": ["a.yaml"], "max-size": "8 MiBB"}, "size '8 MiBB' is none"),
+        ({"specs": ["a.yaml"], "platforms": ["linux"]}, r"\[tool.attngen\]: platform 'linux' is no platform tag"),
+        ({"specs": ["a.yaml"], "max-size": "8 MiBB"}, r"\[tool.attngen\]: size '8 MiBB' is none"),
     ],
 )
 def test_a_wrong_table_is_refused_by_key(table: Any, message: str) -> None:

@@ -19,7 +19,7 @@ from attngen.errors import PackageError, SpecError
 from attngen.formats import VERSION
 from attngen.packaging.sizes import sizes_of
 from attngen.packaging.vendor import runtime_files
-from tests.packaging.support import INCLUDED, SPEC, make, write_spec
+from tests.packaging.support import INCLUDED, ROOT, SPEC, make, write_spec
 
 #: One kernel of each compiler, compiled for real.
 REAL = """
@@ -216,3 +216,30 @@ def test_a_source_distribution_holds_the_project_alone(tmp_path: Path) -> None:
     with tarfile.open(made.files[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names == {"pyproject.toml", "README.md", "PKG-INFO", "small.yaml", "masks/own.yaml"}
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_a_name_that_ends_in_an_underscore_has_a_distribution(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, SPEC.replace("attngen_small", "small_"))
+    (wheel,) = make(spec, tmp_path / "dist").files
+    assert wheel.name.startswith("small-0.1.0-")
+    assert "small_/__init__.py" in contents(wheel)
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_a_link_to_a_shipped_spec_is_packaged_under_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").symlink_to(ROOT / "specs/ladder.yaml")
+    wheel, sdist = make(tmp_path / "mine.yaml", tmp_path / "dist", "wheel", "sdist").files
+    assert "attngen_ladder/spec/mine.yaml" in contents(wheel)
+    with tarfile.open(sdist) as archive:
+        assert "attngen_ladder-0.1.0/specs/mine.yaml" in archive.getnames()
+        project = archive.extractfile("attngen_ladder-0.1.0/pyproject.toml")
+        assert project is not None
+        assert b'specs = ["specs/mine.yaml"]' in project.read()
+
+
+@pytest.mark.parametrize("date", ["", "today", "-1", "1e9", str(2**32)])
+def test_a_date_that_no_archive_can_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, date: str) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", date)
+    with pytest.raises(PackageError, match="SOURCE_DATE_EPOCH is .*; allowed: seconds since 1970"):
+        make(write_spec(tmp_path), tmp_path / "dist")
