@@ -74,7 +74,7 @@ def _check_date() -> None:
     """Raise PackageError if ``SOURCE_DATE_EPOCH`` is no time that archives can date their files with."""
     text = os.environ.get("SOURCE_DATE_EPOCH", "0")
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or int(text) >= 2**32:
-        raise PackageError(f"SOURCE_DATE_EPOCH is {text!r}; allowed: seconds since 1970, less than 2^32, or none at all")
+        raise PackageError(f"SOURCE_DATE_EPOCH is {text!r}; allowed: seconds since 1970, less than 2^32")
 
 
 @contextmanager

@@ -53,7 +53,9 @@ class Settings:
                     "specs", f"found {spec!r}; allowed: files inside the project, by their path from its folder"
                 )
             if not spec.isprintable() or '"' in spec or "\\" in spec:
-                raise _wrong("specs", f"found {spec!r}; allowed: no quotation marks, backslashes and control characters")
+                raise _wrong(
+                    "specs", f"found {spec!r}; allowed: a path without quotation marks, backslashes, control characters"
+                )
         arches = _texts(table, "arch")
         for arch in arches:
             if arch not in ARCHES:
