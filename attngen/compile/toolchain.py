@@ -48,7 +48,10 @@ def _installed(package: str) -> tuple[str | None, list[str]]:
     except metadata.PackageNotFoundError:
         return None, []
     record = distribution.read_text("RECORD") or ""
-    # Lines of the installer itself (its name, whether it was asked for, byte code) differ between installations.
+    # What the installer itself wrote differs between installations: its name, byte code, and the commands that it puts
+    # beside the interpreter (../../../bin), which begin with that one's path.
     return distribution.version, sorted(
-        line for line in record.splitlines() if ",sha256=" in line and ".dist-info/" not in line
+        line
+        for line in record.splitlines()
+        if ",sha256=" in line and ".dist-info/" not in line and not line.startswith(("../", "/"))
     )

@@ -46,7 +46,7 @@ def contents_of(
 ) -> Contents:
     """Compile what the cache lacks of a spec's kernels, and return the files of its package.
 
-    The same spec and compilers give the same bytes, wherever and whenever. Raises SpecError for a wrong spec, and
+    The same spec and compilers give the same files, wherever and whenever. Raises SpecError for a wrong spec, and
     PackageError if a kernel does not compile.
     """
     store = store or Store()
@@ -121,9 +121,12 @@ def _kernel_files(
 
 
 def _lasting(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest without what differs between two compiles of one kernel."""
+    """Return a manifest without what differs between two compiles of one kernel.
+
+    That is also the hash of the compiler's files: its wheels for two versions of Python make the same of a source.
+    """
     resources = {name: value for name, value in manifest["resources"].items() if name not in _PASSING}
-    return {**manifest, "resources": resources}
+    return {**manifest, "resources": resources, "toolchain": compilers_of([manifest])}
 
 
 def _index(view: PackageView, manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def test_it_holds_the_runtime_the_kernels_and_their_sources(wheel: Path) -> None
         assert f"def {row['name']}(" in files[f"{folder}/source.py"].decode()
         assert b"by `attngen build small.yaml`" in files[f"{folder}/source.py"]
         assert "compile_seconds" not in manifest["resources"]
+        assert manifest["toolchain"] == {"triton": "3.0"}  # not the hash of what is installed here
     assert files["attngen_small/spec/small.yaml"].decode() == SPEC
     assert files["attngen_small/spec/masks/own.yaml"].decode() == INCLUDED
     for name, data in runtime_files().items():

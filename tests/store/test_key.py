@@ -109,3 +109,25 @@ def test_the_toolchain_is_told_by_version_and_content() -> None:
     found = toolchain("triton")
     assert found["triton"]
     assert len(found["content"] or "") == 16
+
+
+def test_the_place_of_an_installation_is_no_part_of_the_toolchain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that an installer writes begins with the path of its interpreter."""
+
+    def installed(place: str, library: str, command: str) -> dict[str, str | None]:
+        folder = tmp_path / place / "triton-9.9.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 9.9\n")
+        (folder / "RECORD").write_text(
+            f"triton/lib.so,sha256={library},9\n../../../bin/proton,sha256={command},9\n/x/proton,sha256={command},9\n"
+        )
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(folder.parent))
+            return toolchain.__wrapped__("triton")
+
+    here = installed("here", "a", "b")
+    assert here["triton"] == "9.9"
+    assert installed("there", "a", "c") == here
+    assert installed("changed", "x", "b") != here
