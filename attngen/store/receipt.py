@@ -54,7 +54,7 @@ def generator_digest() -> str:
             "files": hash_files(sorted(files)),
             "python": platform.python_version(),
             "renderers": {name: _version(name) for name in _RENDERERS},
-            "triton": toolchain("triton"),
+            "compilers": [toolchain("triton"), toolchain("cuda")],
         }
     )
 

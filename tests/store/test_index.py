@@ -113,9 +113,11 @@ def test_the_generator_digest_sees_templates_sources_and_versions(
 
     before = generator_digest()
     assert before == generator_digest()
-    monkeypatch.setattr(receipt, "toolchain", lambda backend: {"triton": "99"})
-    assert generator_digest() != before
-    monkeypatch.undo()
+    toolchain = receipt.toolchain
+    for updated in ("triton", "cuda"):
+        monkeypatch.setattr(receipt, "toolchain", lambda name, new=updated: {} if name == new else toolchain(name))
+        assert generator_digest() != before
+        monkeypatch.undo()
     (tmp_path / "new.j2").write_text("")
     monkeypatch.setattr(resources, "templates_dir", lambda: tmp_path)
     assert generator_digest() != before
