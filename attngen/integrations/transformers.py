@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
@@ -102,8 +103,9 @@ def attention(
 def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in one dtype: autocast's, or value's, since rotary embeddings and norms may raise q and k."""
     dtype = value.dtype
-    if torch.is_autocast_enabled(value.device.type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(value.device.type)
+    device = "cpu" if value.is_meta else value.device.type  # torch has no autocast of the meta device
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
     if query.dtype == key.dtype == value.dtype == dtype:
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -244,6 +246,8 @@ def _tensor_mask(
             raise NoKernelError("no variant has both softcap and a position bias")
         return _with_position_bias(dense, q, k, position_bias)
     if dense.dtype != torch.bool:
+        if dense.dtype not in _BIAS:
+            raise CallError(f"the attention mask is {dense.dtype}; it must be of bools, or of floats that are added")
         if softcap is not None:
             raise NoKernelError(
                 "no variant has both softcap and a mask that is added; pass a boolean mask, or declare one with the "
@@ -307,7 +311,7 @@ def mask(
         assert found is not None
         return found
 
-    if is_tracing(attention_mask):
+    if is_tracing(attention_mask) or detect_fake_mode() is not None:
         plain = function is causal_mask_function and attention_mask is None and isinstance(q_offset, int)
         return None if plain and q_length == kv_length and q_offset == kv_offset == 0 else build()
     if q_length == 1 and _for_compiled_step(q_offset, kwargs):
