@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -296,6 +296,7 @@ def mask(
     ``attention_mask`` (batch, keys so far) is False at padding. What it holds is read once, as transformers itself
     does for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. So it is
     for one query against a static cache, since ``generate`` makes that mask outside of the step that it compiles.
+    Raises CallError for a model that computes its attention itself: it would add the bools to its scores.
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -314,6 +315,9 @@ def mask(
     if is_tracing(attention_mask) or detect_fake_mode() is not None:
         plain = function is causal_mask_function and attention_mask is None and isinstance(q_offset, int)
         return None if plain and q_length == kv_length and q_offset == kv_offset == 0 else build()
+    own = _with_attention_of_its_own(type(kwargs.get("config")))
+    if own is not None:
+        raise CallError(f"{own} computes its attention itself, so that attn_implementation must be 'eager'")
     if q_length == 1 and _for_compiled_step(q_offset, kwargs):
         return build()
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -328,6 +332,17 @@ def mask(
     if structure is None:
         return build()
     return StructuredMask.of(structure, (batch_size, 1, q_length, kv_length), device, build)
+
+
+@cache
+def _with_attention_of_its_own(config: type) -> str | None:
+    """Return the name of a config's model if that looks at no ``attn_implementation``; None for what is not known."""
+    from transformers import MODEL_MAPPING
+
+    found = MODEL_MAPPING.get(config, None)
+    model = found[0] if isinstance(found, tuple) else found
+    says = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
+    return None if model is None or any(getattr(model, name, True) for name in says) else model.__name__
 
 
 def _for_compiled_step(q_offset: int | Tensor, kwargs: Mapping[str, Any]) -> bool:

@@ -216,6 +216,14 @@ def test_a_mask_of_integers_is_refused() -> None:
         model("llama")(input_ids=ones, attention_mask=ones.expand(1, 1, 5, 5))
 
 
+def test_a_model_with_attention_of_its_own_is_refused() -> None:
+    """It adds the mask to its scores, which a mask of bools would spoil in silence."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.MPNetConfig(**sizes, num_attention_heads=2, attn_implementation="attngen")
+    with pytest.raises(CallError, match="MPNetModel computes its attention itself, .* must be 'eager'"):
+        transformers.MPNetModel(config)(input_ids=torch.ones(1, 5, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("kind", ["fake", "meta"])
 def test_models_without_data_have_logits_of_their_shape(kind: str) -> None:
     with known("integrations/transformers"):
