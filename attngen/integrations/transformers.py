@@ -14,6 +14,7 @@ Written for the interfaces of transformers 5.17 (``AttentionInterface``, ``Atten
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -315,7 +316,8 @@ def mask(
     if is_tracing(attention_mask) or detect_fake_mode() is not None:
         plain = function is causal_mask_function and attention_mask is None and isinstance(q_offset, int)
         return None if plain and q_length == kv_length and q_offset == kv_offset == 0 else build()
-    own = _with_attention_of_its_own(type(kwargs.get("config")))
+    config: type = type(kwargs.get("config"))
+    own = _with_attention_of_its_own(config)
     if own is not None:
         raise CallError(f"{own} computes its attention itself, so that attn_implementation must be 'eager'")
     if q_length == 1 and _for_compiled_step(q_offset, kwargs):
@@ -341,8 +343,10 @@ def _with_attention_of_its_own(config: type) -> str | None:
 
     found = MODEL_MAPPING.get(config, None)
     model = found[0] if isinstance(found, tuple) else found
+    if model is None or hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        return None
     says = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
-    return None if model is None or any(getattr(model, name, True) for name in says) else model.__name__
+    return None if any(getattr(model, name, True) for name in says) else model.__name__
 
 
 def _for_compiled_step(q_offset: int | Tensor, kwargs: Mapping[str, Any]) -> bool:
