@@ -24,6 +24,7 @@ from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.dispatch import is_traced
 from attngen.runtime.dropout import draw
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import registry
@@ -106,13 +107,13 @@ def attend(
         state = {RNG_STATE.name: draw(q.device)}
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
     ordered = deterministic or asks_for_determinism() == 2
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced(q):
         names = tuple(candidate.variant for candidate in candidates)
         layout = "dense" if packing is None else "varlen"
-        dtype, device = ATTENTION_DTYPES[q.dtype], q.device.type
+        dtype, device = _dtype(q), q.device.type
         known = _head_dims(names)
         dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
-        place, name = _built_at_trace(names, dtype, *dims, layout, device, spec, learns, ordered)
+        place, name = _built_at_trace(names, dtype, *dims, layout, device, q.device.index, spec, learns, ordered)
         return _call(candidates[place], name, q, k, v, packing, options)
     if not on_gpu(q) or backend == "reference":
         return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, options)
@@ -258,12 +259,17 @@ def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense", *, orde
     if known is None:
         capability = drivers.current().capability(q.device.index or 0)
         found = kernels_of(
-            name, direction="backward", dtype=ATTENTION_DTYPES[q.dtype], head_dim_qk=q.shape[-1],
+            name, direction="backward", dtype=_dtype(q), head_dim_qk=q.shape[-1],
             head_dim_v=v.shape[-1], layout=layout,
         )  # fmt: skip
         known = any(kernel.arch.runs_on(capability) and (kernel.reproducible or not ordered) for _, kernel in found)
         _BACKWARD.put(key, known)
     return known
+
+
+def _dtype(q: Tensor) -> str:
+    """Return the name of a dtype in manifests; one that no kernel has stays as it is, and the call refuses it."""
+    return ATTENTION_DTYPES.get(q.dtype, str(q.dtype))
 
 
 _BACKWARD: RecentCache[bool] = RecentCache(512)
@@ -292,6 +298,7 @@ def _built_at_trace(
     head_dim_v: int,
     layout: str,
     device: str,
+    index: int | None,
     spec: str,
     learns: bool,
     ordered: bool,
@@ -299,22 +306,32 @@ def _built_at_trace(
     """Return the place of the candidate that a trace calls, and its full name. Runs on plain values.
 
     A trace that ``learns`` takes the first candidate whose package can differentiate it too, if there is one, with a
-    fixed order of sums if ``ordered``. On the CPU the variant alone has to be known, since the reference takes all
-    dimensions.
+    fixed order of sums if ``ordered``. What this GPU cannot run comes last, so that the call says why. On the CPU the
+    variant alone has to be known, since the reference takes all dimensions.
     """
+    registry.refresh_if_built()
     form: dict[str, Any] = {
         "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "layout": layout
     }  # fmt: skip
-    for direction in ("backward", "forward") if learns and device == "cuda" else ("forward",):
+    capability = None
+    if device == "cuda" and torch.cuda.is_available():  # a tensor of a trace may be on a GPU that is not there
+        capability = drivers.current().capability(index or 0)
+    turns = [("backward", capability)] if learns and device == "cuda" else []
+    for direction, runs_on in (*turns, ("forward", capability), ("forward", None)):
         for place, name in enumerate(names):
-            found = _packages_of(name, device, direction, form, ordered)
+            found = _packages_of(name, device, runs_on, direction, form, ordered)
             if found:
                 return place, f"{found[0]}/{name}"
     raise _none_takes([Candidate(name) for name in names], spec, None)
 
 
-def _packages_of(name: str, device: str, direction: str, form: Mapping[str, Any], ordered: bool) -> list[str]:
-    """Return the packages that have a forward of a variant, and its backward where ``direction`` says so."""
+def _packages_of(
+    name: str, device: str, capability: int | None, direction: str, form: Mapping[str, Any], ordered: bool
+) -> list[str]:
+    """Return the packages that have a forward of a variant, and its backward where ``direction`` says so.
+
+    Kernels for GPUs of another ``capability`` do not count, if it is given.
+    """
     wanted = variant(name)
     if device != "cuda":
         return [
@@ -322,10 +339,13 @@ def _packages_of(name: str, device: str, direction: str, form: Mapping[str, Any]
             for _, package in registry.packages()
             if any(kernel.variant == wanted for kernel in package.kernels(name))
         ]
-    found = [package for package, _ in kernels_of(name, direction="forward", **form)]
+
+    def built(direction: str) -> list[tuple[str, Kernel]]:
+        kernels = kernels_of(name, direction=direction, **form)
+        return [found for found in kernels if capability is None or found[1].arch.runs_on(capability)]
+
+    found = [package for package, _ in built("forward")]
     trained = {
-        package
-        for package, kernel in kernels_of(name, direction=direction, **form)
-        if direction == "forward" or kernel.reproducible or not ordered
+        package for package, kernel in built(direction) if direction == "forward" or kernel.reproducible or not ordered
     }
     return [package for package in found if package in trained]

@@ -17,6 +17,7 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
 from attngen.lang.ir import MAX_SEQLEN
+from attngen.runtime.dispatch import is_traced
 
 __all__ = [
     "flash_attn_func",
@@ -119,13 +120,14 @@ def flash_attn_varlen_func(
 ) -> Any:
     """As ``flash_attn_func``, for sequences packed one after the other: q (total_q, h, d), k and v (total_k, hk, d).
 
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32, (batch + 1,). The log-sum-exp is (h, total_q). A ``block_table``
-    is refused.
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32, (batch + 1,). ``max_seqlen_q`` and ``max_seqlen_k`` may be tensors
+    of one number, of which reading waits for the GPU. The log-sum-exp is (h, total_q). A ``block_table`` is refused.
     """
     if block_table is not None:
         raise _refused("block_table", "no kernel reads keys through a table of pages; gather them first")
     q, k, v = _steppable("q", q), _steppable("k", k), _steppable("v", v)
-    packing: Packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    longest_q, longest_k = (int(n) if isinstance(n, Tensor) else n for n in (max_seqlen_q, max_seqlen_k))
+    packing: Packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
     batch = _tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
     found = attend(
@@ -180,6 +182,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -205,7 +208,8 @@ def flash_attn_with_kvcache(
 
     New k and v (b, new, hk, d) are first written into the cache in place, behind the ``cache_seqlens`` (an int, or
     int32 (b,)) that it holds. ``num_splits`` changes nothing. Rotary embeddings, pages (``block_table``),
-    ``cache_batch_idx`` and ``cache_leftpad`` are refused. With ``return_softmax_lse`` the result is (out, lse).
+    ``cache_batch_idx`` and ``cache_leftpad`` are refused. With ``return_softmax_lse`` the result is (out, lse). As in
+    flash-attn it has no gradient.
     """
     del rotary_interleaved, num_splits
     if rotary_cos is not None or rotary_sin is not None:
@@ -222,6 +226,7 @@ def flash_attn_with_kvcache(
         raise CallError("new keys need cache_seqlens, which says where they go")
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _tensor(name, tensor)
+    q = _steppable("q", q)
     new = 0 if k is None or v is None else _new_keys(k_cache, v_cache, k, v)
     used = None if cache_seqlens is None else _lengths(cache_seqlens, q, new, k_cache.shape[1])
     if k is not None and v is not None and used is not None:
@@ -273,7 +278,7 @@ def _lengths(cache_seqlens: int | Tensor, q: Tensor, new: int, room: int) -> Ten
         )
     if cache_seqlens.device != q.device:
         raise CallError(f"cache_seqlens is on {cache_seqlens.device}, but q is on {q.device}")
-    if cache_seqlens.is_cpu and not torch.compiler.is_compiling():
+    if cache_seqlens.is_cpu and not (torch.compiler.is_compiling() or is_traced(cache_seqlens)):
         for place, used in enumerate(cache_seqlens.tolist()):
             if not 0 <= used <= room - new:
                 raise CallError(

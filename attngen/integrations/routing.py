@@ -21,16 +21,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attngen.errors import CallError
 from attngen.integrations import choice
 from attngen.integrations.choice import Candidate, attend, has_backward, reason_against, with_dropout
 from attngen.lang.dropout import MAX_RATE
-from attngen.runtime.arguments import FLOAT32_MAX
+from attngen.runtime.arguments import ATTENTION_DTYPES, FLOAT32_MAX
 from attngen.runtime.binding import check_backend
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import registry
-from attngen.runtime.training import asks_for_determinism
+from attngen.runtime.training import asks_for_determinism, carries_tangent
 
 SPEC = "sdpa"
 
@@ -38,6 +39,7 @@ SPEC = "sdpa"
 KEPT_CALLS = 10_000
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MASK = 3  # the place of the tensor that may be missing
 _BIAS = {
     torch.bfloat16: "bias_bf16",
     torch.float16: "bias_fp16",
@@ -184,8 +186,8 @@ class Routing:
 
 def _unusual(*tensors: Any) -> str | None:
     """Return why these cannot be handed to a kernel at all, or None."""
-    for tensor in tensors:
-        if tensor is None:
+    for place, tensor in enumerate(tensors):
+        if tensor is None and place == _MASK:
             continue
         if type(tensor) not in _PLAIN:
             return f"there is a {type(tensor).__name__} among the tensors"
@@ -195,6 +197,8 @@ def _unusual(*tensors: Any) -> str | None:
             return "there is a tensor without data"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func is active"
+    if forward_ad._current_level >= 0 and carries_tangent(*tensors):
+        return "forward-mode differentiation is active"
     return "torch.jit.trace is active" if torch._C._is_tracing() else None
 
 
@@ -209,7 +213,7 @@ def _disagreement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_g
     """Return what of shapes, dtypes and devices only torch can judge, or None."""
     if not q.dim() == k.dim() == v.dim() or q.dim() not in (3, 4):
         return f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; 4, or 3, can be routed"
-    if not q.dtype == k.dtype == v.dtype:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in ATTENTION_DTYPES:
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}"
     if any(tensor.device != q.device for tensor in (k, v, mask) if tensor is not None):
         return "the tensors are on several devices"
@@ -242,11 +246,11 @@ def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, three
     """Return the variant of a call: q is (b, h, L, E), k (b, hk, S, E), the mask broadcasts to (b, h, L, S)."""
     if mask is None:
         return Candidate("causal_top_left" if is_causal else "full")
-    if three and mask.dim() == 3:
-        mask = mask.unsqueeze(1)
-    if mask.dim() not in (2, 3, 4):
-        return f"the mask has {mask.dim()} dimensions"
     given = tuple(mask.shape)
+    if len(given) not in ((2, 3) if three else (2, 3, 4)):
+        return f"the mask has {len(given)} dimensions"
+    if three and len(given) == 3:
+        mask = mask.unsqueeze(1)
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if any(found not in (1, wanted) for found, wanted in zip(mask.shape, shape, strict=True)):
@@ -270,6 +274,8 @@ def _shapes(q: Any, k: Any, v: Any, mask: Any) -> str:
 
 
 def _shape(tensor: Any) -> str:
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
     return "nested" if tensor.is_nested else "x".join(map(str, tensor.shape))
 
 

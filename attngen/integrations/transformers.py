@@ -14,13 +14,15 @@ Written for the interfaces of transformers 5.17 (``AttentionInterface``, ``Atten
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
@@ -102,8 +104,9 @@ def attention(
 def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in one dtype: autocast's, or value's, since rotary embeddings and norms may raise q and k."""
     dtype = value.dtype
-    if torch.is_autocast_enabled(value.device.type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(value.device.type)
+    device = "cpu" if value.is_meta else value.device.type  # torch has no autocast of the meta device
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
     if query.dtype == key.dtype == value.dtype == dtype:
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -244,6 +247,8 @@ def _tensor_mask(
             raise NoKernelError("no variant has both softcap and a position bias")
         return _with_position_bias(dense, q, k, position_bias)
     if dense.dtype != torch.bool:
+        if dense.dtype not in _BIAS:
+            raise CallError(f"the attention mask is {dense.dtype}; it must be of bools, or of floats that are added")
         if softcap is not None:
             raise NoKernelError(
                 "no variant has both softcap and a mask that is added; pass a boolean mask, or declare one with the "
@@ -292,6 +297,7 @@ def mask(
     ``attention_mask`` (batch, keys so far) is False at padding. What it holds is read once, as transformers itself
     does for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. So it is
     for one query against a static cache, since ``generate`` makes that mask outside of the step that it compiles.
+    Raises CallError for a model that computes its attention itself: it would add the bools to its scores.
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -307,9 +313,13 @@ def mask(
         assert found is not None
         return found
 
-    if is_tracing(attention_mask):
+    if is_tracing(attention_mask) or detect_fake_mode() is not None:
         plain = function is causal_mask_function and attention_mask is None and isinstance(q_offset, int)
         return None if plain and q_length == kv_length and q_offset == kv_offset == 0 else build()
+    config: type = type(kwargs.get("config"))
+    own = _with_attention_of_its_own(config)
+    if own is not None:
+        raise CallError(f"{own} computes its attention itself, so that attn_implementation must be 'eager'")
     if q_length == 1 and _for_compiled_step(q_offset, kwargs):
         return build()
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -324,6 +334,19 @@ def mask(
     if structure is None:
         return build()
     return StructuredMask.of(structure, (batch_size, 1, q_length, kv_length), device, build)
+
+
+@cache
+def _with_attention_of_its_own(config: type) -> str | None:
+    """Return the name of a config's model if that looks at no ``attn_implementation``; None for what is not known."""
+    from transformers import MODEL_MAPPING
+
+    found = MODEL_MAPPING.get(config, None)
+    model = found[0] if isinstance(found, tuple) else found
+    if model is None or hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        return None
+    says = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
+    return None if any(getattr(model, name, True) for name in says) else model.__name__
 
 
 def _for_compiled_step(q_offset: int | Tensor, kwargs: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.dropout import DROPOUT_P
@@ -29,7 +30,7 @@ from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
-from attngen.runtime.training import asks_for_determinism, attend
+from attngen.runtime.training import asks_for_determinism, attend, carries_tangent
 
 _PREPARED: RecentCache[PreparedCall] = RecentCache(PREPARED_CALLS)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -74,7 +75,7 @@ def attention(
     """
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
-    call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
+    call = _traced if torch.compiler.is_compiling() or is_traced(q) else run
     return call(
         q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments, tile_map,
         deterministic,
@@ -110,7 +111,7 @@ def attention_varlen(
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
-    call = _traced if torch.compiler.is_compiling() or _is_traced(q) else run
+    call = _traced if torch.compiler.is_compiling() or is_traced(q) else run
     return call(
         q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, arguments,
         tile_map, deterministic,
@@ -157,6 +158,8 @@ def run(
             debugging.check(call)
         if backend == "reference" or not _on_gpu(q):
             return _run_reference(call, q, k, v)
+    if forward_ad._current_level >= 0 and carries_tangent(q, k, v, *arguments.values()):
+        raise CallError("kernels have no forward-mode derivatives; backend='reference' has")
     learns = torch.is_grad_enabled() and _asks_for_gradient(q, k, v, arguments)
     with_lse = True if learns and return_lse is False else return_lse
     # The cache's key: everything that checks, selection and the packed template depend on.
@@ -211,7 +214,7 @@ def _asks_for_gradient(q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, 
     return bool(arguments) and any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
 
 
-def _is_traced(tensor: Any) -> bool:
+def is_traced(tensor: Any) -> bool:
     """Whether a tensor has no data of its own, as those of tracers and of the meta device."""
     if type(tensor) in _PLAIN:
         return tensor.is_meta

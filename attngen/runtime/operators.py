@@ -107,6 +107,7 @@ class _Operators:
             setup_context=calls.setup_context,
             lib=library,
         )
+        torch.library.register_autograd(f"{self._namespace}::{backward_name}", calls.refuse_another, lib=library)
 
 
 class _Calls:
@@ -193,7 +194,7 @@ class _Calls:
         own: dict[str, Any],
         trailing: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
+        with torch.enable_grad(), _recording():
             inputs = [tensor.detach().requires_grad_() for tensor in leading[:3]]
             for name in self.signature.differentiable:
                 own[name] = own[name].detach().requires_grad_()
@@ -209,6 +210,10 @@ class _Calls:
             for tensor, gradient in zip(inputs, found, strict=True)
         )
 
+    def refuse_another(self, ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        """Refuse a second derivative, as eager calls of kernels do; torch would return a part of it and warn."""
+        raise NotImplementedError(f"{self.full_name}: gradients of attention cannot be differentiated again")
+
     def fake_backward(
         self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
     ) -> tuple[Tensor, ...]:
@@ -216,6 +221,11 @@ class _Calls:
         leading, own, _ = self.split(arguments)
         inputs = [*leading[:3], *(own[name] for name in self.signature.differentiable)]
         return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
+
+
+def _recording() -> Any:
+    """Let autograd record inside an operator, which a compiled program may call with autograd left out of dispatch."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
 
 
 class _Differentiation:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from attngen.errors import CallError, NoKernelError
@@ -215,6 +216,11 @@ def asks_for_determinism() -> int:
     if not torch.are_deterministic_algorithms_enabled():
         return 0
     return 1 if torch.is_deterministic_algorithms_warn_only_enabled() else 2
+
+
+def carries_tangent(*tensors: Any) -> bool:
+    """Whether one of these has a tangent of forward-mode differentiation, which no kernel computes with."""
+    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:

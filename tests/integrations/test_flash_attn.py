@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import flash_attn
@@ -140,7 +141,31 @@ def test_lengths_and_batches_that_change_are_compiled_once(given: dict[str, Any]
 def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
     q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in qkv())
     assert q.stride(-1) != 1
-    near(flash_attn.flash_attn_func(q, k, v, causal=True), flash_attention(q, k, v, causal=True)[0])
+    wanted = flash_attention(q, k, v, causal=True)[0]
+    near(flash_attn.flash_attn_func(q, k, v, causal=True), wanted)
+    near(flash_attn.flash_attn_with_kvcache(q, k.contiguous(), v.contiguous(), causal=True), wanted)
+
+
+def test_longest_lengths_may_be_tensors() -> None:
+    """torch takes a tensor of one integer where flash-attn's operators declare an int, and models pass such."""
+    q, k, v = (t.flatten(0, 1) for t in qkv(9, 9))
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    longest = starts.diff().max()
+    found = flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=True)  # type: ignore[arg-type]
+    assert torch.equal(found, flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, causal=True))
+
+
+def test_tensors_without_data_have_results_of_their_shapes() -> None:
+    with known("integrations/flash_attn"):
+        q, k, v = (t.to("meta") for t in qkv())
+        out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        assert out.is_meta
+        assert (out.shape, lse.shape) == (q.shape, (BATCH, HEADS, 9))
+        with FakeTensorMode():
+            q, k, v = qkv()
+            lengths = torch.full((BATCH,), 5, dtype=torch.int32)
+            out = flash_attn.flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=lengths)
+            assert out.shape == q.shape
 
 
 def test_positions_of_arguments_are_those_of_flash_attn() -> None:
@@ -199,6 +224,15 @@ def test_kvcache_appends_in_place(used: int | Tensor) -> None:
         assert torch.equal(k_cache[b, untouched], before[b, untouched])
         part, end = slice(b, b + 1), length + 3
         near(out[part], flash_attention(q[part], k_cache[part, :end], v_cache[part, :end], causal=True)[0])
+
+
+def test_caches_are_no_part_of_a_graph() -> None:
+    """flash-attn differentiates none of this; a cache that recorded every step would keep all of them alive."""
+    q, k_cache, v_cache = qkv(rows=3, keys=16)
+    new = torch.randn(BATCH, 3, KV_HEADS, DIM, requires_grad=True)
+    out = flash_attn.flash_attn_with_kvcache(q.requires_grad_(), k_cache, v_cache, new, new, cache_seqlens=4)
+    assert not any(t.requires_grad for t in (out, k_cache, v_cache))
+    assert torch.equal(k_cache[:, 4:7], new)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

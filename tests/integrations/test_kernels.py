@@ -207,6 +207,34 @@ def test_a_backward_without_a_fixed_order_does_not_count_where_one_is_asked_for(
     assert choice.has_backward("causal", q, v, ordered=True)
 
 
+def test_a_trace_takes_the_package_that_runs_on_its_gpu(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    install("causal", package="newer", arch="sm100a")
+    install("causal", "window", package="mine")
+
+    def chosen(*names: str) -> tuple[int, str]:
+        found: tuple[int, str] = choice._built_at_trace(
+            names, "bf16", 64, 64, "dense", "cuda", 0, "flash_attn", learns=False, ordered=False
+        )
+        return found
+
+    assert chosen("causal", "window") == (0, "mine/causal")
+    gpu.compute_capability = 100
+    assert chosen("causal", "window") == (0, "newer/causal")
+    gpu.compute_capability = 80
+    assert chosen("causal") == (0, "newer/causal")  # whose call says that it needs sm100a
+
+
+def test_a_dtype_that_no_kernel_has_is_refused_by_name(gpu: FakeDriver) -> None:
+    install("causal")
+    q, k, v = (t.to(torch.complex64).requires_grad_() for t in qkv())
+    with pytest.raises(CallError, match="q has dtype torch.complex64; allowed: "):
+        flash_attn.flash_attn_func(q, k, v, causal=True)
+    with sdpa() as routed, pytest.raises(NotImplementedError, match="ComplexFloat"):
+        F.scaled_dot_product_attention(q, k, v)
+    assert list(routed.reasons) == ["q, k and v are " + ", ".join(["torch.complex64"] * 2) + " and torch.complex64"]
+
+
 def test_flash_attn_asks_for_gradients_that_are_the_same_on_every_run(gpu: FakeDriver) -> None:
     with_backwards(False)
     leaves = [t.requires_grad_() for t in qkv()]

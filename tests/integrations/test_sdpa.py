@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import attngen
@@ -191,6 +193,20 @@ def test_errors_are_torchs_own() -> None:
     assert str(found.value) == str(wanted.value)
     with sdpa(backend="reference"), pytest.raises(IndexError):
         F.scaled_dot_product_attention(Q, K, V, attn_mask=some_mask(11))  # torch asks for two dimensions
+    three, whole = torch.randn(2, 7, 8), torch.ones(1, 1, 7, 8, dtype=torch.int64)
+    for given, mask in (
+        ((three, three, three), torch.randn(2, 1, 7, 7)),
+        ((three, None, three), None),
+        ((three, 3, three), None),
+        ((whole, whole, whole), torch.ones(7, 7, dtype=torch.int64)),
+    ):
+        told = []
+        for _ in range(2):
+            with sdpa(backend="reference", explain=True) as routed, pytest.raises((RuntimeError, TypeError)) as found:
+                (F.scaled_dot_product_attention if not told else TORCHS)(*given, attn_mask=mask)  # type: ignore[arg-type]
+            told.append((type(found.value), str(found.value)))
+            assert routed.routed == 0
+        assert told[0] == told[1]
 
 
 def test_report_of_each_call() -> None:
@@ -215,6 +231,16 @@ def test_inside_torch_func_and_compile_torch_decides() -> None:
         torch.testing.assert_close(compiled(Q), TORCHS(Q, K, V))
     assert dict(routed.reasons) == {"a transform of torch.func is active": 1}
     assert routed.routed == 0
+
+
+def test_forward_mode_derivatives_are_torchs() -> None:
+    with sdpa(backend="reference") as routed, sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+        dual = forward_ad.make_dual(Q, torch.ones_like(Q))
+        found = forward_ad.unpack_dual(F.scaled_dot_product_attention(dual, K, V)).tangent
+    wanted = torch.func.jvp(lambda q: oracles.sdpa(q, K, V), (Q,), (torch.ones_like(Q),))[1]
+    assert found is not None
+    near(found, wanted)
+    assert dict(routed.reasons) == {"forward-mode differentiation is active": 1}
 
 
 # --- hygiene ------------------------------------------------------------------------------------------------

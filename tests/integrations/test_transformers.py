@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 import attngen.integrations.transformers as attngen_transformers
@@ -207,6 +208,30 @@ def test_a_mask_function_that_is_not_known_becomes_a_tensor() -> None:
     wanted[:, 5] = True
     assert torch.equal(found, wanted.expand(2, 1, 7, 7))
     assert isinstance(mask(None), StructuredMask)
+
+
+def test_a_mask_of_integers_is_refused() -> None:
+    ones = torch.ones(1, 5, dtype=torch.int64)
+    with pytest.raises(CallError, match="the attention mask is torch.int64; it must be of bools, or of floats"):
+        model("llama")(input_ids=ones, attention_mask=ones.expand(1, 1, 5, 5))
+
+
+def test_a_model_with_attention_of_its_own_is_refused() -> None:
+    """It adds the mask to its scores, which a mask of bools would spoil in silence."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.MPNetConfig(**sizes, num_attention_heads=2, attn_implementation="attngen")
+    with pytest.raises(CallError, match="MPNetModel computes its attention itself, .* must be 'eager'"):
+        transformers.MPNetModel(config)(input_ids=torch.ones(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_models_without_data_have_logits_of_their_shape(kind: str) -> None:
+    with known("integrations/transformers"):
+        with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+            ids = torch.ones(2, 9, dtype=torch.int64)
+            empty = transformers.LlamaForCausalLM(model("llama").config)
+            found = empty(input_ids=ids).logits
+        assert found.shape == (2, 9, empty.config.vocab_size)
 
 
 def test_a_structured_mask_is_the_tensor_that_it_stands_for() -> None:

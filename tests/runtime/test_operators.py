@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attngen
 from attngen.errors import CallError, NoKernelError
@@ -155,6 +156,41 @@ def test_opcheck() -> None:
     cu = torch.tensor([0, 3, 24], dtype=torch.int32)
     packed = [t.detach().flatten(0, 1)[:24].requires_grad_() for t in inputs]
     torch.library.opcheck(operator, (*packed, cu, cu, 21, 21, 4, None, None, None, "varlen", None))
+
+
+def test_opcheck_of_the_backward() -> None:
+    install(graded_variant())
+    inputs = tensors()
+    own = torch.rand(4), torch.zeros(20, dtype=torch.int32), 0.5
+    namespace, name, _ = operators_of("graded")
+    forward, backward = (getattr(getattr(torch.ops, namespace), n).default for n in (name, f"{name}__backward"))
+    out, lse = forward(*inputs, *own, None, None, "bshd", None)
+    above = torch.randn_like(out), torch.randn_like(lse)
+    torch.library.opcheck(backward, (*above, out, lse, *inputs, *own, None, None, "bshd", None))
+
+
+def test_a_step_that_is_traced_whole_has_its_gradients() -> None:
+    """Its graph is run with autograd left out of dispatch, so that the reference must record for itself."""
+    install(variant("whole"))
+    inputs = tensors()
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(attngen.attention(*leaves, variant="whole").square().sum(), leaves)
+
+    traced = make_fx(step, tracing_mode="fake")(*inputs)
+    for a, b in zip(torch.compile(traced, backend="aot_eager")(*inputs), step(*inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_second_derivative_of_an_operator_is_refused() -> None:
+    install(variant("twice"))
+    q, k, v = (t.requires_grad_() for t in tensors())
+    namespace, name, _ = operators_of("twice")
+    out, _ = getattr(getattr(torch.ops, namespace), name)(q, k, v, None, None, None, "bshd", None)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of attention cannot be differentiated again"):
+        first.sum().backward()
 
 
 def test_fake_tensors_and_meta_tensors_take_the_operator() -> None:
