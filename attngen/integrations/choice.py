@@ -107,7 +107,7 @@ def attend(
         state = {RNG_STATE.name: draw(q.device)}
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
     ordered = deterministic or asks_for_determinism() == 2
-    if torch.compiler.is_compiling() or is_traced(q):
+    if is_traced(q):
         names = tuple(candidate.variant for candidate in candidates)
         layout = "dense" if packing is None else "varlen"
         dtype, device = _dtype(q), q.device.type

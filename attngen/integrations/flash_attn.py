@@ -278,7 +278,7 @@ def _lengths(cache_seqlens: int | Tensor, q: Tensor, new: int, room: int) -> Ten
         )
     if cache_seqlens.device != q.device:
         raise CallError(f"cache_seqlens is on {cache_seqlens.device}, but q is on {q.device}")
-    if cache_seqlens.is_cpu and not (torch.compiler.is_compiling() or is_traced(cache_seqlens)):
+    if cache_seqlens.is_cpu and not is_traced(cache_seqlens):
         for place, used in enumerate(cache_seqlens.tolist()):
             if not 0 <= used <= room - new:
                 raise CallError(

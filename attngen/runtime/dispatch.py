@@ -75,7 +75,7 @@ def attention(
     """
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
-    call = _traced if torch.compiler.is_compiling() or is_traced(q) else run
+    call = _traced if is_traced(q) else run
     return call(
         q, k, v, None, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments, tile_map,
         deterministic,
@@ -111,7 +111,7 @@ def attention_varlen(
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
-    call = _traced if torch.compiler.is_compiling() or is_traced(q) else run
+    call = _traced if is_traced(q) else run
     return call(
         q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, "varlen", backend, package, arguments,
         tile_map, deterministic,
@@ -215,7 +215,9 @@ def _asks_for_gradient(q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, 
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether a tensor has no data of its own, as those of tracers and of the meta device."""
+    """Whether a call with a tensor is traced: compiled, or the tensor has no data, as on the meta device."""
+    if torch.compiler.is_compiling():
+        return True
     if type(tensor) in _PLAIN:
         return tensor.is_meta
     return isinstance(tensor, Tensor)

@@ -20,6 +20,9 @@ MAX_PARAMETER_BYTES = 32764
 
 _BLOCK_ALIGNMENT = 64
 
+#: What to do about a kernel whose files do not fit: one was built here, another one came with a package.
+REMEDY = "build it anew, or reinstall its package"
+
 
 class Frame:
     """The values of kernels' parameters in memory, and pointers to them, which is what the driver takes.
@@ -250,7 +253,7 @@ class CudaDriver:
         if found != list(sizes):
             raise LoadError(
                 f"'{symbol}': the manifest lists {len(sizes)} parameters of {list(sizes)} B, but the cubin has "
-                f"{found} B; build it anew, or reinstall its package"
+                f"{found} B; {REMEDY}"
             )
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:

@@ -15,11 +15,8 @@ from attngen.dtypes import dtype as dtype_row
 from attngen.errors import AttngenError, LoadError
 from attngen.formats import MANIFEST_FORMAT, VERSION
 from attngen.lang.variant import Variant
-from attngen.runtime.driver import Driver
+from attngen.runtime.driver import REMEDY, Driver
 from attngen.runtime.packing import Layout, lay_out
-
-#: What to do about a kernel whose files do not fit: one was built here, another one came with a package.
-_REMEDY = "build it anew, or reinstall its package"
 
 
 class Entry:
@@ -108,7 +105,7 @@ class Kernel:
         if found != MANIFEST_FORMAT:
             raise LoadError(
                 f"{origin}: manifest format {found}, but this version of attngen reads format {MANIFEST_FORMAT}; "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
         self.manifest = manifest
         self.origin = origin
@@ -140,7 +137,7 @@ class Kernel:
                 manifest["symbol"], manifest["parameters"], manifest["threads"], self.shared_memory, self._image
             )
         except KeyError as error:
-            raise LoadError(f"{origin}: the manifest lacks {error}; {_REMEDY}") from None
+            raise LoadError(f"{origin}: the manifest lacks {error}; {REMEDY}") from None
         self.element_bytes = dtype_row(self.dtype).bytes
 
     def __repr__(self) -> str:
@@ -182,7 +179,7 @@ class Kernel:
         try:
             return tuple(Part(self, row, self._image_of(row)) for row in self.manifest.get("parts", ()))
         except KeyError as error:
-            raise LoadError(f"{self.origin}: the manifest lacks {error}; {_REMEDY}") from None
+            raise LoadError(f"{self.origin}: the manifest lacks {error}; {REMEDY}") from None
 
     def _image_of(self, row: Mapping[str, Any]) -> Callable[[], bytes]:
         read = self._part_images.get(row["name"])
@@ -237,9 +234,9 @@ def _verified(read: Callable[[], bytes], expected: str | None, name: str) -> byt
     try:
         image = read()
     except OSError as error:
-        raise LoadError(f"{name}: its cubin cannot be read ({error}); {_REMEDY}") from error
+        raise LoadError(f"{name}: its cubin cannot be read ({error}); {REMEDY}") from error
     if expected is not None and sha256(image).hexdigest() != expected:
-        raise LoadError(f"{name}: the cubin is damaged (its checksum differs from the manifest's); {_REMEDY}")
+        raise LoadError(f"{name}: the cubin is damaged (its checksum differs from the manifest's); {REMEDY}")
     return image
 
 
