@@ -164,13 +164,16 @@ def planned_wgmma(plan: Plan) -> int:
 def _planned_gradients(plan: Plan, roles: HopperGradients) -> int:
     """Return how many wgmma instructions the kernel of all products has.
 
-    In the loop one of each product; before it S of the first step and, where steps do not overlap, its dP and dV.
+    In the loop one of each product; before it S of the first step and, where steps do not overlap, its dP and dV. Where
+    consumers take turns, all of the first step stand before the loop, but dQ, which that of the last one follows.
     """
     s, dp, rows = plan.columns_qk[0].width // 16, plan.columns_v[0].width // 16, plan.tile_m // 16
     loop = s + dp + 2 * rows + plan.tile_n // 16
     if roles.cluster > 1:  # each begins with one of its own
         parts = sum(roles.parts_of(16 * width) for width in (s, dp))
         return s + dp + s + dp + rows * parts + plan.tile_n // 16 * (roles.dq_columns // roles.dq_part)
+    if roles.pingpong:
+        return 2 * loop
     return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
 
 

@@ -55,6 +55,7 @@ accumulate advance_buffer advance_dout buffer_phase ds_region empty here load_do
 own_start place_of_pairs rank release settle_dv there full end load_keys share share_end
 cluster_rank mapped sync_cluster arrive_at load_box_to copy_to add_floats values taken store_to marked_pair
 derivative not_hoisted own_lane p_derivative weighted
+ds_pairs ds_phase give_turn load_float4 of_rows row_place rows store_float4
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.

@@ -18,7 +18,7 @@ from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
 from attngen.plan.hopper import widths
 from attngen.plan.model import Columns, HopperGradients, Part, Plan, Region
-from attngen.plan.traits import is_light, reads_data_per_key, reads_positions
+from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
 from attngen.spec.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
@@ -39,7 +39,7 @@ _SECTION_BYTES = 24 * 2**20
 
 #: How names of kernels say what the softmax runs over.
 _LABELS = {
-    "gradients": (), "dp": ("dpoverlap",), "dk": ("dkoverlap",), "nothing": ("nooverlap",), "roles": (),
+    "gradients": (), "pingpong": ("pingpong",), "dk": ("dkoverlap",), "nothing": ("nooverlap",), "roles": (),
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
@@ -57,6 +57,7 @@ class _Choice:
     overlap: str
     packed: bool
     q_stages: int
+    rows_ahead: int = 0
 
 
 #: First match wins; ``_family`` says what the families are. Measured on an H200 where docs/performance.md says so; the
@@ -64,18 +65,23 @@ class _Choice:
 _TABLE = (
     _Choice("tight", 64, 128, overlap="nothing", packed=True, q_stages=2),
     _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
-    _Choice("plain", 64, 128, overlap="dp", packed=True, q_stages=2),
-    _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3),
-    _Choice("light", 64, 128, overlap="gradients", packed=True, q_stages=2),
-    _Choice("light", 128, 64, overlap="gradients", packed=True, q_stages=3),
-    _Choice("derived", 64, 128, overlap="dk", packed=True, q_stages=2),
-    _Choice("derived", 128, 64, overlap="dk", packed=True, q_stages=3),
+    _Choice("plain", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
+    _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
+    _Choice("light", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
+    _Choice("light", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
+    _Choice("divided", 64, 128, overlap="gradients", packed=True, q_stages=2),
+    _Choice("divided", 128, 64, overlap="gradients", packed=True, q_stages=3),
+    _Choice("derived", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
+    _Choice("derived", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=1),
+    _Choice("reading", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("reading", 128, 64, overlap="dk", packed=True, q_stages=3),
     _Choice("tight", 256, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("plain", 192, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("plain", 256, 64, overlap="dv", packed=False, q_stages=3),
     _Choice("light", 192, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("light", 256, 64, overlap="dv", packed=False, q_stages=3),
+    _Choice("divided", 192, 64, overlap="roles", packed=False, q_stages=3),
+    _Choice("divided", 256, 64, overlap="dv", packed=False, q_stages=3),
     _Choice("derived", 256, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
@@ -121,7 +127,9 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
             f"{stages} is not allowed: dO of a step takes {parts_of_dout} stages; nearest: {parts_of_dout}",
         )
     driver = driver_of(spec, "q")
-    registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and choice.overlap != "dk" else _WIDE_REGISTERS
+    varlen = spec.layout == "varlen"  # its loader and its consumers keep more
+    crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
+    registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     draft = HopperGradients(
         consumers=_CONSUMERS,
@@ -129,6 +137,8 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         consumer_registers=registers[1],
         overlap=choice.overlap,
         packed=choice.packed,
+        rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
+        rows_early=choice.rows_ahead > 0 and driver == "ranges" and not varlen,
         q_stages=choice.q_stages,
         box_columns=64 if qk % 64 == 0 and v % 64 == 0 and (by_rows or qk > 64) else 32,
         dq_columns=qk if by_rows else 64 if qk > 64 else 32,
@@ -137,8 +147,8 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         shared=(),
     )
     if wide:
-        divides = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
-        draft = _clustered(draft, qk, v, divides=divides and family in ("light", "tight"))
+        heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
+        draft = _clustered(draft, qk, v, divides=heavy and family in ("light", "divided", "tight"))
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
     name = naming.kernel_name(
         direction=spec.direction,
@@ -325,9 +335,9 @@ def _family(spec: KernelSpec) -> str:
     """Return what mask and score are made of: what they take of registers decides what a softmax can run over.
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
-    same for all pairs. "derived": one whose derivative differs. "reading": tensors are read by position. "tight": with
-    dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes more of the
-    loader of a single block.
+    same for all pairs, or values of a batch. "divided": these, with divisions. "derived": a score whose derivative
+    differs. "reading": tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS
+    those before; and a tile map with a fixed order takes more of the loader of a single block.
     """
     variant = spec.variant
     if variant.dropout or (spec.deterministic and not _is_wide(spec) and driver_of(spec, "q") == "tile_map"):
@@ -336,7 +346,9 @@ def _family(spec: KernelSpec) -> str:
         return "plain"
     if reads_positions(variant):
         return "reading"
-    return "derived" if _varies(spec) else "light"
+    if _varies(spec):
+        return "derived"
+    return "divided" if divides(variant) else "light"
 
 
 def derivative(variant: Variant, *, fast_math: bool) -> Slope:
@@ -408,6 +420,8 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
         "piece_taken": 2 * _PIECE_TAKEN_BYTES,
         "sum_tile": (_ORDERED_SUM_BYTES if roles.ordered else _SUM_BYTES) * _SUMS,
     }
+    if roles.pingpong:
+        sizes |= {"ds_full": 2 * _BARRIER_BYTES}
     yield from _placed(sizes)
 
 

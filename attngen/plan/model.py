@@ -147,9 +147,12 @@ class HopperGradients:
     consumers: int  # warpgroups that keep sums in registers: of 64 keys each, or one of dV and one of dK
     producer_registers: int  # per thread, as are the next two
     consumer_registers: int
-    overlap: str  # what the softmax of a step runs over: gradients (dQ and dK of the step before) | dk | dp | nothing;
+    overlap: str  # what the softmax of a step runs over: pingpong (products of the other consumer) |
+    # gradients (dQ and dK of the step before) | dk | nothing;
     # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
     packed: bool  # dS is computed from probabilities in 16 bits, not in float32
+    rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
+    rows_early: bool  # the loader asks for LSE and D of a step before it has a place for them
     q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
     box_columns: int  # columns of one copy
     dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
@@ -164,6 +167,11 @@ class HopperGradients:
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes."""
         return self.shared[-1].offset + self.shared[-1].bytes
+
+    @property
+    def pingpong(self) -> bool:
+        """Whether consumers take turns at the tensor cores."""
+        return self.overlap == "pingpong"
 
     @property
     def keys(self) -> int:

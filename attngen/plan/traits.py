@@ -47,10 +47,14 @@ def reads_positions(variant: Variant) -> bool:
 
 def is_light(variant: Variant) -> bool:
     """Whether there is no score, and the mask takes no registers to speak of: comparisons of sums, nothing else."""
-    heavy = ("floordiv", "mod", "truediv", "pow")
     if variant.score is not None:
         return False
-    return not any(isinstance(node, Load) or (isinstance(node, Op) and node.op in heavy) for node in _nodes(variant))
+    return not divides(variant) and not any(isinstance(node, Load) for node in _nodes(variant))
+
+
+def divides(variant: Variant) -> bool:
+    """Whether mask or score divide, or raise to a power."""
+    return any(isinstance(node, Op) and node.op in ("floordiv", "mod", "truediv", "pow") for node in _nodes(variant))
 
 
 def _nodes(variant: Variant) -> Iterator[Expr]:

@@ -68,7 +68,7 @@ _DOES_IN_CLUSTERS = {
 }
 _OVERLAPS = {
     "gradients": "runs under dQ and dK of the one before",
-    "dp": "runs under its dP",
+    "pingpong": "runs under products of the other consumer: they take turns at the tensor cores",
     "nothing": "runs under no product of its own warpgroup",
     "roles": "runs under products of other warpgroups",
     "dv": "runs under dV of the one before, and products of other warpgroups",

@@ -312,8 +312,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           for (int row = lane; row < kBlockM; row += 32) {
             const int q = q_start + row;
             const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
-            shared_at<float>(kLse + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
-            shared_at<float>(kDelta + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+            const uint32_t to = q_stage * kRowBytes + 4 * (row - lane + row_place(lane));
+            shared_at<float>(kLse + to) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            shared_at<float>(kDelta + to) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
           }
           __syncwarp();
           if (lane == 0) arrive(kQFull + 8 * q_stage);
@@ -423,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
-    const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
+    const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
     const float scale_log2e = softmax_scale * kLog2e;
     // Dropout: 16-bit numbers below the threshold drop a probability, and the others are divided by the rate of keeping.
     const uint32_t dropout_threshold = min(static_cast<int>(dropout_p * 65536.0f + 0.5f), 65535);
@@ -504,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (__any_sync(~0u, step.tile & kPartial)) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float2 lse = shared_at<float2>(lse_numbers + 64 * (i / 2) + 8 * (i % 2));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
@@ -523,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       } else {
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float2 lse = shared_at<float2>(lse_numbers + 64 * (i / 2) + 8 * (i % 2));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -567,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
-          const float2 delta = shared_at<float2>(delta_numbers + 32 * (pair / 2));
+          const float2 delta = shared_at<float2>(delta_numbers + 64 * i + 8 * (j / 2));
           const float2 both = unpack<Element>(whole[pair]);
           ds[j] = pack<Element>(both.x * (kept_dp(2 * pair) - delta.x), both.y * (kept_dp(2 * pair + 1) - delta.y));
         }
@@ -579,9 +580,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const auto store_dq = [&] {
       wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
       dq_phase ^= 1;
+      const uint32_t to = kDq + warpgroup * kDqBytes + 16 * group_thread;
 #pragma unroll
       for (int i = 0; i < kDqColumns / 8; ++i) {
-        shared_at<float4>(kDq + warpgroup * kDqBytes + 16 * (128 * i + group_thread)) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+        store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
       fence_async_proxy();
       __syncwarp();
@@ -666,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           more = step.tile >= 0;
           if (__any_sync(~0u, more)) release_dout();
           issue_s(q_stage);
-          wait_products<2>();
+            wait_products<2>();
           settle(dq);
           store_dq();
           find_kept();

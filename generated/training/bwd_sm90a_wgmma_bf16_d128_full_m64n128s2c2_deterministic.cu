@@ -26,6 +26,7 @@ constexpr int kStages = 2;  // dO tiles in flight
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kRowsAhead = 4;  // times 16 rows, whose numbers a consumer loads before it needs them
 constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
 constexpr int kBoxBytes = 2 * kBoxColumns;
 constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has all rows
@@ -285,6 +286,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
+          float lse[kBlockM / 32], delta[kBlockM / 32];  // on their way while the stage is in use
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const int q = q_start + 32 * i + lane;
+            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
+            lse[i] = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            delta[i] = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+          }
           wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
           if (lane == 0) {
             shared_at<Step>(kStep + q_stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
@@ -312,11 +321,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             kv_phase ^= 1;
             keys_loaded = true;
           }
-          for (int row = lane; row < kBlockM; row += 32) {
-            const int q = q_start + row;
-            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
-            shared_at<float>(kLse + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
-            shared_at<float>(kDelta + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const uint32_t to = q_stage * kRowBytes + 4 * (32 * i + row_place(lane));
+            shared_at<float>(kLse + to) = lse[i];
+            shared_at<float>(kDelta + to) = delta[i];
           }
           __syncwarp();
           if (lane == 0) arrive(kQFull + 8 * q_stage);
@@ -439,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
-    const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
+    const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
     const float scale_log2e = softmax_scale * kLog2e;
     float s[kBlockM / 2];       // logits, then probabilities
     float dp[kBlockM / 2];      // dP
@@ -504,6 +513,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     int stage = 0, q_stage = 0, slot = 0, buffer = 0;  // of dO, Q, work and dS
     uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0;
 
+    // Numbers of rows, of 16 rows each. The first are loaded before they are needed, the next when these have been used.
+    float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
+    const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_stage * kRowBytes + row_numbers + 64 * i);
+    };
     // Turns products into probabilities.
     const auto exponentiate_step = [&] {
       const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
@@ -513,7 +528,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (__any_sync(~0u, step.tile & kPartial)) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
+          const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int visible_to = seqlen_k - kv_first;
@@ -528,7 +545,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       } else {
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
+          const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -555,9 +574,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
-          const float2 delta = shared_at<float2>(delta_numbers + 32 * (pair / 2));
+          const float4 of_rows = delta_rows[i % kRowsAhead];
+          const float2 delta = j / 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
           ds[j] = pack<Element>(s[2 * pair] * (dp[2 * pair] - delta.x), s[2 * pair + 1] * (dp[2 * pair + 1] - delta.y));
         }
+        if (i + kRowsAhead < kBlockM / 16) delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
         store_transposed(to + 16 * i * 128, ds[0], ds[1], ds[2], ds[3]);
       }
       fence_async_proxy();
@@ -566,9 +587,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const auto store_dq = [&] {
       wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
       dq_phase ^= 1;
+      const uint32_t to = kDq + warpgroup * kDqBytes + 16 * group_thread;
 #pragma unroll
       for (int i = 0; i < kDqColumns / 8; ++i) {
-        shared_at<float4>(kDq + warpgroup * kDqBytes + 16 * (128 * i + group_thread)) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+        store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
       fence_async_proxy();
       __syncwarp();
@@ -623,6 +645,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         wait(kKvFull, kv_phase);
         kv_phase ^= 1;
         issue_s(q_stage);
+        load_rows(lse_rows, kLse);
         wait_products<0>();
         settle(s);
         exponentiate_step();
@@ -631,6 +654,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           // Probabilities of this step are known; dK of the one before is in flight.
           wait(kDoutFull + 8 * stage, phase);
           issue_dp(stage);
+          load_rows(delta_rows, kDelta);
           wait_products<1>();
           settle(dk);
           if (leader && !first) arrive(kQEmpty + 8 * (q_stage == 0 ? kQStages - 1 : q_stage - 1));
@@ -648,6 +672,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           step = next_step();
           more = step.tile >= 0;
           issue_s(q_stage);
+          load_rows(lse_rows, kLse);
           wait_products<1>();
           settle(dv);
           release_dout();

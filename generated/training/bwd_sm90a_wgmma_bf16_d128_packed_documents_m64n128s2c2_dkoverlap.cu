@@ -312,8 +312,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           for (int row = lane; row < kBlockM; row += 32) {
             const int q = q_start + row;
             const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
-            shared_at<float>(kLse + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
-            shared_at<float>(kDelta + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+            const uint32_t to = q_stage * kRowBytes + 4 * (row - lane + row_place(lane));
+            shared_at<float>(kLse + to) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            shared_at<float>(kDelta + to) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
           }
           __syncwarp();
           if (lane == 0) arrive(kQFull + 8 * q_stage);
@@ -428,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
-    const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
+    const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
     const float scale_log2e = softmax_scale * kLog2e;
     float s[kBlockM / 2];       // logits, then probabilities
     float dp[kBlockM / 2];      // dP
@@ -516,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
           __syncwarp();  // loads of all queries at once would take too many registers
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float2 lse = shared_at<float2>(lse_numbers + 64 * (i / 2) + 8 * (i % 2));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
@@ -538,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
           __syncwarp();  // loads of all queries at once would take too many registers
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float2 lse = shared_at<float2>(lse_numbers + 64 * (i / 2) + 8 * (i % 2));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -563,7 +564,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
-          const float2 delta = shared_at<float2>(delta_numbers + 32 * (pair / 2));
+          const float2 delta = shared_at<float2>(delta_numbers + 64 * i + 8 * (j / 2));
           const float2 both = unpack<Element>(p[pair]);
           ds[j] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
         }
@@ -575,9 +576,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const auto store_dq = [&] {
       wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
       dq_phase ^= 1;
+      const uint32_t to = kDq + warpgroup * kDqBytes + 16 * group_thread;
 #pragma unroll
       for (int i = 0; i < kDqColumns / 8; ++i) {
-        shared_at<float4>(kDq + warpgroup * kDqBytes + 16 * (128 * i + group_thread)) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+        store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
       fence_async_proxy();
       __syncwarp();

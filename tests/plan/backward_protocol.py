@@ -1,7 +1,7 @@
 """A model of the barriers of the CUDA backward, as ``protocol`` has one of the forwards.
 
-Roles follow ``_gradient_loader``, ``_gradient_adder`` and ``_gradient_consumer`` with ``_gradient_steps`` or
-``_gradient_steps_overlap``, line by line.
+Roles follow ``_gradient_loader``, ``_gradient_adder`` and ``_gradient_consumer`` with ``_gradient_steps``,
+``_gradient_steps_overlap`` or ``_gradient_steps_pingpong``, line by line.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Rules:
 
     wait_for_adder: bool = True  # the last dQ of a tile of work was taken before dV goes to its place
     meet_before_dq: bool = True  # dS of both consumers is complete before either multiplies it
+    phase_of_both: bool = True  # where consumers take turns: the buffers of dS are waited for in phases of their own
     two_buffers: bool = True  # dS of a step lies elsewhere than that of the step before
     meet_after_rows: bool = True  # dK has left the place of dS before the next tile of work writes there
     keys_until_products: bool = True  # K and V are released when all products are complete
@@ -46,7 +47,7 @@ class Case:
     def random(cls, random: Random) -> Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
-        overlap = random.choice(("gradients", "dk", "dp", "nothing"))
+        overlap = random.choice(("pingpong", "gradients", "dk", "nothing"))
         return cls(works, random.randint(2, 3), random.randint(2, 3), overlap)
 
 
@@ -67,6 +68,8 @@ class Backward(Simulation):
         )  # fmt: skip
         self.dq: list[object] = [None] * CONSUMERS
         self.ds: list[list[object]] = [[None] * CONSUMERS for _ in range(2)]  # by buffer and consumer
+        self.ds_full = [Barrier(WARPS * CONSUMERS) for _ in range(2)]
+        self.turn = [Named(2 * WARPS) for _ in range(CONSUMERS)]
         self.group = [Named(WARPS) for _ in range(CONSUMERS)]
         self.all = Named(WARPS * CONSUMERS)
         self.roles = {"loader": loader(self), "adder": adder(self)}
@@ -146,7 +149,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
     rules: Rules = s.rules  # type: ignore[assignment]
     leader = w == 0
     q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
-    slot = buffer = dq_phase = 0
+    slot = buffer = dq_phase = ds_phase = 0
     work = -1
     step: object = None
 
@@ -252,12 +255,12 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             before.release()
 
     def plain() -> Role:
-        """``_gradient_steps.cu.j2``; whether dP follows S at once or behind the softmax is the same to barriers."""
+        """``_gradient_steps.cu.j2``."""
         own = step
-        yield dout.full()
         yield from issue(*product("s", (q, dout, buffer), own))
-        yield from issue(*product("dp", (q, dout, buffer), own))
         yield from complete(*product("s", (q, dout, buffer), own))
+        yield dout.full()
+        yield from issue(*product("dp", (q, dout, buffer), own))
         yield from issue(*product("dv", (q, dout, buffer), own))
         yield from complete(*product("dp", (q, dout, buffer), own))
         more = True
@@ -285,18 +288,78 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield from issue(*s_reads)
             yield from complete(*reads)
             yield from store_dq(own)
+            yield from complete(*last)
+            yield from complete(*s_reads)
+            if leader:
+                used.release()
             if more:
                 yield dout.full()
             yield from issue(*dp_reads)
-            yield from complete(*last)
-            if leader:
-                used.release()
-            yield from complete(*s_reads)
             yield from issue(*dv_reads)
             yield from complete(*dp_reads)
             own = following
         release_dout()
 
+    def in_turns() -> Role:
+        """``_gradient_steps_pingpong.cu.j2``."""
+        nonlocal ds_phase
+
+        def give_turn() -> None:
+            s.turn[1 - c].arrive()
+
+        def multiply_dq(own: object) -> Role:
+            nonlocal ds_phase
+            if rules.meet_before_dq:
+                yield s.ds_full[buffer].done(ds_phase)
+            ds_phase ^= (buffer ^ 1) if rules.phase_of_both else buffer
+            yield from issue(*product("dq", (q, dout, buffer), own))
+
+        own = before = None
+        buffer_before = buffer
+        yield from s.turn[c].sync()
+        more = True
+        while more:
+            own = step
+            reads = product("s", (q, dout, buffer), own)
+            yield from issue(*reads)
+            yield dout.full()
+            here = dout.copy()
+            dp_reads = product("dp", (q, here, buffer), own)
+            yield from issue(*dp_reads)
+            yield from complete(*reads)
+            give_turn()
+            if before is not None:
+                buffer_before = buffer
+                yield from multiply_dq(before)
+            yield from complete(*dp_reads)
+            yield from store_ds(own)
+            if before is not None:
+                yield from complete(*product("dq", (q, here, buffer_before), before))
+                yield from store_dq(before)
+            s.ds_full[buffer].arrive()
+            yield from s.turn[c].sync()
+            used = q.copy()
+            reads = product("dv", (used, here, buffer), own)
+            yield from issue(*reads)
+            last = product("dk", (used, here, buffer), own)
+            yield from issue(*last)
+            yield from complete(*reads)
+            release_dout()
+            q.advance()
+            yield from next_step()
+            more = step not in (END_OF_TILE, END_OF_ALL)
+            yield from complete(*last)
+            if leader:
+                used.release()
+            before = own
+        give_turn()
+        yield from multiply_dq(before)
+        yield from complete(*product("dq", (q, dout, buffer), before))
+        yield from store_dq(before)
+
+    steps_of = {"pingpong": in_turns, "nothing": plain}.get(case.overlap, overlapping)
+    if case.overlap == "pingpong" and c == 1:
+        s.turn[0].arrive()
     while True:
         yield from next_step()
         if step == END_OF_ALL:
@@ -306,7 +369,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield kv.full()
             if not rules.keys_until_products and leader:
                 kv.release()
-            yield from (overlapping() if case.overlap in ("gradients", "dk") else plain())
+            yield from steps_of()
             if rules.keys_until_products and leader:
                 kv.release()
             kv.advance()
@@ -331,4 +394,6 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         if leader:
             s.work_empty[slot].arrive()
         slot ^= 1
+    if case.overlap == "pingpong" and c == 0:
+        yield from s.turn[0].sync()
     s.dq_full[c].arrive()

@@ -67,13 +67,7 @@ __device__ __forceinline__ void keep_pairs(
   }
 }
 
-// The lane of a thread, and an argument: of these, and of what is made of them, the compiler keeps nothing in registers.
-__device__ __forceinline__ int lane_of_warp() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
+// An argument, of which and of what is made of it the compiler keeps nothing in registers.
 __device__ __forceinline__ float anew(float argument) {
   float same;
   asm volatile("mov.f32 %0, %1;" : "=f"(same) : "f"(argument));

@@ -19,6 +19,31 @@ __device__ __forceinline__ uint32_t not_hoisted(uint32_t value) {
   return value;
 }
 
+// The lane of a thread, asked for where this stands: what is made of it takes no registers before.
+__device__ __forceinline__ int lane_of_warp() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// Floats of shared memory, by their address: a constant that is added to it takes no instruction.
+__device__ __forceinline__ float4 load_float4(uint32_t from) {
+  float4 x;
+  asm volatile(
+      "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(from)
+      : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_float4(uint32_t to, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Where the number of a row stands among those of a tile: a lane takes four of each 16 rows, and takes them at once.
+__device__ __forceinline__ int row_place(int row) { return row & ~15 | row / 2 % 4 * 4 | row / 8 % 2 * 2 | row % 2; }
+
 // Adds floats of shared memory to global memory, in no fixed order (PTX ISA, "cp.reduce.async.bulk").
 __device__ __forceinline__ void add_floats(float* to, uint32_t from, uint32_t bytes) {
   asm volatile(

@@ -1,6 +1,6 @@
-// bwd_sm90a_wgmma_bf16_d64_causal_sink_m128n128s2c2_dpoverlap
+// bwd_sm90a_wgmma_bf16_d64_packed_documents_m64n128s2c2_pingpong
 //
-// Attention backward, variant causal_sink: mask `q_pos >= kv`, sink `sinks[h]`.
+// Attention backward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
 // Rendered from templates/cuda/backward.cu.j2 by `attngen build specs/training.yaml`.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
@@ -17,44 +17,46 @@
 
 using Element = bf16;
 
-constexpr int kBlockM = 128;  // query rows of one step
+constexpr int kBlockM = 64;  // query rows of one step
 constexpr int kBlockN = 128;  // keys of a block
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
-constexpr int kQStages = 2;  // Q tiles in flight
+constexpr int kQStages = 3;  // Q tiles in flight
 constexpr int kStages = 2;  // dO tiles in flight
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kRowsAhead = 2;  // times 16 rows, whose numbers a consumer loads before it needs them
+constexpr int kBoxColumns = 32;  // columns that one copy brings; rows of 64 bytes, swizzled
 constexpr int kBoxBytes = 2 * kBoxColumns;
-constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has half of the rows
+constexpr int kDqColumns = 32;  // columns of dQ of a consumer, which has all rows
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kK = kShared + 0;  // 16384 B: K
 constexpr uint32_t kV = kShared + 16384;  // 16384 B: V
-constexpr uint32_t kQ = kShared + 32768;  // 32768 B: Q, a tile per stage
-constexpr uint32_t kDout = kShared + 65536;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = kShared + 98304;  // 65536 B: dS of two steps, then dK on its way out
-constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way out, then dV
-constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: sums of dQ that are rounded, and the next ones
-constexpr uint32_t kLse = kShared + 212992;  // 1024 B: log-sum-exp of the rows of each stage
-constexpr uint32_t kDelta = kShared + 214016;  // 1024 B: D of the rows of each stage
-constexpr uint32_t kWork = kShared + 215040;  // 64 B: two tiles of work: the one that is computed and the next
-constexpr uint32_t kStep = kShared + 215104;  // 16 B: which queries each stage of Q holds
-constexpr uint32_t kKvFull = kShared + 215120;  // 8 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 215128;  // 8 B: barriers
-constexpr uint32_t kQFull = kShared + 215136;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 215152;  // 16 B: barriers
-constexpr uint32_t kDoutFull = kShared + 215168;  // 16 B: barriers
-constexpr uint32_t kDoutEmpty = kShared + 215184;  // 16 B: barriers
-constexpr uint32_t kDqFull = kShared + 215200;  // 16 B: barriers
-constexpr uint32_t kDqEmpty = kShared + 215216;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 215232;  // 16 B: barriers
-constexpr uint32_t kPieceFull = kShared + 215248;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 215264;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 215328;  // 64 B: where dQ of the last steps belongs
+constexpr uint32_t kQ = kShared + 32768;  // 24576 B: Q, a tile per stage
+constexpr uint32_t kDout = kShared + 57344;  // 16384 B: dO, a tile per stage
+constexpr uint32_t kDs = kShared + 73728;  // 32768 B: dS of two steps, then dK on its way out
+constexpr uint32_t kDq = kShared + 106496;  // 16384 B: dQ on its way out, then dV
+constexpr uint32_t kPiece = kShared + 122880;  // 16384 B: sums of dQ that are rounded, and the next ones
+constexpr uint32_t kLse = kShared + 139264;  // 768 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = kShared + 140032;  // 768 B: D of the rows of each stage
+constexpr uint32_t kWork = kShared + 140800;  // 64 B: two tiles of work: the one that is computed and the next
+constexpr uint32_t kStep = kShared + 140864;  // 24 B: which queries each stage of Q holds
+constexpr uint32_t kKvFull = kShared + 140888;  // 8 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 140896;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 140904;  // 24 B: barriers
+constexpr uint32_t kQEmpty = kShared + 140928;  // 24 B: barriers
+constexpr uint32_t kDoutFull = kShared + 140952;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 140968;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 140984;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 141000;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 141016;  // 16 B: barriers
+constexpr uint32_t kPieceFull = kShared + 141032;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 141048;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 141112;  // 64 B: where dQ of the last steps belongs
+constexpr uint32_t kDsFull = kShared + 141176;  // 16 B: barriers
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kDoutBytes = kBlockM * kHeadDimV * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
@@ -68,10 +70,10 @@ constexpr int kPiecesOfTile = 4 * kSumsOfTile / kPieceBytes;
 
 // How the tensor cores read these: rows of operands of S and dP, and the same again by columns in the other products.
 // dS has rows of queries, in boxes of the 64 keys of a consumer.
-using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
-using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
-using KeyColumns = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
-using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
+using KeyRows = Matrix<16, 8 * kBoxBytes, 2>;
+using QueryRows = Matrix<16, 8 * kBoxBytes, 2>;
+using KeyColumns = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 2>;
+using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 2>;
 using DsRows = Matrix<16, 1024, 1>;
 using DsColumns = Matrix<kBlockM * 128, 1024, 1>;
 
@@ -109,7 +111,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causal_sink_m128n128s2c2_dpoverlap_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_packed_documents_m64n128s2c2_pingpong_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -156,15 +158,16 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
 // in global memory, and one rounds these when they are complete. The others consume: each has 64 keys, multiplies
 // S^T = K Q^T and dP^T = V dO^T, and keeps dK and dV in registers; dS goes through shared memory, since dQ sums over the
 // keys of both.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_causal_sink_m128n128s2c2_dpoverlap_dkdv(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_packed_documents_m64n128s2c2_pingpong_dkdv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
-    const int* seqused_k_ptr, uint32_t* tile_counter, const float* sinks_ptr,
+    const int* seqused_k_ptr, uint32_t* tile_counter, const int* doc_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int extent_sinks_0,
+    long long stride_doc_0,
+    int extent_doc_0, int extent_doc_1,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
@@ -193,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     for (int slot = 0; slot < 2; ++slot) {
       init_barrier(kWorkEmpty + 8 * slot, kConsumers);
       init_barrier(kPieceFull + 8 * slot, 1);
+      init_barrier(kDsFull + 8 * slot, 4 * kConsumers);
     }
     fence_barrier_init();
   }
@@ -214,8 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       place_tile(index, pieces, units, section, unit, place);
       const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kPiecesOfTile / q_tiles;
       const int q_tile = place / kPiecesOfTile % q_tiles, part = place % kPiecesOfTile;
-      constexpr int kParts = kDqColumns / 32;
-      const int first_row = q_tile * kBlockM + part / kParts * 64, first_column = part % kParts * 32;
+      const int first_row = q_tile * kBlockM, first_column = 32 * part;
       piece.rows = seqlen_q - first_row;
       if (__any_sync(~0u, piece.rows <= 0)) continue;
       const uint32_t tiles = kv_tiles;
@@ -283,6 +286,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
+          float lse[kBlockM / 32], delta[kBlockM / 32];  // on their way while the stage is in use
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const int q = q_start + 32 * i + lane;
+            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
+            lse[i] = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            delta[i] = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+          }
           wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
           if (lane == 0) {
             shared_at<Step>(kStep + q_stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
@@ -308,11 +319,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             kv_phase ^= 1;
             keys_loaded = true;
           }
-          for (int row = lane; row < kBlockM; row += 32) {
-            const int q = q_start + row;
-            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
-            shared_at<float>(kLse + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
-            shared_at<float>(kDelta + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const uint32_t to = q_stage * kRowBytes + 4 * (32 * i + row_place(lane));
+            shared_at<float>(kLse + to) = lse[i];
+            shared_at<float>(kDelta + to) = delta[i];
           }
           __syncwarp();
           if (lane == 0) arrive(kQFull + 8 * q_stage);
@@ -335,8 +346,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
         const int seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
         const int visible_lo = max(seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
-        const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
+        const int doc_kv_hi = (kv_hi < extent_doc_1) ? doc_ptr[static_cast<long long>(b) * stride_doc_0 + static_cast<long long>(kv_hi)] : 0;
+        const int doc_after = first_at_least(doc_ptr + static_cast<long long>(b) * stride_doc_0, 1, seqlen_k, doc_kv_hi, true);
+        const int value = seqlen_q_minus_seqlen_k + doc_after;
         const int full_lo = (max(seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
+        const int doc_kv_lo = (kv_start < extent_doc_1) ? doc_ptr[static_cast<long long>(b) * stride_doc_0 + static_cast<long long>(kv_start)] : 0;
+        const int full_hi = min(max(doc_kv_lo == doc_kv_hi ? value : 0, 0) / kBlockM, whole_tiles);
+        const int visible_hi = static_cast<int>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(static_cast<long long>(value) + kBlockM) - 1), static_cast<long long>(0))) / static_cast<long long>(kBlockM));
 
         const bool ragged = kv_start + kBlockN > seqlen_k;  // keys end in this tile, so that each step needs the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // keys behind the used ones are seen by no head
@@ -346,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
           for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
             const int tile = visible_lo + place;
-            load_step(h, tile, ragged || !(tile >= full_lo && tile < whole_tiles));
+            load_step(h, tile, ragged || !(tile >= full_lo && tile < full_hi));
             if (++place == tiles) place = 0;
           }
         }
@@ -422,11 +438,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
-    const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
+    const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
     const float scale_log2e = softmax_scale * kLog2e;
     float s[kBlockM / 2];       // logits, then probabilities
     float dp[kBlockM / 2];      // dP
     uint32_t p[kBlockM / 4];    // probabilities, in pairs
+    uint32_t ds_pairs[kBlockM / 4];  // dS, in pairs
     float dq[kDqColumns / 2];
     float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
 
@@ -461,19 +478,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
-    const auto issue_dk = [&](int q_stage, int buffer) {
-      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * 128);
+    const auto issue_dk = [&](int q_stage) {
       const QueryColumns q(kQ + q_stage * kQBytes);
       fence_products();
 #pragma unroll
       for (int row = 0; row < kBlockM; row += 16) {
-        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * 128), q.at(row * kBoxBytes), 1);
+        Product<Element, kHeadDimQk>::template rs<1>(dk, ds_pairs + row / 4, q.at(row * kBoxBytes), 1);
       }
       commit_products();
     };
     const auto issue_dq = [&](int buffer) {
-      const DsRows ds(kDs + buffer * kDsBytes + warpgroup * 64 * 128);
-      const KeyColumns k(kK);
+      const DsRows ds(kDs + buffer * kDsBytes);
+      const KeyColumns k(kK + warpgroup * (kDqColumns / kBoxColumns) * kBlockN * kBoxBytes);
       fence_products();
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 16) {
@@ -485,28 +501,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
     Step step = {};
     int stage = 0, q_stage = 0, slot = 0, buffer = 0;  // of dO, Q, work and dS
-    uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0;
+    uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0, ds_phase = 0;
 
+    // Numbers of rows, of 16 rows each. The first are loaded before they are needed, the next when these have been used.
+    float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
+    const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_stage * kRowBytes + row_numbers + 64 * i);
+    };
     // Turns products into probabilities, and those of pairs that are not visible to 0.
     const auto exponentiate_step = [&] {
       const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
+      const int b = work.b;
       const int seqlen_k = work.seqlen_k;
       const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
       const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
       const uint32_t lse_numbers = kLse + q_stage * kRowBytes + row_numbers;
       if (__any_sync(~0u, step.tile & kPartial)) {
+        const auto* doc_b = doc_ptr + static_cast<long long>(b) * stride_doc_0;
+        struct Row {
+          int doc_kv;
+        };
+        Row rows[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys behind the end repeat the last one
+          const int doc_kv = doc_b[static_cast<long long>(kv)];
+          rows[row] = {doc_kv};
+        }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
+          const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int doc_q_pos = (q_pos >= 0) ? doc_b[static_cast<long long>(q_pos)] : 0;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              if (8 * row >= visible_to) x = kMasked;
+              const auto [doc_kv] = rows[row];
+              if (!(8 * row < visible_to && doc_q_pos == doc_kv)) x = kMasked;
               x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
             }
           }
@@ -516,7 +554,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       } else {
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
+          const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -537,25 +577,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * 128 + q * 128 + 16 * (chunk ^ q % 8);
 #pragma unroll
       for (int i = 0; i < kBlockM / 16; ++i) {
-        uint32_t ds[4];
+        uint32_t* const ds = ds_pairs + 4 * i;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
-          const float2 delta = shared_at<float2>(delta_numbers + 32 * (pair / 2));
+          const float4 of_rows = delta_rows[i % kRowsAhead];
+          const float2 delta = j / 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
           const float2 both = unpack<Element>(p[pair]);
           ds[j] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
         }
+        if (i + kRowsAhead < kBlockM / 16) delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
         store_transposed(to + 16 * i * 128, ds[0], ds[1], ds[2], ds[3]);
       }
-      fence_async_proxy();
     };
     // dQ, in the order of registers, to where it is added from.
     const auto store_dq = [&] {
       wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
       dq_phase ^= 1;
+      const uint32_t to = kDq + warpgroup * kDqBytes + 16 * group_thread;
 #pragma unroll
       for (int i = 0; i < kDqColumns / 8; ++i) {
-        shared_at<float4>(kDq + warpgroup * kDqBytes + 16 * (128 * i + group_thread)) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+        store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
       fence_async_proxy();
       __syncwarp();
@@ -586,19 +628,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const int own_lane = not_hoisted(lane), row = 16 * (warp % 4) + own_lane % 16;
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
-        const int chunk = i + own_lane / 16, swizzled = chunk ^ (row % 8);
+        const int chunk = i + own_lane / 16, swizzled = chunk ^ (row / 2 % 4);
         const auto pair = [&](int j) { return pack<Element>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
         store_blocks(own + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
       }
       named_sync(2 + warpgroup, 128);
       for (int i = group_thread; i < 64 * kChunks; i += 128) {
-        const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row % 8);
+        const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row / 2 % 4);
         if (row < count && chunk < columns / 8) {
           *reinterpret_cast<int4*>(rows + row * stride + 8 * chunk) = shared_at<int4>(own + 16 * (row * kChunks + swizzled));
         }
       }
     };
 
+    if (warpgroup == 1) named_arrive(4, 128 * kConsumers);  // the first turn is the other's
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;
@@ -609,57 +652,91 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (__any_sync(~0u, step.tile >= 0)) {
         wait(kKvFull, kv_phase);
         kv_phase ^= 1;
+        // The consumers take turns at the tensor cores: the softmax of one runs under the products of the other. dQ of a step is
+        // multiplied in the next one, so that neither waits for dS of the other.
+        const auto take_turn = [&] { named_sync(4 + warpgroup, 128 * kConsumers); };
+        const auto give_turn = [&] { named_arrive(5 - warpgroup, 128 * kConsumers); };
+        bool more = true;
+        int q_used;
+        take_turn();
         issue_s(q_stage);
+        load_rows(lse_rows, kLse);
         wait(kDoutFull + 8 * stage, phase);
         issue_dp(stage);
         wait_products<1>();
         settle(s);
+        give_turn();
         exponentiate_step();
+        load_rows(delta_rows, kDelta);
 
-        issue_dv(stage);
-        wait_products<1>();
+        wait_products<0>();
         settle(dp);
-        bool more = true;
+        buffer ^= 1;
+        store_ds(buffer);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) arrive(kDsFull + 8 * buffer);
+        take_turn();
+        issue_dv(stage);
+        issue_dk(q_stage);
+        wait_products<1>();
+        settle(dv);
+        release_dout();
+        q_used = q_stage;
+        advance_q();
+        step = next_step();
+        more = step.tile >= 0;
+        wait_products<0>();
+        settle(dk);
+        if (leader) arrive(kQEmpty + 8 * q_used);
+
         while (__any_sync(~0u, more)) {
-          // dP and the probabilities of this step are known; dV is in flight.
+          issue_s(q_stage);
+          load_rows(lse_rows, kLse);
+          wait(kDoutFull + 8 * stage, phase);
+          issue_dp(stage);
+          wait_products<1>();
+          settle(s);
+          give_turn();
+          exponentiate_step();
+          load_rows(delta_rows, kDelta);
+
+          wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
+          ds_phase ^= buffer ^ 1;
+          issue_dq(buffer);
+
+          wait_products<1>();
+          settle(dp);
           buffer ^= 1;
           store_ds(buffer);
-          sync_consumers();  // dS of both is complete
-          issue_dq(buffer);
-          issue_dk(q_stage, buffer);
-          wait_products<2>();
+          wait_products<0>();
+          settle(dq);
+          store_dq();
+          fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) arrive(kDsFull + 8 * buffer);
+          take_turn();
+          issue_dv(stage);
+          issue_dk(q_stage);
+          wait_products<1>();
           settle(dv);
-
-          // The products of the next step under these; behind the last one those of what is there, with probabilities of 0.
-          const int q_used = q_stage;
+          release_dout();
+          q_used = q_stage;
           advance_q();
           step = next_step();
           more = step.tile >= 0;
-          if (__any_sync(~0u, more)) release_dout();
-          issue_s(q_stage);
-          wait_products<2>();
-          settle(dq);
-          store_dq();
-          if (__any_sync(~0u, more)) wait(kDoutFull + 8 * stage, phase);
-          issue_dp(stage);
-          wait_products<2>();
+          wait_products<0>();
           settle(dk);
           if (leader) arrive(kQEmpty + 8 * q_used);
-          wait_products<1>();
-          settle(s);
-          exponentiate_step();
-
-          if (__any_sync(~0u, !more)) {
-#pragma unroll
-            for (int i = 0; i < kBlockM / 4; ++i) p[i] = 0;
-          }
-          issue_dv(stage);
-          wait_products<1>();
-          settle(dp);
         }
+        give_turn();
+        wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
+        ds_phase ^= buffer ^ 1;
+        issue_dq(buffer);
+
         wait_products<0>();
-        settle(dv);
-        release_dout();
+        settle(dq);
+        store_dq();
         if (leader) arrive(kKvEmpty);
       }
       // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
@@ -677,6 +754,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (leader) arrive(kWorkEmpty + 8 * slot);
       slot ^= 1;
     }
+    if (warpgroup == 0) named_sync(4, 128 * kConsumers);  // the last turn, which nobody takes
     // Tells the warp that adds dQ, and has taken the last one, that there is no more.
     if (lane == 0) arrive(kDqFull + 8 * warpgroup);
     // No tile of keys is left: helps to round the last heads, straight from L2, where other blocks added them up.

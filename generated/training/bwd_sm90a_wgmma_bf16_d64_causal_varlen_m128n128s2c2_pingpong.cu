@@ -1,6 +1,6 @@
-// bwd_sm90a_wgmma_bf16_d64_sliding_window_m128n128s2c2_dpoverlap
+// bwd_sm90a_wgmma_bf16_d64_causal_varlen_m128n128s2c2_pingpong
 //
-// Attention backward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
+// Attention backward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/backward.cu.j2 by `attngen build specs/training.yaml`.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
@@ -26,6 +26,7 @@ constexpr int kStages = 2;  // dO tiles in flight
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kRowsAhead = 1;  // times 16 rows, whose numbers a consumer loads before it needs them
 constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
 constexpr int kBoxBytes = 2 * kBoxColumns;
 constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has half of the rows
@@ -55,6 +56,7 @@ constexpr uint32_t kWorkEmpty = kShared + 215232;  // 16 B: barriers
 constexpr uint32_t kPieceFull = kShared + 215248;  // 16 B: barriers
 constexpr uint32_t kPieceTaken = kShared + 215264;  // 64 B: which these are
 constexpr uint32_t kSumTile = kShared + 215328;  // 64 B: where dQ of the last steps belongs
+constexpr uint32_t kDsFull = kShared + 215392;  // 16 B: barriers
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kDoutBytes = kBlockM * kHeadDimV * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
@@ -109,11 +111,11 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_sliding_window_m128n128s2c2_dpoverlap_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causal_varlen_m128n128s2c2_pingpong_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
-    long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
+    long long stride_out_s, long long stride_out_h,
+    long long stride_dout_s, long long stride_dout_h,
     int heads, int rows, int row_tiles, long long sum_chunks,
     int has_dlse
 ) {
@@ -131,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_slidi
   for (int i = 0; i < kRows; ++i) {
     const int row = first + i * (16 / kRows);
     if (row < rows) {
-      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + 8 * chunk);
-      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + 8 * chunk);
+      const int4 out = *reinterpret_cast<const int4*>(out_ptr + h * stride_out_h + row * stride_out_s + 8 * chunk);
+      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + h * stride_dout_h + row * stride_dout_s + 8 * chunk);
       delta[i] = dot<Element>(out.x, dout.x) + dot<Element>(out.y, dout.y) + dot<Element>(out.z, dout.z) + dot<Element>(out.w, dout.w);
     }
   }
@@ -156,18 +158,17 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_slidi
 // in global memory, and one rounds these when they are complete. The others consume: each has 64 keys, multiplies
 // S^T = K Q^T and dP^T = V dO^T, and keeps dK and dV in registers; dS goes through shared memory, since dQ sums over the
 // keys of both.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_sliding_window_m128n128s2c2_dpoverlap_dkdv(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_causal_varlen_m128n128s2c2_pingpong_dkdv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
-    const int* seqused_k_ptr, uint32_t* tile_counter,
-    long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
-    long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
-    long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k, int q_tiles,
+    const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    long long stride_dq_s, long long stride_dq_h,
+    long long stride_dk_s, long long stride_dk_h,
+    long long stride_dv_s, long long stride_dv_h,
+    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int max_seqlen_q, int max_seqlen_k,
+    int total_q, int total_k,
     float softmax_scale,
-    int window,
     int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
@@ -193,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     for (int slot = 0; slot < 2; ++slot) {
       init_barrier(kWorkEmpty + 8 * slot, kConsumers);
       init_barrier(kPieceFull + 8 * slot, 1);
+      init_barrier(kDsFull + 8 * slot, 4 * kConsumers);
     }
     fence_barrier_init();
   }
@@ -200,8 +202,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
   // dQ is rounded when the last tile of keys of a KV head is added: pieces of 64 rows and 32 columns, in the order in which
   // heads are computed, and whichever warp is free takes the next one.
+  const int q_tiles = (max_seqlen_q + kBlockM - 1) / kBlockM;
   // Counters behind the sums.
-  const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile) + place; };
+  const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(heads * (total_q / kBlockM + batch)) * kSumsOfTile) + place; };
   // How many tiles of keys of a KV head are added; behind the last one, how many pieces are taken.
   const auto done = [&](int unit) { return counter_at(unit); };
   // Takes a piece and waits until it is complete. False if none is left.
@@ -214,15 +217,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       place_tile(index, pieces, units, section, unit, place);
       const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kPiecesOfTile / q_tiles;
       const int q_tile = place / kPiecesOfTile % q_tiles, part = place % kPiecesOfTile;
+      const int q_begin = cu_seqlens_q_ptr[b], seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
+      if (b == batch - 1 && part == 0) {  // queries behind the last sequence belong to nobody
+        clear_rows(dq_ptr + h * stride_dq_h, stride_dq_s, 64, q_begin + seqlen_q, total_q, 32 * q_tile + lane, 32 * q_tiles);
+      }
       constexpr int kParts = kDqColumns / 32;
       const int first_row = q_tile * kBlockM + part / kParts * 64, first_column = part % kParts * 32;
       piece.rows = seqlen_q - first_row;
       if (__any_sync(~0u, piece.rows <= 0)) continue;
-      const uint32_t tiles = kv_tiles;
+      const uint32_t tiles = (cu_seqlens_k_ptr[b + 1] - cu_seqlens_k_ptr[b] + kBlockN - 1) / kBlockN;
       while (__any_sync(~0u, load_acquire(done(unit)) < tiles)) __nanosleep(500);
       piece.factor = softmax_scale;
-      piece.sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile + part * (kPieceBytes / 4);
-      piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
+      piece.sums = dq_sum_ptr + static_cast<long long>(h * (total_q / kBlockM + batch) + q_begin / kBlockM + b + q_tile) * kSumsOfTile + part * (kPieceBytes / 4);
+      piece.to = dq_ptr + h * stride_dq_h + (q_begin + first_row) * stride_dq_s + first_column;
       return true;
     }
   };
@@ -273,7 +280,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         place_tile(index, kv_tiles, units, section, unit, kv_tile);
         kv_tile = kv_tiles - 1 - kv_tile;
         const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
-        const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
+        const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
+        const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin, keys = cu_seqlens_k_ptr[b + 1] - k_begin;
+        if (b == batch - 1 && kv_tile == 0) {  // keys behind the last sequence belong to nobody
+          clear_rows(dk_ptr + hk * stride_dk_h, stride_dk_s, 64, k_begin + keys, total_k, lane, 32);
+          clear_rows(dv_ptr + hk * stride_dv_h, stride_dv_s, 64, k_begin + keys, total_k, lane, 32);
+        }
+        if (__any_sync(~0u, kv_start >= keys)) {  // a shorter sequence than the longest
+          index = take_in_order(tile_counter, tiles_of_all, lane);
+          continue;
+        }
         const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : keys;
         wait(kWorkEmpty + 8 * slot, work_phase ^ 1);
         if (lane == 0) shared_at<Work>(kWork + slot * sizeof(Work)) = {b, hk, kv_start, keys, q_begin, k_begin, seqlen_q, seqlen_k};
@@ -283,13 +299,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
+          const int rows = min(kBlockM, seqlen_q - q_start);  // rows behind the end become 0
           wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
           if (lane == 0) {
             shared_at<Step>(kStep + q_stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
-            shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {(b * heads + h) * q_tiles + tile, -1};
+            shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {h * (total_q / kBlockM + batch) + q_begin / kBlockM + b + tile, -1};
             arrive_expecting(kQFull + 8 * q_stage, kQBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-              load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, h, q_start, b);
+              load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, h, kBlockM - rows, q_begin + q_start + rows);
             }
           }
           ++sums;
@@ -299,20 +316,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
               const int rows = min(kBlockN, seqlen_k - kv_start);  // rows behind the end become 0
               arrive_expecting(kKvFull, kKBytes + kVBytes);
               for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-                load_box(kK + column * kBlockN * 2, k_map, kKvFull, column, hk, kBlockN - rows, kv_start + rows, b);
+                load_box(kK + column * kBlockN * 2, k_map, kKvFull, column, hk, kBlockN - rows, k_begin + kv_start + rows);
               }
               for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-                load_box(kV + column * kBlockN * 2, v_map, kKvFull, column, hk, kBlockN - rows, kv_start + rows, b);
+                load_box(kV + column * kBlockN * 2, v_map, kKvFull, column, hk, kBlockN - rows, k_begin + kv_start + rows);
               }
             }
             kv_phase ^= 1;
             keys_loaded = true;
           }
+#pragma unroll 1  // few registers are left to this role
           for (int row = lane; row < kBlockM; row += 32) {
             const int q = q_start + row;
-            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
-            shared_at<float>(kLse + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
-            shared_at<float>(kDelta + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+            const long long entry = h * static_cast<long long>(total_q) + q_begin + q;
+            const uint32_t to = q_stage * kRowBytes + 4 * (row - lane + row_place(lane));
+            shared_at<float>(kLse + to) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            shared_at<float>(kDelta + to) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
           }
           __syncwarp();
           if (lane == 0) arrive(kQFull + 8 * q_stage);
@@ -320,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (lane == 0) {
             arrive_expecting(kDoutFull + 8 * stage, kDoutBytes);
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-              load_box(kDout + stage * kDoutBytes + column * kBlockM * 2, dout_map, kDoutFull + 8 * stage, column, h, q_start, b);
+              load_box(kDout + stage * kDoutBytes + column * kBlockM * 2, dout_map, kDoutFull + 8 * stage, column, h, kBlockM - rows, q_begin + q_start + rows);
             }
           }
           __syncwarp();
@@ -334,13 +353,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const int whole_tiles = seqlen_q / kBlockM;
         const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
         const int seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-        const int value = seqlen_q_minus_seqlen_k + kv_start;
-        const int visible_lo = max(value, 0) / kBlockM;
-        const int value_2 = seqlen_q_minus_seqlen_k + kv_hi;
-        const int window_min_1073741823 = min(window, 1073741823);
-        const int visible_hi = max(min(value_2 + window_min_1073741823, seqlen_q) + kBlockM - 1, 0) / kBlockM;
-        const int full_lo = (max(value_2, 0) + kBlockM - 1) / kBlockM;
-        const int full_hi = min(max(value + window_min_1073741823, 0) / kBlockM, whole_tiles);
+        const int visible_lo = max(seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
+        const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
+        const int full_lo = (max(seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
 
         const bool ragged = kv_start + kBlockN > seqlen_k;  // keys end in this tile, so that each step needs the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // keys behind the used ones are seen by no head
@@ -350,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
           for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
             const int tile = visible_lo + place;
-            load_step(h, tile, ragged || !(tile >= full_lo && tile < full_hi));
+            load_step(h, tile, ragged || !(tile >= full_lo && tile < whole_tiles));
             if (++place == tiles) place = 0;
           }
         }
@@ -426,12 +441,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
-    const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
+    const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
     const float scale_log2e = softmax_scale * kLog2e;
-    const int window_min_1073741823 = min(window, 1073741823);
     float s[kBlockM / 2];       // logits, then probabilities
     float dp[kBlockM / 2];      // dP
     uint32_t p[kBlockM / 4];    // probabilities, in pairs
+    uint32_t ds_pairs[kBlockM / 4];  // dS, in pairs
     float dq[kDqColumns / 2];
     float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
 
@@ -466,13 +481,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
-    const auto issue_dk = [&](int q_stage, int buffer) {
-      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * 128);
+    const auto issue_dk = [&](int q_stage) {
       const QueryColumns q(kQ + q_stage * kQBytes);
       fence_products();
 #pragma unroll
       for (int row = 0; row < kBlockM; row += 16) {
-        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * 128), q.at(row * kBoxBytes), 1);
+        Product<Element, kHeadDimQk>::template rs<1>(dk, ds_pairs + row / 4, q.at(row * kBoxBytes), 1);
       }
       commit_products();
     };
@@ -490,11 +504,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
     Step step = {};
     int stage = 0, q_stage = 0, slot = 0, buffer = 0;  // of dO, Q, work and dS
-    uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0;
+    uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0, ds_phase = 0;
 
+    // Numbers of rows, of 16 rows each. The first are loaded before they are needed, the next when these have been used.
+    float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
+    const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_stage * kRowBytes + row_numbers + 64 * i);
+    };
     // Turns products into probabilities, and those of pairs that are not visible to 0.
     const auto exponentiate_step = [&] {
       const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
+      const int seqlen_q = work.seqlen_q;
       const int seqlen_k = work.seqlen_k;
       const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
       const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
@@ -502,17 +523,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (__any_sync(~0u, step.tile & kPartial)) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
+          const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_from = max(q_pos - window_min_1073741823 + 1, 0) - kv_first;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              if (8 * row < visible_from || 8 * row >= visible_to) x = kMasked;
+              if (8 * row >= visible_to) x = kMasked;
               x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
             }
           }
@@ -522,7 +544,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       } else {
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
+          const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -543,25 +567,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * 128 + q * 128 + 16 * (chunk ^ q % 8);
 #pragma unroll
       for (int i = 0; i < kBlockM / 16; ++i) {
-        uint32_t ds[4];
+        uint32_t* const ds = ds_pairs + 4 * i;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
-          const float2 delta = shared_at<float2>(delta_numbers + 32 * (pair / 2));
+          const float4 of_rows = delta_rows[i % kRowsAhead];
+          const float2 delta = j / 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
           const float2 both = unpack<Element>(p[pair]);
           ds[j] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
         }
+        if (i + kRowsAhead < kBlockM / 16) delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
         store_transposed(to + 16 * i * 128, ds[0], ds[1], ds[2], ds[3]);
       }
-      fence_async_proxy();
     };
     // dQ, in the order of registers, to where it is added from.
     const auto store_dq = [&] {
       wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
       dq_phase ^= 1;
+      const uint32_t to = kDq + warpgroup * kDqBytes + 16 * group_thread;
 #pragma unroll
       for (int i = 0; i < kDqColumns / 8; ++i) {
-        shared_at<float4>(kDq + warpgroup * kDqBytes + 16 * (128 * i + group_thread)) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+        store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
       fence_async_proxy();
       __syncwarp();
@@ -605,6 +631,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
     };
 
+    if (warpgroup == 1) named_arrive(4, 128 * kConsumers);  // the first turn is the other's
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;
@@ -615,57 +642,91 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (__any_sync(~0u, step.tile >= 0)) {
         wait(kKvFull, kv_phase);
         kv_phase ^= 1;
+        // The consumers take turns at the tensor cores: the softmax of one runs under the products of the other. dQ of a step is
+        // multiplied in the next one, so that neither waits for dS of the other.
+        const auto take_turn = [&] { named_sync(4 + warpgroup, 128 * kConsumers); };
+        const auto give_turn = [&] { named_arrive(5 - warpgroup, 128 * kConsumers); };
+        bool more = true;
+        int q_used;
+        take_turn();
         issue_s(q_stage);
+        load_rows(lse_rows, kLse);
         wait(kDoutFull + 8 * stage, phase);
         issue_dp(stage);
         wait_products<1>();
         settle(s);
+        give_turn();
         exponentiate_step();
+        load_rows(delta_rows, kDelta);
 
-        issue_dv(stage);
-        wait_products<1>();
+        wait_products<0>();
         settle(dp);
-        bool more = true;
+        buffer ^= 1;
+        store_ds(buffer);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) arrive(kDsFull + 8 * buffer);
+        take_turn();
+        issue_dv(stage);
+        issue_dk(q_stage);
+        wait_products<1>();
+        settle(dv);
+        release_dout();
+        q_used = q_stage;
+        advance_q();
+        step = next_step();
+        more = step.tile >= 0;
+        wait_products<0>();
+        settle(dk);
+        if (leader) arrive(kQEmpty + 8 * q_used);
+
         while (__any_sync(~0u, more)) {
-          // dP and the probabilities of this step are known; dV is in flight.
+          issue_s(q_stage);
+          load_rows(lse_rows, kLse);
+          wait(kDoutFull + 8 * stage, phase);
+          issue_dp(stage);
+          wait_products<1>();
+          settle(s);
+          give_turn();
+          exponentiate_step();
+          load_rows(delta_rows, kDelta);
+
+          wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
+          ds_phase ^= buffer ^ 1;
+          issue_dq(buffer);
+
+          wait_products<1>();
+          settle(dp);
           buffer ^= 1;
           store_ds(buffer);
-          sync_consumers();  // dS of both is complete
-          issue_dq(buffer);
-          issue_dk(q_stage, buffer);
-          wait_products<2>();
+          wait_products<0>();
+          settle(dq);
+          store_dq();
+          fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) arrive(kDsFull + 8 * buffer);
+          take_turn();
+          issue_dv(stage);
+          issue_dk(q_stage);
+          wait_products<1>();
           settle(dv);
-
-          // The products of the next step under these; behind the last one those of what is there, with probabilities of 0.
-          const int q_used = q_stage;
+          release_dout();
+          q_used = q_stage;
           advance_q();
           step = next_step();
           more = step.tile >= 0;
-          if (__any_sync(~0u, more)) release_dout();
-          issue_s(q_stage);
-          wait_products<2>();
-          settle(dq);
-          store_dq();
-          if (__any_sync(~0u, more)) wait(kDoutFull + 8 * stage, phase);
-          issue_dp(stage);
-          wait_products<2>();
+          wait_products<0>();
           settle(dk);
           if (leader) arrive(kQEmpty + 8 * q_used);
-          wait_products<1>();
-          settle(s);
-          exponentiate_step();
-
-          if (__any_sync(~0u, !more)) {
-#pragma unroll
-            for (int i = 0; i < kBlockM / 4; ++i) p[i] = 0;
-          }
-          issue_dv(stage);
-          wait_products<1>();
-          settle(dp);
         }
+        give_turn();
+        wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
+        ds_phase ^= buffer ^ 1;
+        issue_dq(buffer);
+
         wait_products<0>();
-        settle(dv);
-        release_dout();
+        settle(dq);
+        store_dq();
         if (leader) arrive(kKvEmpty);
       }
       // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
@@ -675,14 +736,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (leader) arrive(kQEmpty + 8 * q_stage);
       advance_q();
       const Work work = shared_at<Work>(kWork + slot * sizeof(Work));
-      const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
+      const int hk = work.hk, key = work.k_begin + work.kv_start + 64 * warpgroup;
       const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
-      store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 64);
-      store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 64);
+      store_rows(dk, softmax_scale, kDs, dk_ptr + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 64);
+      store_rows(dv, 1.0f, kDq, dv_ptr + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 64);
       sync_consumers();
       if (leader) arrive(kWorkEmpty + 8 * slot);
       slot ^= 1;
     }
+    if (warpgroup == 0) named_sync(4, 128 * kConsumers);  // the last turn, which nobody takes
     // Tells the warp that adds dQ, and has taken the last one, that there is no more.
     if (lane == 0) arrive(kDqFull + 8 * warpgroup);
     // No tile of keys is left: helps to round the last heads, straight from L2, where other blocks added them up.

@@ -1,4 +1,4 @@
-// bwd_sm90a_wgmma_bf16_d64_alibi_m128n128s2c2
+// bwd_sm90a_wgmma_bf16_d128_alibi_m64n128s2c2_pingpong
 //
 // Attention backward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
 // Rendered from templates/cuda/backward.cu.j2 by `attngen build specs/training.yaml`.
@@ -17,44 +17,46 @@
 
 using Element = bf16;
 
-constexpr int kBlockM = 128;  // query rows of one step
+constexpr int kBlockM = 64;  // query rows of one step
 constexpr int kBlockN = 128;  // keys of a block
-constexpr int kHeadDimQk = 64;
-constexpr int kHeadDimV = 64;
-constexpr int kQStages = 2;  // Q tiles in flight
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
+constexpr int kQStages = 3;  // Q tiles in flight
 constexpr int kStages = 2;  // dO tiles in flight
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kRowsAhead = 2;  // times 16 rows, whose numbers a consumer loads before it needs them
 constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
 constexpr int kBoxBytes = 2 * kBoxColumns;
-constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has half of the rows
+constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has all rows
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kK = kShared + 0;  // 16384 B: K
-constexpr uint32_t kV = kShared + 16384;  // 16384 B: V
-constexpr uint32_t kQ = kShared + 32768;  // 32768 B: Q, a tile per stage
-constexpr uint32_t kDout = kShared + 65536;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = kShared + 98304;  // 65536 B: dS of two steps, then dK on its way out
-constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way out, then dV
-constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: sums of dQ that are rounded, and the next ones
-constexpr uint32_t kLse = kShared + 212992;  // 1024 B: log-sum-exp of the rows of each stage
-constexpr uint32_t kDelta = kShared + 214016;  // 1024 B: D of the rows of each stage
-constexpr uint32_t kWork = kShared + 215040;  // 64 B: two tiles of work: the one that is computed and the next
-constexpr uint32_t kStep = kShared + 215104;  // 16 B: which queries each stage of Q holds
-constexpr uint32_t kKvFull = kShared + 215120;  // 8 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 215128;  // 8 B: barriers
-constexpr uint32_t kQFull = kShared + 215136;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 215152;  // 16 B: barriers
-constexpr uint32_t kDoutFull = kShared + 215168;  // 16 B: barriers
-constexpr uint32_t kDoutEmpty = kShared + 215184;  // 16 B: barriers
-constexpr uint32_t kDqFull = kShared + 215200;  // 16 B: barriers
-constexpr uint32_t kDqEmpty = kShared + 215216;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 215232;  // 16 B: barriers
-constexpr uint32_t kPieceFull = kShared + 215248;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 215264;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 215328;  // 64 B: where dQ of the last steps belongs
+constexpr uint32_t kK = kShared + 0;  // 32768 B: K
+constexpr uint32_t kV = kShared + 32768;  // 32768 B: V
+constexpr uint32_t kQ = kShared + 65536;  // 49152 B: Q, a tile per stage
+constexpr uint32_t kDout = kShared + 114688;  // 32768 B: dO, a tile per stage
+constexpr uint32_t kDs = kShared + 147456;  // 32768 B: dS of two steps, then dK on its way out
+constexpr uint32_t kDq = kShared + 180224;  // 32768 B: dQ on its way out, then dV
+constexpr uint32_t kPiece = kShared + 212992;  // 16384 B: sums of dQ that are rounded, and the next ones
+constexpr uint32_t kLse = kShared + 229376;  // 768 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = kShared + 230144;  // 768 B: D of the rows of each stage
+constexpr uint32_t kWork = kShared + 230912;  // 64 B: two tiles of work: the one that is computed and the next
+constexpr uint32_t kStep = kShared + 230976;  // 24 B: which queries each stage of Q holds
+constexpr uint32_t kKvFull = kShared + 231000;  // 8 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 231008;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 231016;  // 24 B: barriers
+constexpr uint32_t kQEmpty = kShared + 231040;  // 24 B: barriers
+constexpr uint32_t kDoutFull = kShared + 231064;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 231080;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 231096;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 231112;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 231128;  // 16 B: barriers
+constexpr uint32_t kPieceFull = kShared + 231144;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 231160;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 231224;  // 64 B: where dQ of the last steps belongs
+constexpr uint32_t kDsFull = kShared + 231288;  // 16 B: barriers
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kDoutBytes = kBlockM * kHeadDimV * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
@@ -109,7 +111,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_alibi_m128n128s2c2_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_alibi_m64n128s2c2_pingpong_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -117,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_alibi
     int heads, int rows, int row_tiles, long long sum_chunks,
     int has_dlse
 ) {
-  constexpr int kLanes = 8, kRows = 16 * kLanes / 128;  // lanes of a row, 8 columns each; rows of a thread
+  constexpr int kLanes = 16, kRows = 16 * kLanes / 128;  // lanes of a row, 8 columns each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
   const int first = row_tile * 16 + threadIdx.x / kLanes;
@@ -156,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_alibi
 // in global memory, and one rounds these when they are complete. The others consume: each has 64 keys, multiplies
 // S^T = K Q^T and dP^T = V dO^T, and keeps dK and dV in registers; dS goes through shared memory, since dQ sums over the
 // keys of both.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_alibi_m128n128s2c2_dkdv(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d128_alibi_m64n128s2c2_pingpong_dkdv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
@@ -193,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     for (int slot = 0; slot < 2; ++slot) {
       init_barrier(kWorkEmpty + 8 * slot, kConsumers);
       init_barrier(kPieceFull + 8 * slot, 1);
+      init_barrier(kDsFull + 8 * slot, 4 * kConsumers);
     }
     fence_barrier_init();
   }
@@ -214,8 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       place_tile(index, pieces, units, section, unit, place);
       const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kPiecesOfTile / q_tiles;
       const int q_tile = place / kPiecesOfTile % q_tiles, part = place % kPiecesOfTile;
-      constexpr int kParts = kDqColumns / 32;
-      const int first_row = q_tile * kBlockM + part / kParts * 64, first_column = part % kParts * 32;
+      const int first_row = q_tile * kBlockM, first_column = 32 * part;
       piece.rows = seqlen_q - first_row;
       if (__any_sync(~0u, piece.rows <= 0)) continue;
       const uint32_t tiles = kv_tiles;
@@ -283,6 +285,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
+          float lse[kBlockM / 32], delta[kBlockM / 32];  // on their way while the stage is in use
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const int q = q_start + 32 * i + lane;
+            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
+            lse[i] = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            delta[i] = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+          }
           wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
           if (lane == 0) {
             shared_at<Step>(kStep + q_stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
@@ -308,11 +318,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             kv_phase ^= 1;
             keys_loaded = true;
           }
-          for (int row = lane; row < kBlockM; row += 32) {
-            const int q = q_start + row;
-            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
-            shared_at<float>(kLse + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
-            shared_at<float>(kDelta + q_stage * kRowBytes + 4 * row) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const uint32_t to = q_stage * kRowBytes + 4 * (32 * i + row_place(lane));
+            shared_at<float>(kLse + to) = lse[i];
+            shared_at<float>(kDelta + to) = delta[i];
           }
           __syncwarp();
           if (lane == 0) arrive(kQFull + 8 * q_stage);
@@ -422,11 +432,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
-    const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
+    const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
     const float softmax_scale_times_LOG2E = softmax_scale * kLog2e;
     float s[kBlockM / 2];       // logits, then probabilities
     float dp[kBlockM / 2];      // dP
     uint32_t p[kBlockM / 4];    // probabilities, in pairs
+    uint32_t ds_pairs[kBlockM / 4];  // dS, in pairs
     float dq[kDqColumns / 2];
     float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
 
@@ -461,19 +472,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
-    const auto issue_dk = [&](int q_stage, int buffer) {
-      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * 128);
+    const auto issue_dk = [&](int q_stage) {
       const QueryColumns q(kQ + q_stage * kQBytes);
       fence_products();
 #pragma unroll
       for (int row = 0; row < kBlockM; row += 16) {
-        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * 128), q.at(row * kBoxBytes), 1);
+        Product<Element, kHeadDimQk>::template rs<1>(dk, ds_pairs + row / 4, q.at(row * kBoxBytes), 1);
       }
       commit_products();
     };
     const auto issue_dq = [&](int buffer) {
-      const DsRows ds(kDs + buffer * kDsBytes + warpgroup * 64 * 128);
-      const KeyColumns k(kK);
+      const DsRows ds(kDs + buffer * kDsBytes);
+      const KeyColumns k(kK + warpgroup * (kDqColumns / kBoxColumns) * kBlockN * kBoxBytes);
       fence_products();
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 16) {
@@ -485,8 +495,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
     Step step = {};
     int stage = 0, q_stage = 0, slot = 0, buffer = 0;  // of dO, Q, work and dS
-    uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0;
+    uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0, ds_phase = 0;
 
+    // Numbers of rows, of 16 rows each. The first are loaded before they are needed, the next when these have been used.
+    float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
+    const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_stage * kRowBytes + row_numbers + 64 * i);
+    };
     // Turns products into probabilities, and those of pairs that are not visible to 0.
     const auto exponentiate_step = [&] {
       const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
@@ -510,7 +526,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
+          const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
@@ -543,7 +561,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
+          const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
@@ -568,25 +588,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * 128 + q * 128 + 16 * (chunk ^ q % 8);
 #pragma unroll
       for (int i = 0; i < kBlockM / 16; ++i) {
-        uint32_t ds[4];
+        uint32_t* const ds = ds_pairs + 4 * i;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
-          const float2 delta = shared_at<float2>(delta_numbers + 32 * (pair / 2));
+          const float4 of_rows = delta_rows[i % kRowsAhead];
+          const float2 delta = j / 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
           const float2 both = unpack<Element>(p[pair]);
           ds[j] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
         }
+        if (i + kRowsAhead < kBlockM / 16) delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
         store_transposed(to + 16 * i * 128, ds[0], ds[1], ds[2], ds[3]);
       }
-      fence_async_proxy();
     };
     // dQ, in the order of registers, to where it is added from.
     const auto store_dq = [&] {
       wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
       dq_phase ^= 1;
+      const uint32_t to = kDq + warpgroup * kDqBytes + 16 * group_thread;
 #pragma unroll
       for (int i = 0; i < kDqColumns / 8; ++i) {
-        shared_at<float4>(kDq + warpgroup * kDqBytes + 16 * (128 * i + group_thread)) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+        store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
       fence_async_proxy();
       __syncwarp();
@@ -630,6 +652,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
     };
 
+    if (warpgroup == 1) named_arrive(4, 128 * kConsumers);  // the first turn is the other's
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;
@@ -640,51 +663,91 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (__any_sync(~0u, step.tile >= 0)) {
         wait(kKvFull, kv_phase);
         kv_phase ^= 1;
+        // The consumers take turns at the tensor cores: the softmax of one runs under the products of the other. dQ of a step is
+        // multiplied in the next one, so that neither waits for dS of the other.
+        const auto take_turn = [&] { named_sync(4 + warpgroup, 128 * kConsumers); };
+        const auto give_turn = [&] { named_arrive(5 - warpgroup, 128 * kConsumers); };
+        bool more = true;
+        int q_used;
+        take_turn();
         issue_s(q_stage);
-        wait_products<0>();
+        load_rows(lse_rows, kLse);
+        wait(kDoutFull + 8 * stage, phase);
+        issue_dp(stage);
+        wait_products<1>();
         settle(s);
+        give_turn();
         exponentiate_step();
-        bool more = true, first = true;
+        load_rows(delta_rows, kDelta);
+
+        wait_products<0>();
+        settle(dp);
+        buffer ^= 1;
+        store_ds(buffer);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) arrive(kDsFull + 8 * buffer);
+        take_turn();
+        issue_dv(stage);
+        issue_dk(q_stage);
+        wait_products<1>();
+        settle(dv);
+        release_dout();
+        q_used = q_stage;
+        advance_q();
+        step = next_step();
+        more = step.tile >= 0;
+        wait_products<0>();
+        settle(dk);
+        if (leader) arrive(kQEmpty + 8 * q_used);
+
         while (__any_sync(~0u, more)) {
-          // Probabilities of this step are known; dK of the one before is in flight.
+          issue_s(q_stage);
+          load_rows(lse_rows, kLse);
           wait(kDoutFull + 8 * stage, phase);
           issue_dp(stage);
           wait_products<1>();
-          settle(dk);
-          if (leader && !first) arrive(kQEmpty + 8 * (q_stage == 0 ? kQStages - 1 : q_stage - 1));
-          first = false;
-          issue_dv(stage);
+          settle(s);
+          give_turn();
+          exponentiate_step();
+          load_rows(delta_rows, kDelta);
+
+          wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
+          ds_phase ^= buffer ^ 1;
+          issue_dq(buffer);
+
           wait_products<1>();
           settle(dp);
           buffer ^= 1;
           store_ds(buffer);
-
-          // S of the next step; behind the last one, of whatever is there.
-          const int q_used = q_stage;
-          advance_q();
-          step = next_step();
-          more = step.tile >= 0;
-          issue_s(q_stage);
+          wait_products<0>();
+          settle(dq);
+          store_dq();
+          fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) arrive(kDsFull + 8 * buffer);
+          take_turn();
+          issue_dv(stage);
+          issue_dk(q_stage);
           wait_products<1>();
           settle(dv);
           release_dout();
-          sync_consumers();  // dS of both is complete
-          issue_dq(buffer);
-          issue_dk(q_used, buffer);
-
-          // The softmax of the next step under dQ and dK.
-          wait_products<2>();
-          settle(s);
-          exponentiate_step();  // behind the last step, too: past a branch the registers of P would be needed twice
-
-          wait_products<1>();
-          settle(dq);
-          store_dq();
+          q_used = q_stage;
+          advance_q();
+          step = next_step();
+          more = step.tile >= 0;
+          wait_products<0>();
+          settle(dk);
+          if (leader) arrive(kQEmpty + 8 * q_used);
         }
+        give_turn();
+        wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
+        ds_phase ^= buffer ^ 1;
+        issue_dq(buffer);
+
         wait_products<0>();
-        settle(dk);
-        settle(s);
-        if (leader) arrive(kQEmpty + 8 * (q_stage == 0 ? kQStages - 1 : q_stage - 1));
+        settle(dq);
+        store_dq();
         if (leader) arrive(kKvEmpty);
       }
       // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
@@ -696,12 +759,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const Work work = shared_at<Work>(kWork + slot * sizeof(Work));
       const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
       const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
-      store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 64);
-      store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 64);
+      store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 128);
+      store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 128);
       sync_consumers();
       if (leader) arrive(kWorkEmpty + 8 * slot);
       slot ^= 1;
     }
+    if (warpgroup == 0) named_sync(4, 128 * kConsumers);  // the last turn, which nobody takes
     // Tells the warp that adds dQ, and has taken the last one, that there is no more.
     if (lane == 0) arrive(kDqFull + 8 * warpgroup);
     // No tile of keys is left: helps to round the last heads, straight from L2, where other blocks added them up.
