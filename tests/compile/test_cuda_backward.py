@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen.compile import compile_source, cuda
-from attngen.compile.cuda import planned_wgmma
+from attngen.compile.cuda import PINGPONG_SPILLS, max_spills, planned_wgmma
 from attngen.compile.inspect import Resources, count_instructions, parameter_places
 from attngen.compile.triton import MAX_SPILLS
 from attngen.errors import CompileError
@@ -49,7 +49,7 @@ def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> 
     assert plan.gradients is not None
     artifact = compile_source(plan, render(plan))
     resources = artifact.manifest["resources"]
-    assert 0 <= resources["spills"] <= MAX_SPILLS
+    assert 0 <= resources["spills"] <= max_spills(plan)
     assert resources["serialized_wgmma"] is False
     assert resources["wgmma"] == planned_wgmma(plan) == count_instructions(artifact.cubin, "HGMMA") > 0
     assert resources["shared_memory"] == plan.gradients.shared_bytes
@@ -62,14 +62,15 @@ def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize(
-    ("resources", "reason"),
+    ("head_dim", "resources", "reason"),
     [
-        (Resources(168, MAX_SPILLS + 8, False), rf"{MAX_SPILLS + 8} B of spills at 168 registers"),
-        (Resources(168, 0, True), "ptxas serialized wgmma"),
+        (128, Resources(168, MAX_SPILLS + 8, False), rf"{MAX_SPILLS + 8} B of spills at 168 registers"),
+        (64, Resources(168, PINGPONG_SPILLS + 8, False), rf"{PINGPONG_SPILLS + 8} B of spills at 168 registers"),
+        (64, Resources(168, 0, True), "ptxas serialized wgmma"),
     ],
 )
-def test_what_would_be_slow_is_refused_with_the_way_out(resources: Resources, reason: str) -> None:
-    plan = planned(passes="backward", backward=None)
+def test_what_would_be_slow_is_refused_with_the_way_out(head_dim: int, resources: Resources, reason: str) -> None:
+    plan = planned(passes="backward", backward=None, head_dim=head_dim)
     assert plan.backend == "cuda"
     with pytest.raises(CompileError, match=rf"{reason}.*'backward: {{backend: triton}}' or 'allow: \["):
         cuda._check(plan, b"", resources)
