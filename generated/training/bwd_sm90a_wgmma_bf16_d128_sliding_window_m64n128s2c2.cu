@@ -500,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     int stage = 0, q_stage = 0, slot = 0, buffer = 0;  // of dO, Q, work and dS
     uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0;
 
-    // Numbers of rows, of 16 rows each. The first are loaded before they are needed, the next when these have been used.
+    // Numbers of rows, 16 rows each: the first are loaded before they are needed, the next when these have been used.
     float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
     const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
 #pragma unroll
@@ -518,7 +518,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         for (int i = 0; i < kBlockM / 8; ++i) {
           const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
           const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
-          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) {
+            lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
+          }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
@@ -538,7 +540,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         for (int i = 0; i < kBlockM / 8; ++i) {
           const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
           const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
-          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) {
+            lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
+          }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -569,7 +573,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           const float2 delta = j / 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
           ds[j] = pack<Element>(s[2 * pair] * (dp[2 * pair] - delta.x), s[2 * pair + 1] * (dp[2 * pair + 1] - delta.y));
         }
-        if (i + kRowsAhead < kBlockM / 16) delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
+        if (i + kRowsAhead < kBlockM / 16) {
+          delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
+        }
         store_transposed(to + 16 * i * 128, ds[0], ds[1], ds[2], ds[3]);
       }
       fence_async_proxy();

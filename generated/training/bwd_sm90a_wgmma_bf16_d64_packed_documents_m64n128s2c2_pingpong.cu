@@ -503,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     int stage = 0, q_stage = 0, slot = 0, buffer = 0;  // of dO, Q, work and dS
     uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0, ds_phase = 0;
 
-    // Numbers of rows, of 16 rows each. The first are loaded before they are needed, the next when these have been used.
+    // Numbers of rows, 16 rows each: the first are loaded before they are needed, the next when these have been used.
     float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
     const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
 #pragma unroll
@@ -533,7 +533,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         for (int i = 0; i < kBlockM / 8; ++i) {
           const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
           const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
-          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) {
+            lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
+          }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
@@ -556,7 +558,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         for (int i = 0; i < kBlockM / 8; ++i) {
           const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
           const float2 lse = i % 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
-          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
+          if (i % 2 && i / 2 + kRowsAhead < kBlockM / 16) {
+            lse_rows[i / 2 % kRowsAhead] = load_float4(lse_numbers + 64 * (i / 2 + kRowsAhead));
+          }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -586,7 +590,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           const float2 both = unpack<Element>(p[pair]);
           ds[j] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
         }
-        if (i + kRowsAhead < kBlockM / 16) delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
+        if (i + kRowsAhead < kBlockM / 16) {
+          delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
+        }
         store_transposed(to + 16 * i * 128, ds[0], ds[1], ds[2], ds[3]);
       }
     };
@@ -668,7 +674,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         give_turn();
         exponentiate_step();
         load_rows(delta_rows, kDelta);
-
         wait_products<0>();
         settle(dp);
         buffer ^= 1;
@@ -689,7 +694,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(dk);
         if (leader) arrive(kQEmpty + 8 * q_used);
-
         while (__any_sync(~0u, more)) {
           issue_s(q_stage);
           load_rows(lse_rows, kLse);
@@ -700,11 +704,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           give_turn();
           exponentiate_step();
           load_rows(delta_rows, kDelta);
-
           wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
           ds_phase ^= buffer ^ 1;
           issue_dq(buffer);
-
           wait_products<1>();
           settle(dp);
           buffer ^= 1;
@@ -733,7 +735,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
         ds_phase ^= buffer ^ 1;
         issue_dq(buffer);
-
         wait_products<0>();
         settle(dq);
         store_dq();
