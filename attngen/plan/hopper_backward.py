@@ -126,6 +126,12 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
             "backward.dkdv.stages",
             f"{stages} is not allowed: dO of a step takes {parts_of_dout} stages; nearest: {parts_of_dout}",
         )
+    if choice.overlap == "pingpong" and stages < 2:  # one would wait for dO in its turn, the other for its turn at dO
+        raise refuse(
+            spec,
+            "backward.dkdv.stages",
+            f"{stages} is not allowed: consumers that take turns need dO of two steps; nearest: 2",
+        )
     driver = driver_of(spec, "q")
     varlen = spec.layout == "varlen"  # its loader and its consumers keep more
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)

@@ -48,7 +48,7 @@ class Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
         overlap = random.choice(("pingpong", "gradients", "dk", "nothing"))
-        return cls(works, random.randint(2, 3), random.randint(2, 3), overlap)
+        return cls(works, random.randint(2, 3), random.randint(2 if overlap == "pingpong" else 1, 3), overlap)
 
 
 class Backward(Simulation):

@@ -44,6 +44,11 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:
             Backward(Case.random(random), Rules(**{rule: False}), random).run()
 
 
+def test_consumers_that_take_turns_need_two_stages_of_dout() -> None:
+    with pytest.raises(ProtocolError, match="deadlock"):
+        Backward(Case((2,), q_stages=2, stages=1, overlap="pingpong"), Rules(), Random(1)).run()
+
+
 # --- the order of additions ---------------------------------------------------------------------------------
 
 

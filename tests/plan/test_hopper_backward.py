@@ -317,6 +317,11 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
         ("causal", {"backward": "{backend: cuda, dkdv: {stages: 8}}"}, r"backward\.dkdv: Shared memory \d+ B exceeds"),
         (
             "causal",
+            {"backward": "{backend: cuda, dkdv: {stages: 1}}"},
+            r"backward\.dkdv\.stages: 1 is not allowed: consumers that take turns need dO of two steps; nearest: 2",
+        ),
+        (
+            "causal",
             {"head_dim": 256, "backward": "{backend: cuda, dkdv: {stages: 8}}"},
             r"backward\.dkdv: Shared memory \d+ B exceeds .* half of the other block's K 16384 \+ Q 65536 \+ "
             r"dO 131072 \(8 stages\) \+ dS 16384 \+ dS of the other block 16384 \+ barriers",
