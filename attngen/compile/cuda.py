@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from attngen.plan.model import Argument, HopperGradients, Plan
     from attngen.render import Source
 
-#: And of a backward whose consumers take turns: what a step stores and reads again costs less than the turns gain.
-PINGPONG_SPILLS = 96
+#: Bytes of spills of a backward whose consumers take turns: with so many it was measured faster than without turns.
+PINGPONG_SPILLS = 72
 
 _NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]', or say 'backend: triton' in the spec"
 

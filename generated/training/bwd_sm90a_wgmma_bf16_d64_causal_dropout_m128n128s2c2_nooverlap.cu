@@ -669,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           more = step.tile >= 0;
           if (__any_sync(~0u, more)) release_dout();
           issue_s(q_stage);
-            wait_products<2>();
+          wait_products<2>();
           settle(dq);
           store_dq();
           find_kept();

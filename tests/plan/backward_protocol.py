@@ -302,7 +302,6 @@ def consumer(s: Backward, c: int, w: int) -> Role:
 
     def in_turns() -> Role:
         """``_gradient_steps_pingpong.cu.j2``."""
-        nonlocal ds_phase
 
         def give_turn() -> None:
             s.turn[1 - c].arrive()
