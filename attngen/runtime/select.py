@@ -65,7 +65,7 @@ _TILE_TIMES = {64: 1.0, 128: 1.25, 192: 1.75}
 def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kernel]:
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
-    CUDA kernels that differ in their tile, or in whether they pack the heads of a group, are ordered by the time that
+    CUDA forwards that differ in their tile, or in whether they pack the heads of a group, are ordered by the time that
     their tiles of work should take together: large tiles take less for each row, and waste more behind the last one.
     """
 
@@ -79,7 +79,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
             not by_hand,
             -kernel.arch.capability,
             by_hand and not kernel.persistent,
-            _time(kernel, call) if by_hand else 0.0,
+            _time(kernel, call) if by_hand and kernel.direction == "forward" else 0.0,
             kernel.pack_gqa,
             kernel.ordered,
         )
