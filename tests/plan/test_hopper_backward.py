@@ -262,9 +262,11 @@ def declared(score: str) -> dict[str, object]:
     ("variant", "fields", "overlap", "weighted"),
     [
         ("causal", {"head_dim": 128}, "gradients", None),
+        ("causal", {"head_dim": 96}, "pingpong", None),
         ("alibi", {"head_dim": 128}, "pingpong", None),
         ("alibi", {}, "pingpong", None),
-        ("dilated", {"head_dim": 128}, "gradients", None),
+        ("dilated", {"head_dim": 128}, "pingpong", None),
+        ("dilated", {"head_dim": 64}, "gradients", None),
         ("own", declared("s * slope[h]"), "pingpong", SELECTED),  # what is loaded may be infinite
         ("own", declared("s * slope[h]") | {"head_dim": 64}, "pingpong", SELECTED),
         ("softcap", {"head_dim": 128}, "pingpong", "x * derivative"),
@@ -281,8 +283,7 @@ def test_what_a_score_asks_for(variant: str, fields: dict[str, object], overlap:
     text = render(found).text
     assert ("p_derivative" in text) == (weighted is not None)
     assert weighted is None or f"weighted[2 * row + j] = {weighted};" in text
-    if found.gradients.pingpong:  # dS is kept for dK, but beside a derivative it would take too many registers
-        assert ("uint32_t ds_pairs" in text) == (weighted is None)
+    assert ("uint32_t ds_pairs" in text) == found.gradients.pingpong  # dS is kept for dK
 
 
 def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_share() -> None:
