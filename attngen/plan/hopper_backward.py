@@ -36,6 +36,9 @@ _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
 #: Q, dO and the sums of dQ of the heads that run side by side: about half of the H200's L2, measured best on it.
 _SECTION_BYTES = 24 * 2**20
+#: KV heads that run side by side at least where the mask reads tensors by position, as one of documents does. A tile
+#: sees few queries there, so that L2 keeps these, and tiles differ much in their steps: many heads share what is left.
+_SECTION_HEADS = 8
 
 #: How names of kernels say what the softmax runs over.
 _LABELS = {
@@ -203,11 +206,18 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         softmax="exact_max",
         fast_math=spec.fast_math,
         section_bytes=_SECTION_BYTES,
+        section_heads=_SECTION_HEADS if _is_uneven(spec, driver) else 1,
         allow=spec.allow,
         gradients=roles,
     )
     parts = tuple(_parts(plan))
     return replace(plan, parts=parts, arguments=next(part for part in parts if part.name == "dkdv").arguments)
+
+
+def _is_uneven(spec: KernelSpec, driver: str) -> bool:
+    """Whether data decide how many steps each tile of keys of a sequence takes, in a kernel whose blocks take tiles."""
+    by_position = driver == "ranges" and reads_positions(replace(spec.variant, score=None))
+    return by_position and spec.layout == "dense" and not _is_wide(spec)
 
 
 def _is_wide(spec: KernelSpec) -> bool:

@@ -228,6 +228,7 @@ class Plan:
     gradients: HopperGradients | None = None  # of CUDA backwards
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
     parts: tuple[Part, ...] = ()  # of a backward, in the order of their launches; the plan itself describes "dkdv"
+    section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
 
     @property
@@ -342,6 +343,7 @@ class Plan:
             "fast_math": self.fast_math,
             "section_bytes": self.section_bytes,
             "section_keys": self.section_keys,
+            "section_heads": self.section_heads,
             "allow": list(self.allow),
             "hopper": asdict(self.hopper) if self.hopper else None,
             "gradients": asdict(self.gradients) if self.gradients else None,

@@ -78,11 +78,12 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool) -> tuple[int, int]:
 def _section(kernel: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
     """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
 
-    That are K and V; or Q and dO of all heads of a KV head, where blocks are tiles of keys and KV heads are counted.
+    That are K and V; or Q and dO of all heads of a KV head, where blocks are tiles of keys and KV heads are counted:
+    at least ``section_heads`` of these.
     """
     if by_keys:
         kv_heads = -(-kernel.section_keys // (call.seqlen_q * group_of(call) + 1))
-        return max(min(kv_heads, call.batch * call.kv_heads), 1)
+        return max(min(max(kv_heads, kernel.section_heads), call.batch * call.kv_heads), 1)
     kv_heads = -(-kernel.section_keys // (call.seqlen_k + 1))
     return max(min(kv_heads * (1 if kernel.pack_gqa else group_of(call)), units), 1)
 
@@ -100,6 +101,8 @@ class Tiled(Protocol):
     def element_bytes(self) -> int: ...
     @property
     def section_keys(self) -> int: ...
+    @property
+    def section_heads(self) -> int: ...
     @property
     def persistent(self) -> bool: ...
     @property

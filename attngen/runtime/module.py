@@ -62,7 +62,7 @@ class Part:
         self.tile_n: int = row["tile_n"]
         self.full_name = f"{kernel.full_name} ({self.name})"
         self.dtype, self.element_bytes = kernel.dtype, kernel.element_bytes
-        self.section_keys, self.pack_gqa = kernel.section_keys, False
+        self.section_keys, self.section_heads, self.pack_gqa = kernel.section_keys, kernel.section_heads, False
         self.persistent = bool(row.get("persistent"))
         self.cluster: int = row.get("cluster", 1)
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
@@ -123,6 +123,7 @@ class Kernel:
             self.layout: str = manifest["layout"]
             self.direction: str = manifest["direction"]
             self.section_keys: int = manifest["section_keys"]
+            self.section_heads: int = manifest.get("section_heads", 1)
             self.backend: str = manifest["backend"]
             self.loads: str = manifest["loads"]
             self.persistent = bool(manifest.get("persistent"))

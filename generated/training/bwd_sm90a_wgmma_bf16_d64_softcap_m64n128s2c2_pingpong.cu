@@ -438,6 +438,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     float dp[kBlockM / 2];      // dP
     uint32_t p[kBlockM / 4];    // probabilities, in pairs
     uint32_t p_derivative[kBlockM / 4];  // these, times the derivatives of their logits
+    uint32_t ds_pairs[kBlockM / 4];  // dS, in pairs
     float dq[kDqColumns / 2];
     float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
 
@@ -472,13 +473,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
-    const auto issue_dk = [&](int q_stage, int buffer) {
-      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * 128);
+    const auto issue_dk = [&](int q_stage) {
       const QueryColumns q(kQ + q_stage * kQBytes);
       fence_products();
 #pragma unroll
       for (int row = 0; row < kBlockM; row += 16) {
-        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * 128), q.at(row * kBoxBytes), 1);
+        Product<Element, kHeadDimQk>::template rs<1>(dk, ds_pairs + row / 4, q.at(row * kBoxBytes), 1);
       }
       commit_products();
     };
@@ -577,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * 128 + q * 128 + 16 * (chunk ^ q % 8);
 #pragma unroll
       for (int i = 0; i < kBlockM / 16; ++i) {
-        uint32_t ds[4];
+        uint32_t* const ds = ds_pairs + 4 * i;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
@@ -681,7 +681,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (lane == 0) arrive(kDsFull + 8 * buffer);
         take_turn();
         issue_dv(stage);
-        issue_dk(q_stage, buffer);
+        issue_dk(q_stage);
         wait_products<1>();
         settle(dv);
         release_dout();
@@ -717,7 +717,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (lane == 0) arrive(kDsFull + 8 * buffer);
           take_turn();
           issue_dv(stage);
-          issue_dk(q_stage, buffer);
+          issue_dk(q_stage);
           wait_products<1>();
           settle(dv);
           release_dout();

@@ -16,9 +16,9 @@ MULTIPROCESSORS = 132
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
 
 
-def _kernel(head_dim: int, layout: str, *, ordered: bool = False) -> Kernel:
+def _kernel(head_dim: int, layout: str, *, ordered: bool = False, variant: str = "causal") -> Kernel:
     text = (
-        "schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {variant: causal, passes: backward, "
+        f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {{variant: {variant}, passes: backward, "
         f"head_dim: {head_dim}, layout: {layout}, deterministic: {str(ordered).lower()}, "
         "backward: {backend: cuda}}\n"
     )
@@ -70,3 +70,29 @@ def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
         )
         found = geometries(kernel, call, {}, dlse=False)
         assert [one.part_blocks(FakeDriver(), 0) for one in found if one.part.name == "dkdv"] == [blocks]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "heads", "section"),
+    [
+        ("causal", "dense", (8, 2), 3),  # 24,576 queries with Q, dO and their sums take 24 MiB
+        ("packed_documents", "dense", (8, 2), 8),
+        ("packed_documents", "dense", (3, 1), 3),
+        ("packed_documents", "varlen", (8, 2), 3),
+        ("relative_bias", "dense", (8, 2), 3),  # the score reads by position, not the mask
+        ("allowed", "dense", (8, 2), 3),
+    ],
+)
+def test_many_heads_run_side_by_side_where_data_decide_how_long_a_tile_of_keys_takes(
+    name: str, layout: str, heads: tuple[int, int], section: int
+) -> None:
+    kernel, (kv_heads, group) = _kernel(128, layout, variant=name), heads
+    shapes, packing = [(1, 4096, heads) for heads in (kv_heads * group, kv_heads, kv_heads)], None
+    if layout == "varlen":
+        shapes, packing = [shape[1:] for shape in shapes], Packing(*[torch.tensor([0, 4096]).int()] * 2, 4096, 4096)
+    tensors = (torch.empty(*shape, 128).bfloat16() for shape in shapes)
+    call = bind(
+        variant(), *tensors, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
+    )
+    dkdv = geometries(kernel, call, {}, dlse=False)[-1]
+    assert (dkdv.part.name, dkdv.sizes["section"]) == ("dkdv", section)
