@@ -37,7 +37,8 @@ _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 #: Q, dO and the sums of dQ of the heads that run side by side: about half of the H200's L2, measured best on it.
 _SECTION_BYTES = 24 * 2**20
 #: KV heads that run side by side at least where the mask reads tensors by position, as one of documents does. A tile
-#: sees few queries there, so that L2 keeps these, and tiles differ much in their steps: many heads share what is left.
+#: sees few queries there, which L2 keeps in any case, and tiles differ much in their steps: where heads go one after
+#: the other, the last one ends unevenly.
 _SECTION_HEADS = 8
 
 #: How names of kernels say what the softmax runs over.

@@ -71,16 +71,21 @@ def test_the_architecture_decides(gpu: FakeDriver) -> None:
     assert "it needs 110000 B of shared memory, a block of device 0 has 101376 B" in explanation.reason
 
 
-def test_sums_in_a_fixed_order_where_they_are_asked_for(gpu: FakeDriver) -> None:
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_sums_in_a_fixed_order_where_they_are_asked_for(gpu: FakeDriver, tile_m: int) -> None:
     backwards = {"direction": "backward", "loads": "descriptor"}
     fast, ordered = (
         kernel_of(
-            {**manifest_of(variant(), name=name, backend="cuda", **backwards), "sum_columns": 64, "ordered": order}
+            {
+                **manifest_of(variant(), name=name, backend="cuda", tiles=(rows, 128), **backwards),
+                "sum_columns": 64,
+                "ordered": order,
+            }
         )
-        for name, order in (("fast", False), ("ordered", True))
+        for name, rows, order in (("fast", 64, False), ("ordered", tile_m, True))  # whichever has the larger tile
     )
     triton = kernel(variant(), name="triton", **backwards)
-    q, k, v = tensors()
+    q, k, v = (torch.empty(2, 128, 2, 64).bfloat16() for _ in range(3))
     call = bind(
         variant(), q, k, v, None, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
     )
