@@ -123,6 +123,8 @@ def is_finite(slope: Expr) -> bool:
     for node in walk(slope):
         if isinstance(node, Load) and node.type is Type.FLOAT:
             return False
+        if isinstance(node, Const) and math.isinf(node.value):
+            return False
         if isinstance(node, Op) and node.op in _SINGULAR and not _divides_by_constant(node):
             return False
     return True

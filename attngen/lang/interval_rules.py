@@ -95,9 +95,11 @@ def _truediv(alg: Any, a: Interval, b: Interval) -> Interval:
 
 
 def _pow(alg: Any, a: Interval, b: Interval) -> Interval:
-    if not alg.is_point(b) or not isinstance(b[0], int | float) or _infinite(alg, a):
+    if not alg.is_point(b) or not isinstance(b[0], int | float):
         return alg.unbounded
     exponent = b[0]
+    if _infinite(alg, a):
+        return (alg.literal(0), alg.unbounded[1]) if exponent in range(2, 65, 2) else alg.unbounded
     if exponent != int(exponent) or not 0 <= exponent <= 64:
         ok = a[0] > 0 or (a[0] >= 0 and exponent > 0)
         return _corners(alg, "pow", a, b) if ok and abs(exponent) <= 64 else alg.unbounded

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from attngen.errors import Location
+from attngen.lang.ir import Expr, Load, walk
 from attngen.spec.expand import KernelSpec, repeats
 from attngen.spec.loading import DeclaredVariant, Spec
 from attngen.spec.presets import preset_names
@@ -33,6 +34,7 @@ def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
     for name in spec.model.variants:
         declared = spec.variants[name]
         found.extend(_unused_declarations(declared))
+        found.extend(_idle_gradients(declared))
         if kernels and name not in used:
             found.append(Remark(f"variant '{name}' is used by no kernel", declared.location))
         if name in preset_names() and not _is_preset(spec, name):
@@ -45,6 +47,25 @@ def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
 
 def _is_preset(spec: Spec, name: str) -> bool:
     return spec.name.endswith(f"specs/presets/{name}.yaml")
+
+
+def _idle_gradients(declared: DeclaredVariant) -> list[Remark]:
+    """Return a remark for each tensor with ``grad: true`` that the mask alone reads."""
+    variant = declared.variant
+    differentiable = set[str]().union(*(_read(each) for each in (variant.score, variant.sink) if each is not None))
+    return [
+        Remark(
+            f"tensor '{tensor.name}' of variant '{variant.name}' has grad: true, but only the mask reads it: its "
+            "gradient is 0",
+            declared.tree.locate(("variants", variant.name, "tensors", tensor.name), key=True),
+        )
+        for tensor in variant.tensors
+        if tensor.grad and tensor.name in _read(variant.mask) - differentiable
+    ]
+
+
+def _read(expression: Expr) -> set[str]:
+    return {node.tensor for node in walk(expression) if isinstance(node, Load)}
 
 
 def _unused_declarations(declared: DeclaredVariant) -> list[Remark]:

@@ -94,6 +94,17 @@ def test_warnings(tmp_path):
     assert run(path, "--strict").exit_code == 2
 
 
+def test_a_gradient_that_is_0_is_told(tmp_path):
+    path = write(
+        tmp_path,
+        "schema: 1\narch: sm90a\nvariants:\n  gated:\n    mask: q_pos >= kv and gate[h] > 0\n    score: s + bias[h]\n"
+        "    tensors:\n      gate: {dtype: float32, shape: [h], grad: true}\n"
+        "      bias: {dtype: float32, shape: [h], grad: true}\nkernels:\n  - {variant: gated, head_dim: 64}\n",
+    )
+    says = ":8: tensor 'gate' of variant 'gated' has grad: true, but only the mask reads it: its gradient is 0"
+    assert [line for line in run(path).stderr.splitlines() if "grad" in line] == [f"warning: {path}{says}"]
+
+
 def test_a_tile_that_the_plan_would_choose_anyway(tmp_path):
     text = "schema: 1\narch: sm90a\nkernels:\n  - {variant: full, head_dim: 64}\n"
     tile = json.loads(run(write(tmp_path, text), "--json").stdout)["specs"][0]["kernels"][0]["tile"]

@@ -65,6 +65,8 @@ def test_every_operator_has_a_rule() -> None:
         (op("rshift", var("x"), const(1)), (-2, 2)),
         (op("pow", var("x"), const(2)), (0, 25)),
         (op("pow", var("x"), const(3)), (-27, 125)),
+        (op("pow", op("floordiv", var("x"), var("x")), const(2)), (0, math.inf)),
+        (op("pow", op("floordiv", var("x"), var("x")), const(3)), (-math.inf, math.inf)),
         (op("lt", var("x"), var("y")), (False, True)),
         (op("lt", var("kv"), var("seqlen_k")), (True, True)),
         (op("eq", var("x"), const(6)), (False, False)),
