@@ -108,9 +108,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
     squares = peer_squares = truth_squares = 0.0
     elements = 0
     # Probabilities are taken from a log-sum-exp of float32, whose rounding is an error of the exponent.
-    summed = wanted.lse[torch.isfinite(wanted.lse)].double()
-    exponent = 2 * _FLOAT32_UNIT * largest(summed.abs())
-    typical = 2 * float(summed.square().mean().sqrt()) if summed.numel() else 0.0  # in units of float32
+    exponent = 2 * _FLOAT32_UNIT * largest(wanted.lse[torch.isfinite(wanted.lse)].abs())
     for name, found in results.items():
         truth = wanted.truth[name]
         error, plain_error = (found.double() - truth).abs(), (wanted.plain[name].double() - truth).abs()
@@ -123,7 +121,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
         if name in "qkv":
             squares += float(error.square().sum())
             peer_squares += float(plain_error.square().sum())
-            truth_squares += (_UNITS**2 + typical**2) * float(truth.square().sum())
+            truth_squares += _UNITS**2 * float(truth.square().sum())
             elements += error.numel()
     return Deviation(
         max_error=worst[0],
