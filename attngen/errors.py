@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,22 @@ class CompileError(AttngenError):
     """A generated source that its compiler rejects, or whose result breaks a rule of the plan."""
 
 
+class ChoiceError(CompileError):
+    """A kernel that does not compile as it was planned, where another choice of the plan may: a tile, a backend.
+
+    ``slow`` is set where the machine code is right and only slow: whether its matrix products wait for each other, and
+    how many bytes a thread spills.
+    """
+
+    def __init__(self, message: str, *, slow: tuple[bool, int] | None = None) -> None:
+        super().__init__(message)
+        self.slow = slow
+
+
+class InternalError(AttngenError):
+    """A fault of attngen itself, met on one kernel; the message asks to report it."""
+
+
 class StoreError(AttngenError):
     """A cache folder that cannot be used: read-only, full, or held by a process that does not let go."""
 
@@ -61,6 +78,18 @@ class CallError(AttngenError, ValueError):
 
 class NoKernelError(CallError):
     """No built kernel accepts the call; the message lists each candidate and the reason it was rejected."""
+
+
+def internal_error(subject: str, error: Exception) -> InternalError:
+    """Return the error that names what failed, and where in attngen, for an exception that nobody expected."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    place = f" at {Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}" if frame else ""
+    return InternalError(
+        f"{subject}: attngen failed on it with {type(error).__name__}: {error}{place}; this is a fault of attngen, "
+        "please report it with the spec"
+    )
 
 
 def suggest(found: str, allowed: Iterable[str]) -> str:

@@ -76,6 +76,9 @@ def _print(report: BuildReport) -> None:
     built = [kernel for kernel in report.kernels if kernel.origin == "built"]
     if built:
         print_table(_COLUMNS, (_row(kernel.name, kernel.manifest["resources"]) for kernel in built))
+    for kernel in built:
+        for count, row in enumerate(kernel.refused):
+            click.echo(f"{f'{kernel.name}: in place of' if count == 0 else '  and of'} {row['name']}: {row['reason']}")
     size = sum(kernel.manifest["resources"]["cubin_bytes"] for kernel in report.kernels)
     click.echo(
         f"{report.package}: {_kernels(len(report.kernels))}, {len(built)} built in {report.seconds:.1f} s, "

@@ -17,9 +17,9 @@ from attngen.compile.drivers import min_driver
 from attngen.compile.inspect import Resources, count_instructions, parameter_places, resources_of_log
 from attngen.compile.options import nvrtc_options
 from attngen.compile.parameters import place_parameters
+from attngen.compile.speed import MAX_SPILLS, require_fast
 from attngen.compile.toolchain import toolchain
-from attngen.compile.triton import MAX_SPILLS
-from attngen.errors import CompileError
+from attngen.errors import ChoiceError, CompileError
 from attngen.lang.settle import reads_products
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) ->
     try:
         nvrtc.compileProgram(program, nvrtc_options(arch))
     except nvrtc.NVRTCError as error:
-        raise CompileError(f"{name}: NVRTC refused the source: {error}\n{nvrtc.getProgramLog(program)}") from None
+        raise ChoiceError(f"{name}: NVRTC refused the source: {error}\n{nvrtc.getProgramLog(program)}") from None
     else:
         # CuPy takes the image for a string, and drops its last byte, which is part of the padding of an ELF file.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
@@ -126,25 +126,12 @@ def _resources_of(symbol: str, log: str) -> Resources:
 
 
 def _check(plan: Plan, cubin: bytes, resources: Resources) -> None:
-    """Refuse what silently costs a kernel its speed, unless the spec allows it."""
-    if plan.gradients is None:
-        less, triton = "a smaller tile.n needs less, or ", "backend: triton"
-    else:
-        less, triton = "", "backward: {backend: triton}"
-    if resources.spills > max_spills(plan) and "spill" not in plan.allow:
-        raise CompileError(
-            f"{plan.name}: {resources.spills} B of spills at {resources.registers} registers; {less}the spec may say "
-            f"'{triton}' or 'allow: [spill]'"
-        )
-    if resources.serialized_wgmma and "serialized_wgmma" not in plan.allow:
-        raise CompileError(
-            f"{plan.name}: ptxas serialized wgmma, so that tensor cores wait for each other; "
-            f"the spec may say '{triton}' or 'allow: [serialized_wgmma]'"
-        )
+    """Refuse what silently costs a kernel its speed, unless the spec allows it, and products that were not planned."""
+    require_fast(plan, plan.name, resources, max_spills(plan))
     planned, found = planned_wgmma(plan), count_instructions(cubin, "HGMMA")
     # where no logit depends on them, ptxas drops products of Q and K as it likes
     if planned != found and reads_products(plan.variant):
-        raise CompileError(f"{plan.name}: {found} wgmma instructions in the cubin, but {planned} were planned")
+        raise ChoiceError(f"{plan.name}: {found} wgmma instructions in the cubin, but {planned} were planned")
 
 
 def max_spills(plan: Plan) -> int:

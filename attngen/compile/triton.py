@@ -24,8 +24,9 @@ from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, re
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major, without_register_limit
+from attngen.compile.speed import MAX_SPILLS, require_fast
 from attngen.compile.toolchain import toolchain
-from attngen.errors import CompileError
+from attngen.errors import ChoiceError, CompileError
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 #: What is said of a cubin that ptxas compiled wrongly.
 WRONG_CODE = "ptxas compiled the loop wrongly; another tile, or a newer Triton, may help"
 
-#: Bytes of spills that cost nothing measurable: a few values that are stored before the loops and read after them.
-MAX_SPILLS = 32
+
+#: Kernels of a backward that take nearly all of its time.
+_PRODUCTS = ("dkdv", "dq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _compile_parts(plan: Plan, source: Source, start: float) -> Artifact:
     for part in plan.parts:
         options = triton_options(part.num_warps, part.stages, fast_math=plan.fast_math)
         compiled[part.name] = compile_function(source.text, part.symbol, part.arguments, plan.arch, options)
-        _check_hopper(plan, compiled[part.name], part.symbol)
+        _check_hopper(plan, compiled[part.name], part.symbol, fast=part.name in _PRODUCTS)
     main = compiled["dkdv"]
     resources = [function.resources() for function in compiled.values()]
     manifest = dict(plan.to_dict()) | _needs(plan, main)
@@ -317,7 +319,7 @@ def _compiler(name: str) -> Iterator[io.StringIO]:
         with contextlib.redirect_stdout(log):
             yield log
     except Exception as error:
-        raise CompileError(f"{name}: {_reason(error)}") from error
+        raise ChoiceError(f"{name}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -329,31 +331,22 @@ def _reason(error: Exception) -> str:
 
 def _check_memory(name: str, metadata: Mapping[str, Any], arch: Arch) -> None:
     if metadata["shared"] > arch.shared_memory:
-        raise CompileError(
+        raise ChoiceError(
             f"{name}: shared memory {metadata['shared']} B exceeds {arch.shared_memory} B on {arch.name}; "
             "a smaller tile or fewer stages need less"
         )
     for scratch in ("global_scratch_size", "profile_scratch_size"):
         if metadata.get(scratch):
-            raise CompileError(f"{name}: needs {metadata[scratch]} B of {scratch}, which no launch provides")
+            raise ChoiceError(f"{name}: needs {metadata[scratch]} B of {scratch}, which no launch provides")
 
 
-def _check_hopper(plan: Plan, kernel: CompiledFunction, name: str) -> None:
-    """Refuse wrong machine code, and what silently costs a Hopper kernel its speed, unless the spec allows that."""
+def _check_hopper(plan: Plan, kernel: CompiledFunction, name: str, *, fast: bool = True) -> None:
+    """Refuse wrong machine code, and, of a kernel that has to be ``fast``, what silently costs it its speed."""
     if not plan.arch.wgmma:
         return
-    resources = kernel.registers_and_spills
     if "wgmma" in kernel.ptx and (overwritten := overwritten_operands(kernel.cubin)):
-        raise CompileError(f"{name}: {WRONG_CODE}: {overwritten[0]}")
+        raise ChoiceError(f"{name}: {WRONG_CODE}: {overwritten[0]}")
     if "wgmma" in kernel.ptx and (lost := lost_addresses(kernel.cubin)):
-        raise CompileError(f"{name}: {WRONG_CODE}: {lost[0]}")
-    if resources.spills > MAX_SPILLS and "spill" not in plan.allow:
-        raise CompileError(
-            f"{name}: {resources.spills} B of spills at {resources.registers} registers; a smaller tile, more "
-            "warps or fewer stages need less, or the spec says 'allow: [spill]'"
-        )
-    if resources.serialized_wgmma and "serialized_wgmma" not in plan.allow:
-        raise CompileError(
-            f"{name}: ptxas serialized wgmma, so that tensor cores wait for each other; "
-            "the spec may say 'allow: [serialized_wgmma]'"
-        )
+        raise ChoiceError(f"{name}: {WRONG_CODE}: {lost[0]}")
+    if fast:
+        require_fast(plan, name, kernel.registers_and_spills, MAX_SPILLS)

@@ -15,7 +15,7 @@ from attngen.packaging.view import PackageView, VariantView, compiler_lines, com
 from attngen.runtime.shipped import INDEX, KERNELS
 from attngen.store.entry import CLASSIFIER, CUBIN, MANIFEST
 from attngen.store.store import Store
-from attngen.tools.build import BuiltKernel, Observer, Prepared, compile_kernels, prepare
+from attngen.tools.build import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare
 
 if TYPE_CHECKING:
     from attngen.spec import Spec
@@ -50,20 +50,22 @@ def contents_of(
     PackageError if a kernel does not compile.
     """
     store = store or Store()
-    kernels = kernels_of(spec, arches)
-    built, failures = compile_kernels(kernels, store=store, jobs=jobs, observer=observer)
+    asked = kernels_of(spec, arches)
+    built, failures = compile_kernels(asked, store=store, jobs=jobs, observer=observer)
     if failures:
         lines = [str(f.error) if i < _FULL_ERRORS else str(f.error).splitlines()[0] for i, f in enumerate(failures)]
-        raise PackageError("\n".join([f"{len(failures)} of {len(kernels)} kernels do not compile:", *lines]))
+        raise PackageError("\n".join([f"{len(failures)} of {len(asked)} kernels do not compile:", *lines]))
     files: dict[str, bytes] = {}
     manifests: list[Mapping[str, Any]] = []
+    kernels = each_once(built.values())
     for kernel in kernels:
-        manifest = _lasting(built[kernel.plan.name].manifest)
+        manifest = _lasting(kernel.manifest)
         manifests.append(manifest)
-        for name, data in _kernel_files(kernel, built[kernel.plan.name], manifest, store):
-            files[f"{KERNELS}/{kernel.plan.name}/{name}"] = data
-    headers = {name: text for kernel in kernels for name, text in kernel.source.headers.items()}
-    view = view_of(spec, kernels, version, manifests)
+        for name, data in _kernel_files(kernel, manifest, store):
+            files[f"{KERNELS}/{kernel.name}/{name}"] = data
+    prepared = [kernel.prepared for kernel in kernels if kernel.prepared is not None]
+    headers = {name: text for kernel in prepared for name, text in kernel.source.headers.items()}
+    view = view_of(spec, prepared, version, manifests)
     files |= {f"include/{name}": text.encode() for name, text in headers.items()}
     files |= {f"spec/{name}": data for name, data in spec_files(spec).items()}
     files |= {f"_runtime/{name}": data for name, data in runtime_files().items()}
@@ -107,17 +109,17 @@ def spec_files(spec: Spec) -> dict[str, bytes]:
     return {Path(source.path).relative_to(folder).as_posix(): Path(source.path).read_bytes() for source in spec.sources}
 
 
-def _kernel_files(
-    kernel: Prepared, built: BuiltKernel, manifest: Mapping[str, Any], store: Store
-) -> Iterator[tuple[str, bytes]]:
-    artifact, damage = store.read(built.key)
+def _kernel_files(kernel: BuiltKernel, manifest: Mapping[str, Any], store: Store) -> Iterator[tuple[str, bytes]]:
+    artifact, damage = store.read(kernel.key)
     if artifact is None:
-        raise PackageError(f"{kernel.plan.name} was built, but is gone from the cache; {damage or 'run it again'}")
+        raise PackageError(f"{kernel.name} was built, but is gone from the cache; {damage or 'run it again'}")
     yield MANIFEST, _json(manifest)
     yield CUBIN, artifact.cubin
     if artifact.classifier is not None:
         yield CLASSIFIER, artifact.classifier
-    yield f"source{Path(kernel.source.file_name).suffix}", kernel.source.text.encode()
+    assert kernel.prepared is not None  # compile_kernels plans all of them
+    source = kernel.prepared.source
+    yield f"source{Path(source.file_name).suffix}", source.text.encode()
 
 
 def _lasting(manifest: Mapping[str, Any]) -> dict[str, Any]:

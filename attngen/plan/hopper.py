@@ -9,7 +9,7 @@ from attngen.arch import Arch
 from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
-from attngen.plan.model import Columns, Hopper, Region
+from attngen.plan.model import Columns, Hopper, Plan, Region
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.spec.expand import KernelSpec, Roles
 
@@ -58,6 +58,9 @@ _TABLE = (
     _Choice("any", 192, 2, 96, "pingpong"),
     _Choice("any", 256, 2, 64, "pingpong"),
 )
+
+#: Keys of a tile that are tried where more of them do not fit the registers after all.
+_NARROWER = (64, 32)
 
 #: Sum of a lane's probabilities that asks for a new reference: far below the largest float16, and below float32's
 #: square root for the sake of the sums.
@@ -123,6 +126,24 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
         shared=(),
     )
     return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, tile_m, tile_n, stages, qk, v))
+
+
+def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with other choices than those of its ``first`` plan, each with fewer registers taken:
+    narrower tiles, then fewer consumers, which have more registers each, then probabilities that wait for V."""
+    assert first.hopper is not None
+    given, most = spec.roles or Roles(), first.hopper.consumers
+    fixed = given.consumer is not None or spec.tile_m is not None
+    narrower = [n for n in _NARROWER if n < first.tile_n] if spec.tile_n is None else []
+    tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
+    if not fixed:
+        tiles += [(n_consumers, n) for n_consumers in range(most - 1, 0, -1) for n in (first.tile_n, *narrower)]
+    for consumers, tile_n in tiles:
+        yield replace(spec, tile_n=tile_n, roles=replace(given, consumer=consumers))
+    if given.overlap is None and tiles:
+        yield replace(spec, tile_n=tiles[-1][1], roles=replace(given, consumer=tiles[-1][0], overlap=False))
+    elif given.overlap is None:
+        yield replace(spec, roles=replace(given, overlap=False))
 
 
 def _families(spec: KernelSpec) -> frozenset[str]:

@@ -91,6 +91,9 @@ _TABLE = (
     _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
 
+#: The families, those whose masks and scores take more registers after those that leave them free.
+_FAMILIES = ("plain", "light", "divided", "derived", "reading", "tight")
+
 #: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
 #: take the registers of one each.
 _BLOCK_HEAD_DIM = 128
@@ -117,7 +120,7 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         row for row in SCHEDULES if row.name == ("cuda_backward_cluster" if wide else "cuda_backward_wgmma")
     )
     check_head_dims(spec, schedule)
-    family = _family(spec)
+    family = given.family or _family(spec)
     choice = next(row for row in _TABLE if row.family == family and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
@@ -213,6 +216,14 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     parts = tuple(_parts(plan))
     return replace(plan, parts=parts, arguments=next(part for part in parts if part.name == "dkdv").arguments)
+
+
+def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a backward as families get it whose masks and scores take more registers than its own."""
+    del first  # its choices are its family's
+    given, own = spec.backward or Backward(), _family(spec)
+    for family in _FAMILIES[_FAMILIES.index(own) + 1 :]:
+        yield replace(spec, backward=replace(given, dkdv=replace(given.dkdv, family=family)))
 
 
 def _is_uneven(spec: KernelSpec, driver: str) -> bool:

@@ -98,6 +98,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """A plan of the same kernel that was compiled before this one, and why its machine code was not taken."""
+
+    name: str
+    backend: str
+    reason: str  # in one line
+    slow: tuple[bool, int] | None = None  # products wait, bytes of spills: if it was right and only slow
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form of the manifest."""
+        return {"name": self.name, "backend": self.backend, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A part of shared memory, in bytes from its start."""
 
@@ -229,6 +243,7 @@ class Plan:
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
     parts: tuple[Part, ...] = ()  # of a backward, in the order of their launches; the plan itself describes "dkdv"
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
+    refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
 
     @property
@@ -355,4 +370,5 @@ class Plan:
             "classifier": classifier,
             "parameters": [argument.to_dict() for argument in self.arguments],
             **({"parts": [part.to_dict() for part in self.parts]} if self.parts else {}),
+            **({"refused": [row.to_dict() for row in self.refused]} if self.refused else {}),
         }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
-from attngen.plan.model import Columns
+from attngen.plan.model import Columns, Plan
+from attngen.spec.expand import Backward, Gradient, KernelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,52 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("fp32", 128, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
     ("fp32", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
 )
+
+
+#: What is tried where the table's tile takes too many registers after all: tiles with fewer keys, more warps, and at
+#: last such small ones that products are not of warpgroups, which ptxas neither serializes nor parts.
+_SMALLER = (
+    Tile(64, 64, 2, 4), Tile(64, 32, 2, 4), Tile(64, 64, 2, 8), Tile(64, 16, 2, 4), Tile(64, 32, 1, 8),
+    Tile(32, 32, 2, 4), Tile(16, 16, 1, 4),
+)  # fmt: skip
+
+#: The same for the two kernels of a backward: tile of "dkdv", tile of "dq".
+_SMALLER_GRADIENTS = (
+    (Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    (Tile(64, 128, 2, 8), Tile(128, 64, 2, 8)),
+    (Tile(32, 128, 2, 8), Tile(128, 32, 2, 8)),
+    (Tile(16, 64, 2, 4), Tile(64, 16, 2, 4)),
+    (Tile(32, 32, 1, 4), Tile(32, 32, 1, 4)),
+    (Tile(16, 32, 1, 4), Tile(32, 16, 1, 4)),
+    (Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+)
+
+
+def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with other tiles than that of its ``first`` plan, where it leaves them open."""
+    rows = [tile for tile in _SMALLER if tile.m * tile.n <= first.tile_m * first.tile_n]
+    for tile in dict.fromkeys(_completed(spec, tile) for tile in rows):
+        yield replace(spec, tile_m=tile.m, tile_n=tile.n, stages=tile.stages, num_warps=tile.warps)
+
+
+def gradient_alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a backward with other tiles than those of its ``first`` plan, where it leaves them open."""
+    del first
+    given = spec.backward or Backward()
+    for dkdv, dq in _SMALLER_GRADIENTS:
+        tiles = Backward(_gradient(_completed(given.dkdv, dkdv)), _gradient(_completed(given.dq, dq)))
+        yield replace(spec, backward=tiles)
+
+
+def _completed(given: KernelSpec | Gradient, tile: Tile) -> Tile:
+    """Return a tile with what a spec fixes in place of its own."""
+    return Tile(
+        given.tile_m or tile.m, given.tile_n or tile.n, given.stages or tile.stages, given.num_warps or tile.warps
+    )
+
+
+def _gradient(tile: Tile) -> Gradient:
+    return Gradient(tile.m, tile.n, tile.stages, tile.warps)
 
 
 def family(arch: Arch, *, loads: str, aligned: bool, element_bytes: int, gathers: bool, dropout: bool = False) -> str:

@@ -60,6 +60,7 @@ class Gradient:
     tile_n: int | None = None
     stages: int | None = None
     num_warps: int | None = None
+    family: str | None = None  # of the kernel in CUDA; no field of a spec: the plan tries one after the other
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from attngen.compile.environment import is_scrubbed
-from attngen.errors import AttngenError, CompileError
+from attngen.errors import AttngenError, ChoiceError, CompileError
 
 #: Longest that a job may take; a compile takes seconds, waiting for another process's compile included.
 JOB_SECONDS = 900.0
@@ -143,7 +143,7 @@ class _Pool:
         if ok:
             return Result(worker.index, value=value, warnings=tuple(messages))
         if isinstance(value, CompileError):  # LLVM and MLIR print their reasons
-            value = CompileError(f"{value}{_said(worker)}")
+            value.args = (f"{value}{_said(worker)}",)
         return Result(worker.index, error=value, warnings=tuple(messages))
 
     def dead(self, worker: _Worker) -> CompileError:
@@ -157,7 +157,10 @@ class _Pool:
             reason = f"died of {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 reason += ", probably for lack of memory; fewer --jobs need less"
-        error = CompileError(f"{self.jobs[worker.index].label}: its compiler process {reason}{_said(worker)}")
+        # a compiler that crashes may compile another choice; one that was stopped says nothing of it
+        crashed = code < 0 and code != -signal.SIGKILL
+        kind = ChoiceError if crashed else CompileError
+        error = kind(f"{self.jobs[worker.index].label}: its compiler process {reason}{_said(worker)}")
         _close(worker)
         return error
 

@@ -11,11 +11,10 @@ import os
 import pickle
 import signal
 import sys
-import traceback
 import warnings
 from typing import Any
 
-from attngen.errors import AttngenError, CompileError
+from attngen.errors import AttngenError, internal_error
 
 
 def main() -> None:
@@ -46,8 +45,8 @@ def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[
             pickle.dumps(value)
         except AttngenError as error:
             ok, value = False, error
-        except Exception:
-            ok, value = False, CompileError(f"internal error in a job:\n{traceback.format_exc().rstrip()}")
+        except Exception as error:
+            ok, value = False, internal_error(function, error)
     # A library's deprecations are none of the user's business; what attngen warns of is.
     messages = [str(w.message) for w in caught if w.category.__module__.startswith("attngen.")]
     return ok, value, messages

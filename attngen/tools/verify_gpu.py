@@ -80,7 +80,10 @@ def try_on_gpu(
         elif name not in compiled:
             yield Verdict(kernel.plan, reason=errors.get(name, "not compiled"), failed_before=True, remark=remark)
         else:
-            trial = _try(read_kernel(store.path(compiled[name].key)), gpu, seed)
+            built = compiled[name]
+            trial = _try(read_kernel(store.path(built.key)), gpu, seed)
+            if built.refused:
+                remark = "; ".join(filter(None, [remark, f"built as {built.name}"]))
             yield Verdict(kernel.plan, trial, remark=remark)
             lost = None if gpu.answers() else name
         observer(kernel.plan.name, len(todo))

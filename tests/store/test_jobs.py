@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attngen.errors import CompileError, SpecError
+from attngen.errors import CompileError, InternalError, SpecError
 from attngen.store import limits
 from attngen.store.jobs import Job, Result, run_jobs
 
@@ -66,8 +66,8 @@ def test_errors_arrive_whole() -> None:
     refused, blundered, chatted = run([job("refuse"), job("blunder"), job("add", 1, 1)])
     assert isinstance(refused.error, SpecError)
     assert (str(refused.error), refused.error.field) == ("a.yaml:3: mask: no", "mask")
-    assert isinstance(blundered.error, CompileError)
-    assert "ZeroDivisionError: oops" in str(blundered.error)
+    assert isinstance(blundered.error, InternalError)
+    assert "ZeroDivisionError: oops at fakes.py:" in str(blundered.error)
     assert chatted.value == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from attngen.errors import AttngenError, SpecError, StoreError
+from attngen.errors import AttngenError, InternalError, SpecError, StoreError
+from attngen.plan import Plan
+from attngen.plan.model import Refused
+from attngen.spec import KernelSpec
 from attngen.store import Store
 from attngen.store import receipt as receipts
 from attngen.store.index import read_index
@@ -106,6 +110,89 @@ def test_an_edit_compiles_what_it_touches(spec: Path, store: Store, log: Path) -
     assert origins(run(spec, store)) == {"cached": 4}
 
 
+OPEN = """
+schema: 1
+package: mine
+arch: [sm90a]
+variants:
+  hopeless: {mask: "q_pos >= kv"}
+kernels:
+  - {variant: causal, head_dim: [64, 128]}
+"""
+
+
+def narrow(spec: Path, store: Store) -> BuildReport:
+    return build(spec, jobs=1, store=store, compiler="tests.store.fakes:compile_narrow")
+
+
+def test_what_is_refused_is_planned_again_until_it_is_clean(spec: Path, store: Store, log: Path) -> None:
+    spec.write_text(OPEN)
+    report = narrow(spec, store)
+    assert report.failures == ()
+    assert [kernel.manifest["tile_n"] for kernel in report.kernels] == [32, 32]
+    first = report.kernels[0]
+    wide = "fwd_sm90a_wgmma_bf16_d64_causal_m192n128s2c3"
+    assert first.refused[0] == {"name": wide, "backend": "cuda", "reason": "1280 B of spills"}
+    assert report.to_dict()["kernels"][0]["refused"] == list(first.refused)
+    compiled = log.read_text().split()
+    assert compiled[:2] == [wide, "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2"]
+    assert first.name in compiled
+    # what was refused is remembered, in a build that has to look again, too
+    spec.write_text(OPEN.replace("[64, 128]", "[64, 128, 256]"))
+    again = narrow(spec, store)
+    assert origins(again) == {"cached": 2, "built": 1}
+    assert [k.key for k in again.kernels[:2]] == [k.key for k in report.kernels]
+    assert all("d256" in name for name in log.read_text().split()[len(compiled) :])
+
+
+def test_the_least_spilling_one_is_kept_where_all_spill(spec: Path, store: Store, log: Path) -> None:
+    spec.write_text(OPEN.replace("variant: causal, head_dim: [64, 128]", "variant: hopeless, head_dim: 64"))
+    (kernel,) = narrow(spec, store).kernels
+    assert kernel.manifest["tile_n"] == 16
+    assert "spill" in kernel.manifest["allow"]
+    assert kernel.name in [row["name"] for row in kernel.refused]
+
+
+def test_a_tile_that_the_spec_fixes_fails_with_the_reason(spec: Path, store: Store, log: Path) -> None:
+    fixed = "{variant: causal, head_dim: 64, tile: {m: 192, n: 64}, warps: {consumer: 3, overlap: true}, backend: cuda}"
+    spec.write_text(OPEN.replace("{variant: causal, head_dim: [64, 128]}", fixed))
+    report = narrow(spec, store)
+    assert report.kernels == ()
+    (failure,) = report.failures
+    assert "640 B of spills" in str(failure.error)
+
+
+def test_kernels_that_come_to_be_one_are_one(spec: Path, store: Store, log: Path) -> None:
+    both = "{variant: causal, head_dim: 64}\n  - {variant: causal, head_dim: 64, tile: {n: 32}}"
+    spec.write_text(OPEN.replace("{variant: causal, head_dim: [64, 128]}", both))
+    report = narrow(spec, store)
+    assert report.failures == ()
+    assert [kernel.refused for kernel in report.kernels] == [()]
+
+
+def test_a_kernel_that_cannot_be_planned_costs_itself(
+    spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import attngen.plan as planning
+
+    real = planning.plan
+
+    def plan(kernel: KernelSpec) -> Plan:
+        if kernel.variant.name == "near":
+            raise KeyError("n")
+        return real(kernel)
+
+    monkeypatch.setattr(planning, "plan", plan)
+    report = run(spec, store)
+    assert len(report.kernels) == 2
+    assert len(report.failures) == 2
+    assert isinstance(report.failures[0].error, InternalError)
+    assert re.search(r"mine.yaml:10: near, forward, .*KeyError: 'n' at test_build.py", str(report.failures[0].error))
+    assert not run(spec, store).up_to_date
+    with pytest.raises(InternalError, match="near"):
+        generate(spec, spec.parent / "out")
+
+
 def test_an_include_is_an_input(spec: Path, store: Store, log: Path) -> None:
     (spec.parent / "masks").mkdir()
     masks = spec.parent / "masks" / "far.yaml"
@@ -193,10 +280,18 @@ def test_a_build_of_which_nothing_compiles_keeps_the_earlier_index(spec: Path, s
 
 def test_every_kernel_that_cannot_be_planned_is_named(spec: Path, store: Store, log: Path) -> None:
     spec.write_text(SPEC.replace("backend: triton", "backend: cuda"))
-    with pytest.raises(SpecError) as caught:
+    report = run(spec, store)
+    assert [kernel.manifest["arch"] for kernel in report.kernels] == ["sm90a", "sm90a"]
+    assert len(report.failures) == 2
+    for failure in report.failures:
+        assert re.search(rf"{spec}:\d+: .*cuda kernels need wgmma, which sm80 lacks", str(failure.error))
+        assert "sm80" in failure.name
+
+
+def test_nothing_is_compiled_where_no_kernel_can_be_planned(spec: Path, store: Store, log: Path) -> None:
+    spec.write_text(SPEC.replace("backend: triton", "backend: cuda").replace(", sm90a", ""))
+    with pytest.raises(SpecError, match="wgmma, which sm80 lacks"):
         run(spec, store)
-    assert f"{spec}:" in str(caught.value)
-    assert "cuda" in str(caught.value)
     assert log.read_text() == ""
 
 
@@ -303,6 +398,8 @@ def test_keys_see_every_field_of_a_plan(spec: Path) -> None:
             changed = value + "x"
         elif field.name == "variant":
             changed = other.variant
+        elif field.name == "refused":
+            changed = (Refused("other", "cuda", "40 B of spills"),)
         elif field.name == "parts":
             changed = backward.plan.parts
         elif isinstance(value, tuple):

@@ -1,0 +1,101 @@
+"""The plans of one kernel in the order in which they are compiled until one of them is clean.
+
+A plan is chosen before anything is compiled, by what masks and scores are made of; only the compiler knows how many
+registers they take. So what a spec leaves open is chosen again where ptxas spills, makes tensor cores wait, or fails:
+smaller tiles, fewer stages, another order, another backend. What a spec fixes stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from attngen.arch import ARCHES
+from attngen.errors import PlanError
+from attngen.lang.settle import settle
+from attngen.plan import hopper, hopper_backward, tiles
+from attngen.plan.catalogue import backends
+from attngen.plan.model import Plan, Refused
+from attngen.plan.planner import plan
+from attngen.spec.expand import Backward, KernelSpec
+
+#: What a compile allows that comes last, if all other choices were slower than they should be.
+_SLOW = ("spill", "serialized_wgmma")
+
+_Alternatives = Callable[[KernelSpec, Plan], Iterator[KernelSpec]]
+
+_ALTERNATIVES: dict[tuple[str, str], _Alternatives] = {
+    ("cuda", "forward"): hopper.alternatives,
+    ("triton", "forward"): tiles.alternatives,
+    ("cuda", "backward"): hopper_backward.alternatives,
+    ("triton", "backward"): tiles.gradient_alternatives,
+}
+
+
+def attempts(spec: KernelSpec) -> Iterator[Plan]:
+    """Yield the plans of a kernel, the fastest first, each under a name of its own; the first is ``plan(spec)``.
+
+    Raises PlanError, before the first, if no backend can do what the spec asks for.
+    """
+    first = plan(spec)
+    yield first
+    names = {first.name}
+    for other in _others(spec, first):
+        if other.name not in names:
+            names.add(other.name)
+            yield other
+
+
+def next_attempt(spec: KernelSpec, refused: Sequence[Refused]) -> Plan | None:
+    """Return the plan to compile after those that were refused, or None if nothing is left to choose.
+
+    The last one, if the spec fixes no tile, stages or warps, is the least slow of those that were refused for being
+    slow: a kernel that spills is better than none.
+    """
+    tried = {row.name for row in refused}
+    for planned in attempts(spec):
+        if planned.name not in tried:
+            return _after(planned, refused)
+    slow = [row for row in refused if row.slow is not None]
+    if not slow or len(tried) < len(refused) or _is_tuned(spec):
+        return None
+    least = min(slow, key=lambda row: row.slow or ())
+    planned = next(planned for planned in attempts(spec) if planned.name == least.name)
+    return _after(replace(planned, allow=tuple(dict.fromkeys((*planned.allow, *_SLOW)))), refused)
+
+
+def _after(planned: Plan, refused: Sequence[Refused]) -> Plan:
+    last = refused[-1] if refused else None
+    reason = planned.backend_reason
+    if last is not None and last.backend != planned.backend:
+        reason = f"not {last.backend}: {last.reason}"
+    return replace(planned, refused=tuple(refused), backend_reason=reason)
+
+
+def _others(spec: KernelSpec, first: Plan) -> Iterator[Plan]:
+    """Yield what else can be chosen where the spec leaves it open: of the first plan's backend, then of slower ones."""
+    spec = replace(spec, variant=settle(spec.variant))
+    offered = backends(ARCHES[spec.arch], spec.direction)
+    start = offered.index(first.backend)
+    for backend in offered[start:] if spec.backend is None else (first.backend,):
+        of_backend = replace(spec, backend=backend)
+        default = _planned(of_backend)
+        if default is None:
+            continue
+        if backend != first.backend:
+            yield default
+        for other in _ALTERNATIVES[backend, spec.direction](of_backend, default):
+            if (planned := _planned(other)) is not None:
+                yield planned
+
+
+def _planned(spec: KernelSpec) -> Plan | None:
+    try:
+        return plan(spec)
+    except PlanError:
+        return None
+
+
+def _is_tuned(spec: KernelSpec) -> bool:
+    fixed = (spec.tile_m, spec.tile_n, spec.stages, spec.num_warps, spec.roles)
+    return any(value is not None for value in fixed) or spec.backward not in (None, Backward())

@@ -1,0 +1,100 @@
+"""What is compiled, one after the other, until machine code is clean: the plan's first choice, then others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from attngen.errors import PlanError
+from attngen.plan import Plan, plan
+from attngen.plan.attempts import attempts, next_attempt
+from attngen.plan.model import Refused
+from attngen.spec import KernelSpec
+from tests.plan.specs import kernel_spec
+
+SCORED = "variants:\n  scored: {mask: q_pos >= kv, score: 's if kv % 2 == 0 else -inf'}\n"
+SPECS = [
+    {"backend": None},
+    {"backend": None, "head_dim": 256, "layout": "varlen"},
+    {"backend": None, "passes": "backward", "head_dim": 128},
+    {"backend": None, "passes": "backward", "head_dim": 256},
+    {"backend": None, "pack_gqa": "true"},
+    {"backend": None, "dtype": "fp32"},
+    {"backend": None, "passes": "backward", "backward": "{backend: triton}"},
+    {"backend": "triton", "loads": "pointer", "alignment": "element"},
+]
+
+
+def refused(planned: Plan, *, spills: int | None = 100) -> Refused:
+    return Refused(planned.name, planned.backend, f"{spills} B", None if spills is None else (False, spills))
+
+
+def all_of(spec: KernelSpec, spills: Sequence[int | None] = ()) -> list[Plan]:
+    """Return what is compiled if all is refused; ``spills`` of one after the other, then ever more."""
+    rows: list[Refused] = []
+    made: list[Plan] = []
+    while (planned := next_attempt(spec, rows)) is not None:
+        made.append(planned)
+        count = len(rows)
+        rows.append(refused(planned, spills=spills[count] if count < len(spills) else 1000 + count))
+    return made
+
+
+@pytest.mark.parametrize("fields", SPECS, ids=str)
+def test_the_first_is_the_plan_and_the_others_are_other_kernels(fields: dict[str, object]) -> None:
+    spec = kernel_spec("causal", **fields)  # type: ignore[arg-type]
+    found = list(attempts(spec))
+    assert found[0].to_dict() == plan(spec).to_dict()
+    assert len(found) >= 4
+    assert len({planned.name for planned in found}) == len(found)
+    assert all((p.variant, p.layout, p.dtype_name, p.direction) ==
+               (found[0].variant, found[0].layout, found[0].dtype_name, found[0].direction) for p in found)  # fmt: skip
+
+
+def test_the_faster_backend_is_tried_to_its_end_and_then_the_other() -> None:
+    order = [planned.backend for planned in attempts(kernel_spec("causal", backend=None))]
+    assert order == sorted(order)
+    assert {"cuda", "triton"} == set(order)
+    assert {p.backend for p in attempts(kernel_spec("causal", backend="cuda"))} == {"cuda"}
+
+
+def test_what_a_spec_fixes_stays() -> None:
+    spec = kernel_spec("causal", backend=None, tile="{m: 128}", pipeline="{stages: 2}")
+    found = list(attempts(spec))
+    assert len(found) > 2
+    assert {(planned.tile_m, planned.stages) for planned in found} == {(128, 2)}
+    with pytest.raises(PlanError, match=r"tile\.n"):
+        list(attempts(kernel_spec("causal", backend="cuda", tile="{n: 20}")))
+
+
+def test_each_attempt_remembers_those_before_it_and_has_a_key_of_its_own() -> None:
+    spec = kernel_spec("causal", backend=None)
+    first = next_attempt(spec, [])
+    assert first is not None
+    assert "refused" not in first.to_dict()
+    second = next_attempt(spec, [refused(first)])
+    assert second is not None
+    assert second.to_dict()["refused"] == [{"name": first.name, "backend": "cuda", "reason": "100 B"}]
+
+
+def test_the_least_slow_one_is_allowed_at_last() -> None:
+    spec = kernel_spec("scored", declared=SCORED, backend=None)
+    made = all_of(spec, spills=[900, None, 40, 60])
+    *tried, last = made
+    assert last.name == tried[2].name
+    assert (tried[2].allow, last.allow) == ((), ("spill", "serialized_wgmma"))
+    assert len(last.refused) == len(tried) == len(list(attempts(spec)))
+
+
+def test_wrong_code_is_never_allowed() -> None:
+    spec = kernel_spec("causal", backend=None)
+    count = len(list(attempts(spec)))
+    assert len(all_of(spec, spills=[None] * count)) == count
+
+
+def test_a_tile_that_the_spec_fixes_is_not_allowed_to_spill_unasked() -> None:
+    spec = kernel_spec("causal", backend="triton", tile="{m: 64, n: 64}", warps="4", pipeline="{stages: 2}")
+    assert len(all_of(spec)) == 1
+    assert len(all_of(replace(spec, stages=None))) > 1
