@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.plan.hopper_backward import PIECE_BYTES, by_head, row_lanes
@@ -66,6 +66,7 @@ class CudaBackwardView:
     end_qk: int  # columns that copies bring
     end_v: int
     regions: tuple[RegionView, ...]
+    region_bytes: Mapping[str, int]
     piece_bytes: int
     swizzle: int
     swizzled_row: str
@@ -145,6 +146,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
             RegionView(constant(r.name), r.offset, f"{r.bytes} B: {_region_text(roles, plan, r.name)}")
             for r in roles.shared
         ),
+        region_bytes={region.name: region.bytes for region in roles.shared},
         piece_bytes=PIECE_BYTES,
         swizzle={64: 1, 32: 2}[roles.box_columns],
         swizzled_row="(row % 8)" if roles.box_columns == 64 else "(row / 2 % 4)",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from attngen.dtypes import dtype
-from attngen.plan.hopper import WORK_BYTES
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.expressions import atom
@@ -57,7 +56,7 @@ class CudaView:
     padding_v: str
     regions: tuple[RegionView, ...]
     swizzle: int
-    work_bytes: int
+    region_bytes: Mapping[str, int]
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
     uses_kv_tiles: bool
@@ -130,7 +129,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
             for region in hopper.shared
         ),
         swizzle={64: 1, 32: 2}[hopper.box_columns],
-        work_bytes=WORK_BYTES,
+        region_bytes={region.name: region.bytes for region in hopper.shared},
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans=uses("hk", spans) and not plan.pack_gqa,
         uses_kv_tiles=uses("kv_tiles", spans),
