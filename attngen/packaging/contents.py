@@ -117,6 +117,7 @@ def _kernel_files(
     yield CUBIN, artifact.cubin
     if artifact.classifier is not None:
         yield CLASSIFIER, artifact.classifier
+    yield from ((f"{name}.cubin", cubin) for name, cubin in artifact.parts.items())
     yield f"source{Path(kernel.source.file_name).suffix}", kernel.source.text.encode()
 
 
