@@ -2,65 +2,78 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from attngen.commands.output import print_json, print_table
 from attngen.errors import CallError, StoreError, suggest
+from attngen.store.entry import CUBIN
+
+if TYPE_CHECKING:
+    from attngen.runtime.module import Kernel
 
 
 @click.command()
 @click.argument("kernel")
-@click.option("--source", "form", flag_value="source.py", help="The rendered source.")
+@click.option("--source", "form", flag_value="source", help="The rendered source: Triton or CUDA.")
 @click.option("--ttgir", "form", flag_value="ttgir", help="Triton's GPU dialect: layouts and pipelining.")
-@click.option("--ptx", "form", flag_value="ptx", help="The PTX.")
+@click.option("--ptx", "form", flag_value="ptx", help="The PTX, of kernels in Triton.")
 @click.option("--sass", "form", flag_value="sass", help="The machine code, disassembled by nvdisasm.")
 @click.option("--json", "form", flag_value="json", help="The whole manifest.")
 def command(kernel: str, form: str | None) -> None:
     """Show a kernel. KERNEL is its name, PACKAGE/NAME, or a part of the name that only one has."""
-    folder = find_folder(kernel)
-    if form == "sass":
-        from attngen.compile.inspect import disassemble
-
-        click.echo(disassemble((folder / "kernel.cubin").read_bytes()))
-    elif form in (None, "json"):
-        manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
-        if form == "json":
-            print_json(manifest)
-        else:
-            print_table(("", ""), facts(manifest, folder))
+    found = find_kernel(kernel)
+    folder = Path(found.origin)
+    if form is None:
+        print_table(("", ""), facts(found.manifest, folder))
+    elif form == "json":
+        print_json(found.manifest)
+    elif form == "source":
+        click.echo(_source(folder), nl=False)
+    elif form == "sass":
+        click.echo(_machine_code(folder), nl=False)
+    elif found.backend == "cuda":
+        raise CallError(
+            f"{found.full_name} has no {_LABELS[form]}: CUDA kernels are compiled to machine code directly; "
+            "--sass shows that, and --source what it was made of"
+        )
     else:
         click.echo(_text(folder, form), nl=False)
 
 
-def find_folder(name: str) -> Path:
-    """Return the folder of the one kernel that a name means; CallError if there is none or more than one."""
-    folders = _folders()
-    exact = [full for full in folders if name in (full, full.partition("/")[2])]
-    found = exact or [full for full in folders if name in full]
+_LABELS = {"ptx": "PTX", "ttgir": "TTGIR"}
+
+#: Names of the source in a kernel's folder, by backend.
+_SOURCES = ("source.cu", "source.py")
+
+
+def find_kernel(name: str) -> Kernel:
+    """Return the one kernel that a name means; CallError if there is none or more than one."""
+    kernels = _kernels()
+    exact = [full for full in kernels if name in (full, full.partition("/")[2])]
+    found = exact or [full for full in kernels if name in full]
     if len(found) == 1:
-        return folders[found[0]]
+        return kernels[found[0]]
     if not found:
-        short = [full.partition("/")[2] for full in folders]
+        short = [full.partition("/")[2] for full in kernels]
         raise CallError(f"no kernel '{name}' is built{suggest(name, short)}; 'attngen list' shows what is")
     shown = "\n  ".join(found[:20]) + ("\n  …" if len(found) > 20 else "")
     raise CallError(f"{len(found)} kernels are called '{name}'; say one of\n  {shown}")
 
 
-def _folders() -> dict[str, Path]:
-    """Return ``package/kernel`` → folder, for all that calls would find."""
+def _kernels() -> dict[str, Kernel]:
+    """Return ``package/kernel`` → kernel, for all that calls would find."""
     from attngen.runtime.registry import registry
 
-    folders: dict[str, Path] = {}
+    kernels: dict[str, Kernel] = {}
     for _, package in registry.packages():
         for variant in package.variants:
             for kernel in package.kernels(variant):
-                folders.setdefault(kernel.full_name, Path(kernel.origin))
-    return folders
+                kernels.setdefault(kernel.full_name, kernel)
+    return kernels
 
 
 def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
@@ -94,9 +107,33 @@ def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
+def _source(folder: Path) -> str:
+    """Return the source of a kernel. StoreError if its folder has none."""
+    name = next((name for name in _SOURCES if (folder / name).exists()), None)
+    if name is None:
+        raise StoreError(
+            f"{folder} has neither {' nor '.join(_SOURCES)}; 'attngen build' makes a kernel with its source"
+        )
+    return _text(folder, name)
+
+
+def _machine_code(folder: Path) -> str:
+    """Return the machine code of all cubins of a kernel: its own, and those of its classifier or its other parts."""
+    from attngen.compile.inspect import disassemble
+
+    cubins = sorted(folder.glob("*.cubin"), key=lambda path: (path.name != CUBIN, path.name))
+    if not cubins:
+        raise StoreError(f"{folder} has no {CUBIN}; 'attngen build' makes the kernel anew")
+    return "".join(f"// {path.name}\n{disassemble(_read(path))}" for path in cubins)
+
+
 def _text(folder: Path, name: str) -> str:
     """Return a text of a kernel's folder. StoreError if it is not there: packages may be shipped without."""
+    return _read(folder / name).decode("utf-8", "replace")
+
+
+def _read(path: Path) -> bytes:
     try:
-        return (folder / name).read_text("utf-8")
+        return path.read_bytes()
     except OSError as error:
-        raise StoreError(f"{folder} has no {name}: {error.strerror}") from None
+        raise StoreError(f"{path.parent} has no {path.name}: {error.strerror}") from None

@@ -117,6 +117,7 @@ def _kernel_files(kernel: BuiltKernel, manifest: Mapping[str, Any], store: Store
     yield CUBIN, artifact.cubin
     if artifact.classifier is not None:
         yield CLASSIFIER, artifact.classifier
+    yield from ((f"{name}.cubin", cubin) for name, cubin in artifact.parts.items())
     assert kernel.prepared is not None  # compile_kernels plans all of them
     source = kernel.prepared.source
     yield f"source{Path(source.file_name).suffix}", source.text.encode()

@@ -11,9 +11,6 @@ from zipfile import ZipFile
 
 from attngen.errors import PackageError
 from attngen.runtime.shipped import INDEX, KERNELS
-from attngen.store.entry import CLASSIFIER, CUBIN
-
-_CUBINS = (CUBIN, CLASSIFIER)
 
 #: Rows that a refusal shows.
 _SHOWN = 8
@@ -87,7 +84,7 @@ def sizes_of(wheel: Path) -> Sizes:
     for module, row in rows:
         prefix = f"{module}/{KERNELS}/{row['name']}/"
         files = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
-        code = sum(entry.file_size for name, entry in files.items() if name in _CUBINS)
+        code = sum(entry.file_size for name, entry in files.items() if name.endswith(".cubin"))
         share = figures.setdefault((module, row["variant"], head_dim_of(row), row["arch"]), [0, 0, 0])
         for i, value in enumerate((1, code, sum(entry.compress_size for entry in files.values()))):
             share[i] += value

@@ -21,13 +21,13 @@ from attngen.packaging.sizes import sizes_of
 from attngen.packaging.vendor import runtime_files
 from tests.packaging.support import INCLUDED, ROOT, SPEC, make, write_spec
 
-#: One kernel of each compiler, compiled for real.
+#: A kernel of each compiler, and a backward whose kernels have a cubin each, compiled for real.
 REAL = """
 schema: 1
 package: attngen_real
 include: masks/own.yaml
 kernels:
-  - {variant: own, head_dim: 32, arch: sm80}
+  - {variant: own, head_dim: 32, arch: sm80, passes: [forward, backward]}
   - {variant: causal, head_dim: 64, arch: sm90a, backend: cuda}
 """
 
@@ -106,7 +106,23 @@ def test_the_same_spec_gives_the_same_bytes_wherever_it_is_built(
         assert os.fsencode(Path.home()) not in data, name
     assert "attngen_real/include/wgmma.cuh" in files
     cubins = [data for name, data in files.items() if name.endswith("kernel.cubin")]
-    assert [data[:4] for data in cubins] == [b"\x7fELF"] * 2
+    assert [data[:4] for data in cubins] == [b"\x7fELF"] * 3
+    assert parts_of(files, "attngen_real") == {"preprocess", "dkdv", "dq"}
+
+
+def parts_of(files: dict[str, bytes], module: str) -> set[str]:
+    """Return the names of all kernels of backwards; each must have the cubin that its row of the manifest is of."""
+    names = set()
+    for name, data in files.items():
+        if name.startswith(f"{module}/kernels/") and name.endswith("/manifest.json"):
+            folder = name.removesuffix("manifest.json")
+            cubins = {
+                hashlib.sha256(files[f]).hexdigest() for f in files if f.startswith(folder) and f.endswith(".cubin")
+            }
+            for row in json.loads(data).get("parts", ()):
+                assert row["sha256"] in cubins, f"{folder} lacks the cubin of {row['name']}"
+                names.add(row["name"])
+    return names
 
 
 @pytest.mark.usefixtures("fake_compiler")

@@ -1,0 +1,182 @@
+"""Every command that README and docs show is run, in a folder that holds the specs they speak of.
+
+The spec of README is compiled, for CUDA; of the shipped specs, which other tests compile, each is cut down to its first
+kernel, and a fake compiler stands in. What cannot run here is listed with the reason, and how much of it is run all the
+same.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from attngen import cli, resources
+from attngen.runtime.registry import registry
+from attngen.tools import build
+from tests.docs.blocks import DOCUMENTS, README, blocks, code_spans
+
+#: Commands of others that blocks show: what they begin with, and why they are not run here.
+NOT_OURS = {
+    "pip install": "needs a network",
+    "pytest": "runs these tests",
+    "python docs/examples/": "tests/docs/test_examples.py runs the scripts",
+}
+
+#: Commands of attngen that need a GPU, and the option with which they do all else.
+WITHOUT_A_GPU = {"bench": "--dry-run"}
+
+#: The spec of README, whose kernel is compiled.
+MINE = "my_mask.yaml"
+
+#: What stands for the words in capitals that prose uses.
+PLACEHOLDERS = {"SPEC": f"specs/{MINE}", "KERNEL": "my_mask", "NAME": "example", "P": "sliding_window", "FILE": "file"}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command that a document shows."""
+
+    path: Path
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.line}"
+
+
+def _in_blocks() -> Iterator[Shown]:
+    for path in DOCUMENTS:
+        for block in blocks(path, "bash"):
+            for line in block.text.splitlines():
+                yield from (Shown(path, part.strip()) for part in line.split("&&") if part.strip())
+
+
+def _in_prose() -> Iterator[Shown]:
+    """Yield commands with arguments; ``attngen build`` alone is the name of a command."""
+    for path in DOCUMENTS:
+        for span in dict.fromkeys(code_spans(path)):
+            if re.match(r"attngen [a-z]+ \S", span):
+                yield Shown(path, span)
+
+
+BLOCKS, PROSE = list(_in_blocks()), list(_in_prose())
+OURS = [shown for shown in BLOCKS if shown.line.startswith("attngen ")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """A folder with the shipped specs as they are, and one in which each asks for one kernel; one cache."""
+    root = tmp_path_factory.mktemp("commands")
+    found = {"whole": root / "whole", "small": root / "small"}
+    for folder in found.values():
+        shutil.copytree(resources.specs_dir(), folder / "specs")
+        (folder / "specs" / MINE).write_text(blocks(README, "yaml")[0].text)
+        shutil.copy(folder / "specs/presets/causal.yaml", folder / "specs/presets/example.yaml")
+    for path in (found["small"] / "specs").rglob("*.yaml"):
+        path.write_text(_first_kernel(path.read_text()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNGEN_CACHE", str(root / "cache"))
+        registry.clear()
+        yield found
+    registry.clear()
+
+
+def _first_kernel(text: str) -> str:
+    spec = yaml.safe_load(text)
+    if spec.get("kernels"):
+        first = {name: value[0] if isinstance(value, list) else value for name, value in spec["kernels"][0].items()}
+        spec["kernels"] = [first]
+    return yaml.safe_dump(spec, sort_keys=False)
+
+
+def _parsed(line: str) -> tuple[click.Command, str, list[str]]:
+    """Return a command, its name and its arguments, with what it needs in place of placeholders."""
+    word, *arguments = [_filled(word) for word in shlex.split(line)[1:]]
+    command = cli.group.get_command(click.Context(cli.group), word)
+    assert command is not None, line
+    takes_specs = any(p.name in ("spec", "specs") and isinstance(p, click.Argument) for p in command.params)
+    if takes_specs and "--schema" not in arguments and not any(one.endswith(".yaml") for one in arguments):
+        arguments.append(f"specs/{MINE}")  # prose names an option alone
+    return command, word, arguments
+
+
+def _run(line: str, folders: dict[str, Path]) -> Result:
+    """Run a command in the folder of its specs."""
+    _, word, arguments = _parsed(line)
+    option = WITHOUT_A_GPU.get(word)
+    if option is not None and option not in arguments:
+        arguments.append(option)
+    registry.clear()  # a process of its own would know what the last one built
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folders["small" if option is None else "whole"])
+        if f"specs/{MINE}" not in arguments:
+            patch.setattr(build, "COMPILER", "tests.runtime.manifests:compile_as_manifest")
+        return CliRunner().invoke(cli.group, [word, *arguments])
+
+
+def _filled(word: str) -> str:
+    return re.sub(r"\b(?:SPEC|KERNEL|NAME|FILE|P)\b", lambda match: PLACEHOLDERS[match[0]], word.removeprefix("/tmp/"))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if any(s.path == path for s in OURS)], ids=lambda p: p.name
+)
+def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:
+    """Run the commands of a document one after the other, as a reader does."""
+    for shown in OURS:
+        if shown.path == path:
+            result = _run(shown.line, folders)
+            if "needs matplotlib" in result.stderr and find_spec("matplotlib") is None:
+                continue
+            assert result.exit_code == 0, (str(shown), result.output, result.exception)
+            assert result.stdout.strip() or result.stderr.strip(), str(shown)
+
+
+@pytest.mark.parametrize("shown", PROSE, ids=str)
+def test_commands_in_prose_run(shown: Shown, folders: dict[str, Path]) -> None:
+    (folders["small"] / "specs/example.yaml").unlink(missing_ok=True)  # what 'attngen new' writes
+    command, word, arguments = _parsed(shown.line)
+    if word in WITHOUT_A_GPU:  # whole runs are those of the blocks
+        command.make_context(word, arguments)
+        return
+    result = _run(shown.line, folders)
+    assert result.exit_code == 0, (str(shown), result.output, result.exception)
+
+
+def test_what_is_shown_of_a_cuda_kernel(folders: dict[str, Path]) -> None:
+    """Each form of ``show``, of a kernel in CUDA: what there is, and a sentence for what there cannot be."""
+    for line in ("attngen build specs/my_mask.yaml", "attngen show my_mask"):
+        assert _run(line, folders).exit_code == 0
+    shown = {form: _run(f"attngen show my_mask --{form}", folders) for form in FORMS}
+    assert {form: result.exit_code == 0 for form, result in shown.items()} == FORMS
+    assert "__global__" in shown["source"].stdout
+    assert "HGMMA" in shown["sass"].stdout
+    for form in ("ptx", "ttgir"):
+        assert f"has no {form.upper()}: CUDA kernels are compiled to machine code" in shown[form].stderr
+
+
+#: Whether there is such a form of a CUDA kernel.
+FORMS = {"source": True, "sass": True, "json": True, "ptx": False, "ttgir": False}
+
+
+@pytest.mark.parametrize("shown", [shown for shown in BLOCKS if shown not in OURS], ids=str)
+def test_other_commands_are_known(shown: Shown) -> None:
+    reasons = [why for start, why in NOT_OURS.items() if shown.line.startswith(start)]
+    assert reasons, f"{shown} is neither a command of attngen nor one that tests know"
+
+
+@pytest.mark.parametrize("name", cli.group.list_commands(click.Context(cli.group)))
+def test_every_command_tells_its_options(name: str) -> None:
+    """The table of README names them alone; each says how it is used."""
+    result = CliRunner().invoke(cli.group, [name, "--help"])
+    assert result.exit_code == 0
+    assert f"{name} [OPTIONS]" in result.stdout
