@@ -328,7 +328,7 @@ def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, causal: str | None, th
 def _shapes(q: Any, k: Any, v: Any, mask: Any) -> str:
     parts = [f"{name} {_shape(tensor)}" for name, tensor in (("q", q), ("k", k), ("v", v))]
     if isinstance(mask, Tensor):
-        kind = mask.variant.name.lower() if _is_causal_bias(mask) else str(mask.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+        kind = mask.variant.name.lower() if _is_causal_bias(mask) else str(mask.dtype).removeprefix("torch.")
         parts.append(f"mask {_shape(mask)} {kind}")
     return ", ".join(parts)
 
@@ -337,7 +337,7 @@ def _shape(tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     if _is_causal_bias(tensor):
-        return f"{tensor.seq_len_q}x{tensor.seq_len_kv}"  # type: ignore[attr-defined]
+        return f"{tensor.seq_len_q}x{tensor.seq_len_kv}"
     return "nested" if tensor.is_nested else "x".join(map(str, tensor.shape))
 
 
@@ -405,7 +405,7 @@ def _install() -> None:
     ) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if compiling and has_torch_function((query, key, value, attn_mask)):
-            return handle_torch_function(  # type: ignore[no-any-return]
+            return handle_torch_function(
                 F.scaled_dot_product_attention, (query, key, value, attn_mask), query, key, value,
                 attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
@@ -451,7 +451,7 @@ def _torchs_own() -> Iterator[None]:
         with _lock:
             _aside -= 1
             if not _aside and _installed is not None and F.scaled_dot_product_attention is _installed[0]:
-                F.scaled_dot_product_attention = _installed[1]  # type: ignore[assignment]
+                F.scaled_dot_product_attention = _installed[1]
 
 
 def _uninstall() -> None:
