@@ -55,17 +55,19 @@ class Candidate:
         return self.arguments if self.late is None else {**self.arguments, **self.late()}
 
 
-def with_dropout(candidates: Sequence[Candidate], rate: float) -> Sequence[Candidate]:
+def with_dropout(candidates: Sequence[Candidate], rate: float, rng_state: Tensor | None = None) -> Sequence[Candidate]:
     """Return what computes the same and drops probabilities at a rate; at a rate of 0 the candidates as they are.
 
-    Raises CallError for a rate below 0, and for one of 1 or more.
+    ``rng_state`` is seed and offset, (2,) int64; without it each call draws its own. Raises CallError for a rate below
+    0, and for one of 1 or more.
     """
     if not rate:
         return candidates
     if not 0 < rate <= MAX_RATE:
         raise CallError(f"the rate of dropout must be at least 0 and below 1, got {rate}")
+    given = {DROPOUT_P.name: rate} if rng_state is None else {DROPOUT_P.name: rate, RNG_STATE.name: rng_state}
     return [
-        replace(each, variant=each.variant + catalogue.DROPOUT, arguments={**each.arguments, DROPOUT_P.name: rate})
+        replace(each, variant=each.variant + catalogue.DROPOUT, arguments={**each.arguments, **given})
         for each in candidates
     ]
 
@@ -103,7 +105,7 @@ def attend(
     }  # fmt: skip
     own = candidates[0].arguments.values()
     learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *own))
-    if DROPOUT_P.name in candidates[0].arguments:
+    if DROPOUT_P.name in candidates[0].arguments and RNG_STATE.name not in candidates[0].arguments:
         state = {RNG_STATE.name: draw(q.device)}
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
     ordered = deterministic or asks_for_determinism() == 2
@@ -132,7 +134,7 @@ def attend(
         if place != last:
             _LAST.put(kind, place)
         return found
-    refusal = _none_takes(candidates, spec, error)
+    refusal = none_takes(candidates, spec, error)
     if not or_reference:
         raise refusal
     warnings.warn(f"attention runs on the slow reference: {refusal}", RuntimeWarning, stacklevel=3)
@@ -161,7 +163,7 @@ def reason_against(
         return str(error)
     if explanation.runs != "no kernel":
         return None
-    return str(_none_takes((candidate,), spec, NoKernelError(explanation.reason)))
+    return str(none_takes((candidate,), spec, NoKernelError(explanation.reason)))
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -210,7 +212,8 @@ def _with_backward(
     return next(places, 0)
 
 
-def _none_takes(candidates: Sequence[Candidate], spec: str, error: NoKernelError | None) -> NoKernelError:
+def none_takes(candidates: Sequence[Candidate], spec: str, error: NoKernelError | None) -> NoKernelError:
+    """Return the error that says which variants were tried, why the last one failed, and what to build."""
     tried = ", ".join(candidate.variant for candidate in candidates)
     lines = [f"no built kernel takes this call; variants that would serve it: {tried}"]
     if error is not None:
@@ -322,7 +325,7 @@ def _built_at_trace(
             found = _packages_of(name, device, runs_on, direction, form, ordered)
             if found:
                 return place, f"{found[0]}/{name}"
-    raise _none_takes([Candidate(name) for name in names], spec, None)
+    raise none_takes([Candidate(name) for name in names], spec, None)
 
 
 def _packages_of(

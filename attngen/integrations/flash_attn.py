@@ -14,9 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.errors import CallError, NoKernelError
-from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
-from attngen.lang.ir import MAX_SEQLEN
+from attngen.errors import CallError
+from attngen.integrations.choice import Packing, attend, with_dropout
+from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor, unpack
+from attngen.integrations.flash_passes import (  # which ring attention calls
+    _flash_attn_backward as _flash_attn_backward,
+)
+from attngen.integrations.flash_passes import (
+    _flash_attn_forward as _flash_attn_forward,
+)
+from attngen.integrations.flash_passes import (
+    _flash_attn_varlen_backward as _flash_attn_varlen_backward,
+)
+from attngen.integrations.flash_passes import (
+    _flash_attn_varlen_forward as _flash_attn_varlen_forward,
+)
 from attngen.runtime.dispatch import is_traced
 
 __all__ = [
@@ -29,8 +41,6 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-SPEC = "flash_attn"
-
 
 def flash_attn_func(
     q: Tensor,
@@ -39,7 +49,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -47,15 +57,15 @@ def flash_attn_func(
 ) -> Any:
     """Return attention of q (b, sq, h, d) over k and v (b, sk, hk, d); h is a multiple of hk.
 
-    ``window_size`` is (left, right) in keys, −1 for no limit; ``softcap`` 0 means none; ``alibi_slopes`` is (h,) or
-    (b, h) in float32. With ``return_attn_probs`` the result is (out, lse, empty): lse (b, h, sq) is float32, natural,
-    −inf for a query that sees no key, and that of the softmax before dropout; probabilities are never formed.
+    ``window_size`` is (left, right) in keys, −1 or None for no limit; ``softcap`` 0 means none; ``alibi_slopes`` is
+    (h,) or (b, h) in float32. With ``return_attn_probs`` the result is (out, lse, empty): lse (b, h, sq) is float32,
+    natural, −inf for a query that sees no key, and that of the softmax before dropout; probabilities are never formed.
     With ``deterministic`` gradients have the same bits on every run. ``dropout_p`` is the rate at which
     probabilities are dropped, from 0 to below 1, by numbers from torch's generator of the device; at 0 no kernel with
     dropout runs. Raises NoKernelError for what no built kernel computes, and CallError for arguments that disagree.
     """
-    q, k, v = _steppable("q", q), _steppable("k", k), _steppable("v", v)
-    candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, q.shape[0]), dropout_p)
+    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
+    candidates = with_dropout(candidates_for(q, causal, window_size, softcap, alibi_slopes, q.shape[0]), dropout_p)
     found = attend(
         candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs,
         deterministic=deterministic,
@@ -69,14 +79,14 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """As ``flash_attn_func``, with k and v in one tensor (b, sk, 2, hk, d), of which nothing is copied."""
-    k, v = _unpack("kv", kv, 5, 2)
+    k, v = unpack("kv", kv, 5, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -87,14 +97,14 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """As ``flash_attn_func``, with q, k and v in one tensor (b, s, 3, h, d), of which nothing is copied."""
-    q, k, v = _unpack("qkv", qkv, 5, 3)
+    q, k, v = unpack("qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -111,7 +121,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -124,12 +134,12 @@ def flash_attn_varlen_func(
     of one number, of which reading waits for the GPU. The log-sum-exp is (h, total_q). A ``block_table`` is refused.
     """
     if block_table is not None:
-        raise _refused("block_table", "no kernel reads keys through a table of pages; gather them first")
-    q, k, v = _steppable("q", q), _steppable("k", k), _steppable("v", v)
+        raise refused("block_table", "no kernel reads keys through a table of pages; gather them first")
+    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
     longest_q, longest_k = (int(n) if isinstance(n, Tensor) else n for n in (max_seqlen_q, max_seqlen_k))
     packing: Packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    batch = _tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
-    candidates = with_dropout(_candidates(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
+    batch = tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    candidates = with_dropout(candidates_for(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
     found = attend(
         candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs,
         deterministic=deterministic,
@@ -147,14 +157,14 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """As ``flash_attn_varlen_func``, with k and v in one tensor (total_k, 2, hk, d)."""
-    k, v = _unpack("kv", kv, 4, 2)
+    k, v = unpack("kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -168,14 +178,14 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """As ``flash_attn_varlen_func``, with q, k and v in one tensor (total, 3, h, d)."""
-    q, k, v = _unpack("qkv", qkv, 4, 3)
+    q, k, v = unpack("qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -197,7 +207,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -213,51 +223,40 @@ def flash_attn_with_kvcache(
     """
     del rotary_interleaved, num_splits
     if rotary_cos is not None or rotary_sin is not None:
-        raise _refused("rotary_cos", "no kernel rotates q and k; rotate them before the call")
+        raise refused("rotary_cos", "no kernel rotates q and k; rotate them before the call")
     if block_table is not None:
-        raise _refused("block_table", "no kernel reads keys through a table of pages")
+        raise refused("block_table", "no kernel reads keys through a table of pages")
     if cache_batch_idx is not None:
-        raise _refused("cache_batch_idx", "no kernel reads the cache through an index; pass a cache in q's order")
+        raise refused("cache_batch_idx", "no kernel reads the cache through an index; pass a cache in q's order")
     if cache_leftpad is not None:
-        raise _refused("cache_leftpad", "no variant of this integration skips the first keys of a cache")
+        raise refused("cache_leftpad", "no variant of this integration skips the first keys of a cache")
     if (k is None) != (v is None):
         raise CallError("k and v are given together or not at all")
     if k is not None and cache_seqlens is None:
         raise CallError("new keys need cache_seqlens, which says where they go")
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _tensor(name, tensor)
-    q = _steppable("q", q)
+    for name, given in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        tensor(name, given)
+    q = steppable("q", q)
     new = 0 if k is None or v is None else _new_keys(k_cache, v_cache, k, v)
     used = None if cache_seqlens is None else _lengths(cache_seqlens, q, new, k_cache.shape[1])
     if k is not None and v is not None and used is not None:
         used = _append(k_cache, v_cache, k, v, used)
-    candidates = _candidates(q, causal, window_size, softcap, alibi_slopes, q.shape[0])
+    candidates = candidates_for(q, causal, window_size, softcap, alibi_slopes, q.shape[0])
     return attend(
         candidates, q, k_cache, v_cache, spec=SPEC, softmax_scale=softmax_scale, seqused_k=used,
         return_lse=return_softmax_lse,
     )  # fmt: skip
 
 
-def _tensor(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    return value
-
-
-def _steppable(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, a copy only if need be, as flash-attn does."""
-    return tensor if _tensor(name, tensor).stride(-1) == 1 else tensor.contiguous()
-
-
 def _new_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> int:
     """Return how many keys a call adds to its cache: k and v are (b, new, hk, d), as the cache is but for its room."""
-    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+    for name, given, cache in (("k", k, k_cache), ("v", v, v_cache)):
         batch, _, *rest = cache.shape
-        wanted = (batch, *_tensor("k", k).shape[1:2], *rest)
-        if tuple(_tensor(name, tensor).shape) != wanted or tensor.dtype != cache.dtype:
+        wanted = (batch, *tensor("k", k).shape[1:2], *rest)
+        if tuple(tensor(name, given).shape) != wanted or given.dtype != cache.dtype:
             raise CallError(
                 f"{name} must be {cache.dtype} of shape {wanted}, as {name}_cache and the number of new keys say, got "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                f"{given.dtype} of shape {tuple(given.shape)}"
             )
     return k.shape[1]
 
@@ -297,63 +296,6 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, used: Tensor
     return used + new
 
 
-def _candidates(
-    q: Tensor,
-    causal: bool,
-    window_size: Sequence[int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    batch: int,
-) -> list[Candidate]:
-    """Return the variants that compute what the arguments ask for, the most special one first."""
-    pair = isinstance(window_size, Sequence) and len(window_size) == 2
-    if not pair or any(side is None or isinstance(side, float | str) for side in window_size):
-        raise CallError(f"window_size must be (left, right), integers with -1 for no limit, got {window_size!r}")
-    left, right = (int(side) if 0 <= side < MAX_SEQLEN else NO_LIMIT for side in window_size)
-    if causal:
-        right = 0
-    if softcap is None or softcap < 0:
-        raise CallError(f"softcap must not be negative, and 0 for none, got {softcap}")
-    sides = {"left": left, "right": right}
-    if alibi_slopes is not None:
-        slope = _slopes(alibi_slopes, batch, q.shape[-2])
-        if softcap:
-            return [Candidate("window_softcap_alibi", {**sides, "cap": softcap, "slope": slope})]
-        general = Candidate("window_alibi", {**sides, "slope": slope})
-        plain = alibi_slopes.dim() == 1 and (left, right) == (NO_LIMIT, 0)
-        return [Candidate("alibi", {"slope": alibi_slopes}), general] if plain else [general]
-    capped, suffix = ({"cap": softcap}, "_softcap") if softcap else ({}, "")
-    general = Candidate(f"window{suffix}", {**sides, **capped})
-    if (left, right) == (NO_LIMIT, 0):
-        return [Candidate("softcap" if softcap else "causal", capped), general]
-    if right == 0:
-        return [Candidate("softcap_window" if softcap else "sliding_window", {"window": left + 1, **capped}), general]
-    if (left, right) == (NO_LIMIT, NO_LIMIT) and not softcap:
-        return [Candidate("full"), general]
-    return [general]
-
-
-def _slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
-    """Return ALiBi slopes as (batch, heads), without copying them."""
-    if _tensor("alibi_slopes", slopes).dtype != torch.float32 or slopes.shape not in ((heads,), (batch, heads)):
-        raise CallError(
-            f"alibi_slopes must be float32 of shape ({heads},) or ({batch}, {heads}), got {slopes.dtype} of shape "
-            f"{tuple(slopes.shape)}"
-        )
-    return slopes.expand(batch, heads)
-
-
-def _unpack(name: str, tensor: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
-    if _tensor(name, tensor).dim() != rank or tensor.shape[-3] != parts:
-        form = f"({'batch, seqlen' if rank == 5 else 'total'}, {parts}, heads, head_dim)"
-        raise CallError(f"{name} must have shape {form}, got {tuple(tensor.shape)}")
-    return tensor.unbind(-3)
-
-
 def _results(q: Tensor, found: Any, with_lse: bool) -> Any:
     """Return out, or (out, lse, probabilities): the last is empty, as that of flash-attn is without dropout."""
     return (*found, q.new_empty(0)) if with_lse else found
-
-
-def _refused(argument: str, reason: str) -> NoKernelError:
-    return NoKernelError(f"{argument} is not served: {reason}")

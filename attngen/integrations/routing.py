@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._device import DeviceContext
 
 from attngen.errors import CallError
 from attngen.integrations import choice
@@ -104,23 +107,26 @@ class Routing:
             self.calls.append(RoutedCall(_shapes(query, key, value, attn_mask), name, None if name else result))
         if name is not None:
             return result
-        return original(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa,
-        )  # fmt: skip
+        return _by_torch(original, query, key, value, *options)
 
     def _attend(
         self, q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
     ) -> tuple[str, Tensor] | str:
         """Return the variant and its result, or the reason why torch has to serve the call."""
-        reason = _unusual(q, k, v, mask)
+        causal = "causal_top_left" if is_causal else None
+        if type(mask) not in _PLAIN and _is_causal_bias(mask):
+            causal, reason = _of_causal_bias(mask, q, k, is_causal)
+            if reason is not None:
+                return reason
+            mask = None
+        reason = _unusual(q, k, v, mask) or _odd_option(dropout_p, is_causal, scale, enable_gqa)
         if reason is not None:
             return reason
         if torch.is_autocast_enabled(q.device.type):
             q, k, v, mask = (_autocast(tensor) for tensor in (q, k, v, mask))
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         facts = (
-            self.backend, dropout_p, is_causal, scale, enable_gqa, learns, registry.generation,
+            self.backend, dropout_p, causal, scale, enable_gqa, learns, registry.generation,
             learns and asks_for_determinism(),
             q.dtype, q.shape, q.stride(), q.device, q.data_ptr() & 15,
             k.dtype, k.shape, k.stride(), k.device, k.data_ptr() & 15,
@@ -134,14 +140,14 @@ class Routing:
         if verdict and registry.refresh_if_built():
             verdict = None  # what was built since may take the call
         if verdict is None:
-            verdict = self._verdict(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, learns) or ""
+            verdict = self._verdict(q, k, v, mask, dropout_p, causal, scale, enable_gqa, learns) or ""
             _VERDICTS.put(facts, verdict)
         if verdict:
             return verdict
         three = q.dim() == 3  # batch × heads, or one head: (N, L, E)
         if three:
             q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
-        candidate = _candidate(q, k, mask, is_causal, three)
+        candidate = _candidate(q, k, mask, causal, three)
         assert isinstance(candidate, Candidate)
         (candidate,) = with_dropout((candidate,), dropout_p)
         try:
@@ -156,18 +162,18 @@ class Routing:
         return candidate.variant, out.squeeze(1) if three else out
 
     def _verdict(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: Any, is_causal: Any, scale: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: Any, causal: str | None, scale: Any,
         enable_gqa: Any, learns: bool,
     ) -> str | None:  # fmt: skip
         """Return why torch has to serve calls of this form, or None if a kernel may."""
         if not choice.on_gpu(q) and self.backend != "reference":
             return f"q is on {q.device.type}, and kernels run on GPUs"
-        reason = _disagreement(q, k, v, mask, enable_gqa) or _option(dropout_p, is_causal, mask, scale)
+        reason = _disagreement(q, k, v, mask, enable_gqa) or _option(dropout_p, causal, mask, scale)
         if reason is not None:
             return reason
         three = q.dim() == 3
         parts = [tensor.unsqueeze(1) if three else tensor for tensor in (q, k, v)]
-        candidate = _candidate(parts[0], parts[1], mask, is_causal, three)
+        candidate = _candidate(parts[0], parts[1], mask, causal, three)
         if isinstance(candidate, str):
             return candidate
         (candidate,) = with_dropout((candidate,), dropout_p)
@@ -184,6 +190,40 @@ class Routing:
         return None
 
 
+def _is_causal_bias(mask: Any) -> bool:
+    """Whether a mask is one of ``torch.nn.attention.bias``, a module that is not imported for that."""
+    return type(mask).__name__ == "CausalBias" and type(mask).__module__ == "torch.nn.attention.bias"
+
+
+def _of_causal_bias(mask: Any, q: Any, k: Any, is_causal: bool) -> tuple[str | None, str | None]:
+    """Return the variant that a ``CausalBias`` stands for, or the reason why torch has to serve the call.
+
+    As torch reads it: one that starts at the upper left, or is square, is ``is_causal``, whatever its lengths.
+    """
+    if is_causal:
+        return None, "there is a CausalBias beside is_causal"
+    if mask.variant.name == "UPPER_LEFT" or mask.seq_len_q == mask.seq_len_kv:
+        return "causal_top_left", None
+    if not all(isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in (q, k)):
+        return None, "q and k are no tensors of queries and keys"
+    if (mask.seq_len_q, mask.seq_len_kv) != (q.shape[-2], k.shape[-2]):
+        found = f"{mask.seq_len_q} queries and {mask.seq_len_kv} keys"
+        return None, f"the CausalBias is for {found}, and the call has {q.shape[-2]} and {k.shape[-2]}"
+    return "causal", None
+
+
+def _odd_option(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> str | None:
+    """Return why options are torch's to judge: those that are no numbers, or None."""
+    numbers = {"dropout_p": dropout_p, "scale": 0.0 if scale is None else scale}
+    for name, value in numbers.items():
+        if type(value) not in (float, int):
+            return f"{name} is a {type(value).__name__}"
+    for name, value in {"is_causal": is_causal, "enable_gqa": enable_gqa}.items():
+        if type(value) is not bool:
+            return f"{name} is a {type(value).__name__}"
+    return None
+
+
 def _unusual(*tensors: Any) -> str | None:
     """Return why these cannot be handed to a kernel at all, or None."""
     for place, tensor in enumerate(tensors):
@@ -195,11 +235,30 @@ def _unusual(*tensors: Any) -> str | None:
             return "there is a nested or sparse tensor"
         if tensor.is_meta:
             return "there is a tensor without data"
+        if tensor.is_neg():
+            return "there is a tensor whose sign is changed when it is read"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func is active"
     if forward_ad._current_level >= 0 and carries_tangent(*tensors):
         return "forward-mode differentiation is active"
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        mode = _mode()
+        if mode is not None:
+            return f"the mode {type(mode).__name__} is active"
     return "torch.jit.trace is active" if torch._C._is_tracing() else None
+
+
+def _mode() -> Any:
+    """Return a mode that would see torch's function without the block and changes or records what it does, or None.
+
+    The default device changes no tensor that exists. Modes of dispatch that only watch operators see other operators.
+    """
+    for place in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(place)
+        if not isinstance(mode, DeviceContext):
+            return mode
+    modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
+    return next((mode for mode in modes if getattr(mode, "_mode_key", None) is not None), None)
 
 
 def _autocast(tensor: Tensor | None) -> Tensor | None:
@@ -232,20 +291,20 @@ def _disagreement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_g
     return None
 
 
-def _option(dropout_p: float, is_causal: bool, mask: Tensor | None, scale: float | None) -> str | None:
+def _option(dropout_p: float, causal: str | None, mask: Tensor | None, scale: float | None) -> str | None:
     if dropout_p and not 0 < dropout_p <= MAX_RATE:
         return f"dropout_p is {dropout_p}, and kernels take 0 to below 1"
-    if is_causal and mask is not None:
+    if causal is not None and mask is not None:
         return "there is a mask beside is_causal"
-    if scale is not None and not (isinstance(scale, int | float) and 0 < scale <= FLOAT32_MAX):
+    if scale is not None and not 0 < scale <= FLOAT32_MAX:
         return f"scale is {scale}, and kernels take what is larger than 0"
     return None
 
 
-def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, three: bool) -> Candidate | str:
+def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, causal: str | None, three: bool) -> Candidate | str:
     """Return the variant of a call: q is (b, h, L, E), k (b, hk, S, E), the mask broadcasts to (b, h, L, S)."""
     if mask is None:
-        return Candidate("causal_top_left" if is_causal else "full")
+        return Candidate(causal or "full")
     given = tuple(mask.shape)
     if len(given) not in ((2, 3) if three else (2, 3, 4)):
         return f"the mask has {len(given)} dimensions"
@@ -268,14 +327,17 @@ def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, three
 
 def _shapes(q: Any, k: Any, v: Any, mask: Any) -> str:
     parts = [f"{name} {_shape(tensor)}" for name, tensor in (("q", q), ("k", k), ("v", v))]
-    if mask is not None:
-        parts.append(f"mask {_shape(mask)} {str(mask.dtype).removeprefix('torch.')}")
+    if isinstance(mask, Tensor):
+        kind = mask.variant.name.lower() if _is_causal_bias(mask) else str(mask.dtype).removeprefix("torch.")
+        parts.append(f"mask {_shape(mask)} {kind}")
     return ", ".join(parts)
 
 
 def _shape(tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
+    if _is_causal_bias(tensor):
+        return f"{tensor.seq_len_q}x{tensor.seq_len_kv}"
     return "nested" if tensor.is_nested else "x".join(map(str, tensor.shape))
 
 
@@ -289,6 +351,7 @@ _current: ContextVar[Routing | None] = ContextVar("attngen_sdpa", default=None)
 _open: list[Routing] = []  # of all threads, in the order in which they were entered
 _lock = threading.Lock()
 _installed: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None  # torch's function, and ours
+_aside = 0  # calls for which torch's function is put back for as long as they take
 
 
 class sdpa:  # noqa: N801
@@ -340,16 +403,55 @@ def _install() -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        routing = None if torch.compiler.is_compiling() else _active()
-        if routing is None:
+        compiling = torch.compiler.is_compiling()
+        if compiling and has_torch_function((query, key, value, attn_mask)):
+            return handle_torch_function(
+                F.scaled_dot_product_attention, (query, key, value, attn_mask), query, key, value,
+                attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
+        if compiling:
             return original(
                 query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
                 enable_gqa=enable_gqa,
             )  # fmt: skip
-        return routing(original, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        routing = _active()
+        return _by_torch(original, *given) if routing is None else routing(original, *given)
 
     F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
     _installed = original, scaled_dot_product_attention
+
+
+def _by_torch(
+    original: Callable[..., Tensor], query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any,
+    scale: Any, enable_gqa: Any,
+) -> Tensor:  # fmt: skip
+    """Call torch's function, with what it was given."""
+    options = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+        "enable_gqa": enable_gqa,
+    }  # fmt: skip
+    if has_torch_function((query, key, value, attn_mask)) or torch._C._len_torch_function_stack():
+        with _torchs_own():
+            return original(query, key, value, **options)
+    return original(query, key, value, **options)
+
+
+@contextmanager
+def _torchs_own() -> Iterator[None]:
+    """Put torch's function back while a subclass of tensors or a mode serves a call: it asks for it by its name."""
+    global _aside
+    with _lock:
+        _aside += 1
+        if _installed is not None and F.scaled_dot_product_attention is _installed[1]:
+            F.scaled_dot_product_attention = _installed[0]
+    try:
+        yield
+    finally:
+        with _lock:
+            _aside -= 1
+            if not _aside and _installed is not None and F.scaled_dot_product_attention is _installed[0]:
+                F.scaled_dot_product_attention = _installed[1]
 
 
 def _uninstall() -> None:

@@ -16,9 +16,10 @@ def flash_attention(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    attention_chunk: int = 0,
     factors: Tensor | None = None,
     compute: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def flash_attention(
     if alibi_slopes is not None:
         slopes = alibi_slopes.to(compute).expand(q.shape[0], q.shape[2])
         scores = scores - slopes[:, :, None, None] * distance.abs()
-    left, right = window_size
+    left, right = (-1 if side is None else side for side in window_size)
     visible = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
         visible &= distance <= left
@@ -47,6 +48,11 @@ def flash_attention(
         visible &= distance >= 0
     elif right >= 0:
         visible &= -distance <= right
+    if attention_chunk:
+        start = torch.arange(rows, device=q.device)[:, None] + keys - rows
+        start = start - start % attention_chunk
+        column = torch.arange(keys, device=q.device)
+        visible &= (column >= start) & (column < start + attention_chunk)
     scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores.to(torch.promote_types(compute, torch.float32)), dim=-1)
     p = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)

@@ -40,6 +40,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"window_size": (4, 0)},
     {"window_size": (4, 3), "causal": True},  # causal wins over the right side
     {"window_size": (2**31 - 1, 2**31 - 1)},
+    {"window_size": (None, None)},
+    {"window_size": (None, 2)},
+    {"window_size": (4, None), "causal": True},
     {"softcap": 1.5},
     {"softcap": 1.5, "causal": True},
     {"softcap": 1.5, "window_size": (3, 0)},
@@ -245,7 +248,7 @@ def test_caches_are_no_part_of_a_graph() -> None:
         ({"dropout_p": -0.1}, "the rate of dropout must be at least 0 and below 1, got -0.1"),
         ({"softcap": -1.0}, "softcap must not be negative"),
         ({"window_size": (3,)}, r"window_size must be \(left, right\)"),
-        ({"window_size": (None, None)}, r"window_size must be \(left, right\), integers with -1 for no limit"),
+        ({"window_size": None}, r"window_size must be \(left, right\), integers with -1 or None for no limit"),
         ({"window_size": 128}, r"window_size must be \(left, right\), .*, got 128"),
         ({"window_size": (3.5, 0)}, r"window_size must be \(left, right\), integers .*, got \(3.5, 0\)"),
         ({"softcap": None}, "softcap must not be negative, and 0 for none, got None"),

@@ -1,0 +1,378 @@
+"""flash-attn 3's functions, argument for argument, on attngen's kernels: replace one import.
+
+The forms are those of ``flash_attn_interface`` in https://github.com/Dao-AILab/flash-attention (hopper). They have no
+dropout and no ALiBi, and version 3's ``attention_chunk`` and ``seqused_q``. What tunes its kernels (``num_splits``,
+``pack_gqa``, ``sm_margin``) changes no result there, and nothing here. float8, ``qv``, pages and rotary embeddings are
+refused with NoKernelError, which says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attngen.errors import CallError
+from attngen.integrations.choice import Packing, attend
+from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
+from attngen.integrations.flash_passes import write
+from attngen.integrations.gradients import gradients_of, row_sums
+from attngen.integrations.used_queries import UsedQueries, checked
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
+
+_ROWS = 128
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int | None] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Return attention of q (b, sq, h, d) over k and v (b, sk, hk, d); h is a multiple of hk.
+
+    ``window_size`` is (left, right) in keys, −1 or None for no limit. With ``attention_chunk`` a query sees only the
+    keys of its own chunk of that many, counted from the first key; 0 is none. ``softcap`` 0 means none. With
+    ``return_attn_probs`` the result is (out, lse): lse (b, h, sq) is float32, natural, −inf for a query that sees no
+    key. With ``deterministic`` gradients have the same bits on every run. Raises NoKernelError for what no built kernel
+    computes, and CallError for arguments that disagree.
+    """
+    del num_splits, pack_gqa, sm_margin  # they tune, and change no result
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return _attend(
+        q, k, v, None, None, None, None, None, None, softmax_scale, causal, window_size, attention_chunk, softcap,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int | None] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As ``flash_attn_func``, with q, k and v in one tensor, of which nothing is copied.
+
+    It is (b, s, 3, h, d), or (b, s, h + 2·hk, d) with ``num_heads_q`` heads of q, those of k and those of v.
+    """
+    if tensor("qkv", qkv).dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif (
+        qkv.dim() == 4
+        and num_heads_q is not None
+        and 0 < num_heads_q < qkv.shape[2]
+        and not ((qkv.shape[2] - num_heads_q) % 2)
+    ):
+        kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, kv_heads, kv_heads], dim=2)
+    else:
+        raise CallError(
+            "qkv must have shape (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads + 2 * kv_heads, "
+            f"head_dim) with num_heads_q, got {tuple(qkv.shape)} and num_heads_q={num_heads_q}"
+        )
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int | None] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As ``flash_attn_func``, for sequences packed one after the other: q (total_q, h, d), k and v (total_k, hk, d).
+
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32, (batch + 1,); where one is None, its tensors have a batch axis
+    instead. ``seqused_q`` and ``seqused_k`` (batch,) int32 say how many rows of each sequence count: masks are aligned
+    at the last of these, and queries behind them give 0, a log-sum-exp of −inf, and take no gradient. The log-sum-exp
+    is (h, total_q), or (b, h, sq).
+    """
+    del num_splits, pack_gqa, sm_margin
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return _attend(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
+        window_size, attention_chunk, softcap, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = -1,
+    window_size_right: int | None = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, its log-sum-exp and two empty tensors, as ``flash_attn_varlen_func`` computes them, without gradient.
+
+    The empty ones are partial results, of which there are none. ``out_``, if given, is written and returned.
+    """
+    del rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin
+    _refuse(
+        k_new=k_new, v_new=v_new, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table,
+        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        seqlens_rotary=seqlens_rotary, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
+    with torch.no_grad():
+        out, lse = _attend(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
+            causal, (window_size_left, window_size_right), attention_chunk, softcap, False, True,
+        )  # fmt: skip
+        if out_ is not None:
+            if tensor("out_", out_).shape != out.shape:
+                raise CallError(f"out_ must have shape {tuple(out.shape)}, got {tuple(out_.shape)}")
+            out = out_.copy_(out)
+    return out, lse, out.new_empty(0), lse.new_empty(0)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int | None = -1,
+    window_size_right: int | None = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Write the gradients of q, k and v into dq, dk and dv, and return rowsum(dout ∘ out) in float32.
+
+    That is (b, h, sq rounded up to 128), or (h, total_q + 128 · batch) for packed queries, 0 behind its rows. ``out``
+    and ``softmax_lse`` may be those of a softmax over more keys than k has. A gradient that is None is not written.
+    """
+    del sm_margin
+    q, k, v, dout, out = (
+        steppable(name, t) for name, t in (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
+    )
+    window = (window_size_left, window_size_right)
+    packed = _Packed.of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequed_q, sequed_k)
+    batch = q.shape[0] if packed is None else packed.packing[0].shape[0] - 1
+    candidates = candidates_for(q, is_causal, window, softcap, None, batch)
+    options: dict[str, Any] = {"spec": SPEC, "softmax_scale": softmax_scale, "deterministic": deterministic}
+    with torch.no_grad():
+        if packed is None:
+            found = gradients_of(candidates, q, k, v, out, softmax_lse, dout, seqused_k=sequed_k, **options)
+        else:
+            flat_q, flat_k, flat_v = packed.tensors
+            found = gradients_of(
+                candidates, flat_q, flat_k, flat_v, packed.rows(out), packed.lse_rows(softmax_lse), packed.rows(dout),
+                packing=packed.packing, seqused_k=sequed_k, **options,
+            )  # fmt: skip
+            found = packed.back(found[0]).view(q.shape), found[1].view(k.shape), found[2].view(v.shape)
+    write(found, (dq, dk, dv))
+    behind = -q.shape[1] % _ROWS if cu_seqlens_q is None else _ROWS * batch
+    return pad(row_sums(out, dout), (0, behind))
+
+
+class _Packed:
+    """A call in packed form, with the used queries of each sequence moved together."""
+
+    def __init__(
+        self, tensors: tuple[Tensor, Tensor, Tensor], packing: Packing, used: UsedQueries | None, dense: bool
+    ) -> None:
+        self.tensors, self.packing = tensors, packing
+        self._used, self._dense = used, dense
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int | None, max_seqlen_k: int | None, seqused_q: Tensor | None, seqused_k: Tensor | None,
+    ) -> _Packed | None:  # fmt: skip
+        """Return the packed form of a call that needs one, or None for one whose tensors all have a batch axis."""
+        for name, given, starts in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k), ("v", v, cu_seqlens_k)):
+            rank = 4 if starts is None else 3
+            if tensor(name, given).dim() != rank:
+                axis = "without cu_seqlens" if starts is None else "with cu_seqlens"
+                raise CallError(f"{name} must have {rank} dimensions {axis}, got shape {tuple(given.shape)}")
+        if cu_seqlens_q is None and cu_seqlens_k is None and seqused_q is None:
+            return None
+        if cu_seqlens_q is None:
+            starts_q, longest_q = _starts(q), q.shape[1]
+        else:
+            starts_q, longest_q = tensor("cu_seqlens_q", cu_seqlens_q), _number(max_seqlen_q)
+        if cu_seqlens_k is None:
+            starts_k, longest_k = _starts(k), k.shape[1]
+        else:
+            starts_k, longest_k = tensor("cu_seqlens_k", cu_seqlens_k), _number(max_seqlen_k)
+        dense = cu_seqlens_q is None
+        flat_q = q.flatten(0, 1) if dense else q
+        flat_k, flat_v = (t.flatten(0, 1) if cu_seqlens_k is None else t for t in (k, v))
+        used = None
+        if seqused_q is not None:
+            used = UsedQueries.of(starts_q, checked(seqused_q, "seqused_q", starts_q), flat_q.shape[0])
+            starts_q, flat_q = used.starts, used.together(flat_q)
+        return cls((flat_q, flat_k, flat_v), (starts_q, starts_k, longest_q, longest_k), used, dense)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Return what lies beside q, in the packed form."""
+        flat = rows.flatten(0, 1) if self._dense else rows
+        return flat if self._used is None else self._used.together(flat)
+
+    def lse_rows(self, lse: Tensor) -> Tensor:
+        """Return a log-sum-exp (b, h, sq) or (h, total_q) in the packed form, (h, total_q)."""
+        flat = lse.transpose(1, 2).flatten(0, 1) if self._dense else lse.transpose(0, 1)
+        return (flat if self._used is None else self._used.together(flat)).transpose(0, 1)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return packed rows where they came from, 0 for queries that are not used."""
+        return rows if self._used is None else self._used.apart(rows)
+
+    def lse_back(self, lse: Tensor) -> Tensor:
+        """Return a packed log-sum-exp (h, total_q) where it came from, −inf for queries that are not used."""
+        if self._used is None:
+            return lse
+        moved = self._used.apart(lse.transpose(0, 1)).transpose(0, 1)
+        return moved.masked_fill(~self._used.used, float("-inf"))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, seqused_q: Tensor | None, seqused_k: Tensor | None,
+    softmax_scale: float | None, causal: bool, window_size: Sequence[int | None], attention_chunk: int,
+    softcap: float, deterministic: bool, with_lse: bool,
+) -> Any:  # fmt: skip
+    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
+    packed = _Packed.of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    batch = q.shape[0] if packed is None else packed.packing[0].shape[0] - 1
+    candidates = candidates_for(q, causal, window_size, softcap, None, batch, attention_chunk)
+    if packed is None:
+        return attend(
+            candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, seqused_k=seqused_k, return_lse=with_lse,
+            deterministic=deterministic,
+        )  # fmt: skip
+    out, lse = attend(
+        candidates, *packed.tensors, spec=SPEC, packing=packed.packing, softmax_scale=softmax_scale,
+        seqused_k=seqused_k, return_lse=True, deterministic=deterministic,
+    )  # fmt: skip
+    out = packed.back(out)
+    if cu_seqlens_q is None:
+        out = out.view(*q.shape[:2], *out.shape[1:])
+    if not with_lse:
+        return out
+    lse = packed.lse_back(lse)
+    if cu_seqlens_q is None:
+        lse = lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1).contiguous()
+    return out, lse
+
+
+def _starts(dense: Tensor) -> Tensor:
+    """Return where the sequences of a dense tensor start once its first two axes are one: int32, (batch + 1,)."""
+    batch, length = dense.shape[:2]
+    return torch.arange(batch + 1, device=dense.device, dtype=torch.int32) * length
+
+
+def _number(longest: Any) -> Any:
+    """Return a longest length as a number; reading it from a tensor waits for the GPU."""
+    return int(longest) if isinstance(longest, Tensor) else longest
+
+
+_REASONS = {
+    "qv": "no kernel adds a second product to the logits",
+    "q_descale": "no kernel has float8",
+    "k_descale": "no kernel has float8",
+    "v_descale": "no kernel has float8",
+    "k_new": "write new keys into the cache before the call",
+    "v_new": "write new values into the cache before the call",
+    "cu_seqlens_k_new": "write new keys into the cache before the call",
+    "page_table": "no kernel reads keys through a table of pages; gather them first",
+    "kv_batch_idx": "no kernel reads keys through an index; pass them in q's order",
+    "leftpad_k": "no variant of this integration skips the first keys of a sequence",
+    "rotary_cos": "no kernel rotates q and k; rotate them before the call",
+    "rotary_sin": "no kernel rotates q and k; rotate them before the call",
+    "seqlens_rotary": "no kernel rotates q and k; rotate them before the call",
+}
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise refused(name, _REASONS[name])

@@ -1,0 +1,124 @@
+"""The gradients of a call from an output and a log-sum-exp that are given, which need not be those of the call.
+
+Ring attention needs that: each device has a part of the keys, and the softmax is over the parts of all. With the
+output and the log-sum-exp of all keys, the gradients of a part are its share of the whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations import choice
+from attngen.integrations.catalogue import variant
+from attngen.integrations.choice import Candidate, Packing
+from attngen.runtime import dispatch, training
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@torch.compiler.disable  # in a trace nothing has an address
+@torch.no_grad()
+def gradients_of(
+    candidates: Sequence[Candidate],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    *,
+    spec: str,
+    packing: Packing | None = None,
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv in q's dtype: P = exp(score − lse), dS = P ∘ (dout vᵀ − rowsum(dout ∘ out)).
+
+    q is (b, sq, h, d), out and dout are (b, sq, h, d of v), lse is float32 (b, h, sq); with ``packing`` (total, h, …)
+    and (h, total). The first candidate that a backward kernel takes serves the call. Raises NoKernelError, which names
+    the shipped ``spec``, if none does, and CallError for shapes that disagree.
+    """
+    _check(q, v, out, lse, dout)
+    out, dout = (t.to(q.dtype) for t in (out, dout))
+    lse = lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+    options = {"softmax_scale": softmax_scale, "seqused_k": seqused_k}
+    if not choice.on_gpu(q):
+        return _of_reference(candidates[0], q, k, v, out, lse, dout, packing, options)
+    out = out if _aligned(out) else out.contiguous()
+    error: NoKernelError | None = None
+    for candidate in candidates:
+        arguments = candidate.own()
+        names = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
+        scalars = {name: value for name, value in arguments.items() if name not in names}
+        lengths = None if packing is None else packing[2:]
+        layout = "bshd" if packing is None else "varlen"
+        settings: training.Settings = (
+            variant(candidate.variant), softmax_scale, layout, None, lengths, scalars, names, deterministic
+        )  # fmt: skip
+        own = [arguments[name] for name in names]
+        try:
+            dq, dk, dv, _ = training.differentiate(q, k, v, out, lse, dout, None, packing, seqused_k, settings, own, ())
+        except NoKernelError as refused:
+            error = refused
+            continue
+        return dq, dk, dv
+    raise choice.none_takes(candidates, spec, error)
+
+
+def row_sums(out: Tensor, dout: Tensor) -> Tensor:
+    """Return rowsum(dout ∘ out) in the form of a log-sum-exp: float32 (b, h, sq), or (h, total)."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return (dout.to(wide) * out).sum(dim=-1).transpose(-1, -2)
+
+
+def _check(q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None:
+    rows = (*q.shape[:-1], v.shape[-1])
+    of_rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    for name, given, wanted in (("out", out, rows), ("dout", dout, rows), ("softmax_lse", lse, of_rows)):
+        if not isinstance(given, Tensor) or tuple(given.shape) != wanted or given.device != q.device:
+            found = f"{tuple(given.shape)} on {given.device}" if isinstance(given, Tensor) else type(given).__name__
+            raise CallError(f"{name} must be a tensor of shape {wanted} on {q.device}, as q and v say, got {found}")
+
+
+def _aligned(given: Tensor) -> bool:
+    """Whether kernels take a tensor as it is: steps and address are multiples of 16 bytes."""
+    steps = [stride for extent, stride in zip(given.shape[:-1], given.stride()[:-1], strict=True) if extent > 1]
+    size = given.element_size()
+    return given.stride(-1) == 1 and given.data_ptr() % 16 == 0 and all(step * size % 16 == 0 for step in steps)
+
+
+def _of_reference(
+    candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    packing: Packing | None, options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Differentiate the reference of the call itself, whose probabilities are weighted by exp(its own lse − lse).
+
+    They are constant in ``lse``: the gradient of rowsum(dout ∘ out of the call) · w − rowsum(dout ∘ out) · w, with
+    that weight w, is the one of the given log-sum-exp.
+    """
+    wide = torch.float32 if q.dtype in _HALVES else q.dtype
+    inputs = leaf_q, leaf_k, leaf_v = [t.detach().to(wide).requires_grad_() for t in (q, k, v)]
+    sums = row_sums(out, dout)
+    call: dict[str, Any] = {"variant": variant(candidate.variant), "return_lse": True, **options, **candidate.own()}
+    with torch.enable_grad():
+        if packing is None:
+            found: Any = dispatch.attention(leaf_q, leaf_k, leaf_v, **call)
+        else:
+            starts_q, starts_k, longest_q, longest_k = packing
+            found = dispatch.attention_varlen(
+                leaf_q, leaf_k, leaf_v, starts_q, starts_k, longest_q, longest_k, **call
+            )
+        own_out, own_lse = found
+        dead = own_lse.isneginf()  # rows that see no key of the call
+        share = (own_lse.masked_fill(dead, 0.0) - lse.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
+        loss = ((row_sums(own_out, dout) - sums) * share).sum()
+    if not loss.requires_grad:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

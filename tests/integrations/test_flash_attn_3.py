@@ -1,0 +1,280 @@
+"""flash-attn 3's functions against dense attention in float64, on the CPU, so by the reference."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations import flash_attn, flash_attn_3
+from tests.integrations.oracles import flash_attention
+from tests.integrations.shipped import known
+from tests.integrations.test_flash_attn import BATCH, DIM, HEADS, KV_HEADS, near, qkv
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "softmax_scale": 0.7},
+    {"window_size": (3, 2), "softcap": 1.5},
+    {"attention_chunk": 4},
+    {"attention_chunk": 4, "causal": True},
+    {"attention_chunk": 5, "window_size": (2, 1)},
+    {"attention_chunk": 5, "window_size": (3, 0), "softcap": 1.5},
+    {"attention_chunk": 100, "softcap": 1.5},
+]
+#: What tunes flash-attn's kernels.
+TUNING: list[dict[str, Any]] = [
+    {"num_splits": 4}, {"num_splits": 0}, {"pack_gqa": True}, {"pack_gqa": False}, {"sm_margin": 8},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@pytest.mark.parametrize(("rows", "keys"), [(9, 13), (13, 9), (1, 13)])
+def test_every_combination(given: dict[str, Any], rows: int, keys: int) -> None:
+    inputs = [t.requires_grad_() for t in qkv(rows, keys)]
+    out, lse = flash_attn_3.flash_attn_func(*inputs, **given, return_attn_probs=True)
+    wanted = flash_attention(*inputs, **given)
+    near((out, lse), wanted)
+    weights = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), inputs, weights)
+    near(found, torch.autograd.grad(wanted, inputs, tuple(w.double() for w in weights)))
+
+
+@pytest.mark.parametrize("tuning", TUNING, ids=str)
+def test_what_tunes_changes_nothing(tuning: dict[str, Any]) -> None:
+    q, k, v = qkv()
+    plain = flash_attn_3.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flash_attn_3.flash_attn_func(q, k, v, causal=True, **tuning), plain)
+    assert torch.equal(flash_attn_3.flash_attn_func(q, k, v, causal=True, deterministic=True), plain)
+
+
+def test_packed_tensors_are_views() -> None:
+    packed = torch.randn(BATCH, 9, HEADS + 2 * KV_HEADS, DIM)
+    q, k, v = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
+    found = flash_attn_3.flash_attn_qkvpacked_func(packed, None, True, num_heads_q=HEADS, attention_chunk=4)
+    near(found, flash_attention(q, k, v, causal=True, attention_chunk=4)[0])
+    stacked = torch.randn(BATCH, 9, 3, HEADS, DIM)
+    near(flash_attn_3.flash_attn_qkvpacked_func(stacked), flash_attention(*stacked.unbind(2))[0])
+    for wrong, heads in ((packed, None), (packed, 5), (packed, 8), (stacked[:, :, :2], None)):
+        with pytest.raises(CallError, match="qkv must have shape"):
+            flash_attn_3.flash_attn_qkvpacked_func(wrong, num_heads_q=heads)
+
+
+# --- used lengths -------------------------------------------------------------------------------------------
+
+LENGTHS_Q, LENGTHS_K = (5, 0, 11, 3), (7, 4, 13, 6)
+USED_Q, USED_K = (2, 0, 11, 0), (7, 1, 9, 0)
+
+
+def offsets(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def by_sequence(
+    inputs: list[Tensor], starts: tuple[Tensor, Tensor], used: tuple[Any, Any], given: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return what each sequence gives by itself; 0 and −inf for queries that are not used, and behind the last."""
+    q, k, v = inputs
+    parts, sums, behind = [], [], 0
+    for i in range(len(starts[0]) - 1):
+        (first, last), (first_k, _) = (s[i : i + 2].tolist() for s in starts)
+        count, count_k = used[0][i], used[1][i]
+        rows, keys = slice(first, first + count), slice(first_k, first_k + count_k)
+        out, lse = flash_attention(q[None, rows], k[None, keys], v[None, keys], **given)
+        idle = last - first - count
+        parts += [out[0], out.new_zeros(idle, *out.shape[2:])]
+        sums += [lse[0], lse.new_full((lse.shape[1], idle), float("-inf"))]
+        behind = last
+    rest = q.shape[0] - behind
+    parts.append(parts[0].new_zeros(rest, *parts[0].shape[1:]))
+    sums.append(sums[0].new_full((sums[0].shape[0], rest), float("-inf")))
+    return torch.cat(parts), torch.cat(sums, dim=1)
+
+
+@pytest.mark.parametrize("given", [*OPTIONS, {"deterministic": True, "causal": True}], ids=str)
+@pytest.mark.parametrize("behind", [0, 3])
+def test_only_used_queries_are_computed(given: dict[str, Any], behind: int) -> None:
+    """Rows behind those that are used, also those that hold NaN, do not matter, and take no gradient."""
+    torch.manual_seed(3)
+    inputs = [
+        torch.randn(sum(lengths) + behind, heads, DIM)
+        for lengths, heads in ((LENGTHS_Q, HEADS), (LENGTHS_K, KV_HEADS), (LENGTHS_K, KV_HEADS))
+    ]
+    starts = offsets(LENGTHS_Q), offsets(LENGTHS_K)
+    for sequence, (first, used) in enumerate(zip(starts[0].tolist(), USED_Q, strict=False)):
+        inputs[0][first + used : first + LENGTHS_Q[sequence]] = float("nan")
+    inputs = [t.requires_grad_() for t in inputs]
+    used = tuple(torch.tensor(n, dtype=torch.int32) for n in (USED_Q, USED_K))
+    out, lse = flash_attn_3.flash_attn_varlen_func(
+        *inputs, *starts, 11, 13, *used, **given, return_attn_probs=True
+    )
+    given = {name: value for name, value in given.items() if name != "deterministic"}
+    wanted = by_sequence(inputs, starts, (USED_Q, USED_K), given)
+    near((out, lse), wanted)
+    weights = torch.randn_like(out), torch.where(lse.isinf(), 0.0, torch.randn_like(lse))
+    weights[0][wanted[0].detach().abs().sum(dim=(1, 2)) == 0] = 1e4
+    found = torch.autograd.grad((out, lse), inputs, weights)
+    near(found, torch.autograd.grad(wanted, inputs, tuple(w.double() for w in weights)))
+
+
+@pytest.mark.parametrize("packed_k", [False, True])
+def test_batches_with_used_lengths(packed_k: bool) -> None:
+    """q has a batch axis, and k has one or is packed."""
+    q, k, v = (t.requires_grad_() for t in qkv())
+    used = torch.tensor([9, 4], dtype=torch.int32)
+    keys = (k.flatten(0, 1), v.flatten(0, 1)) if packed_k else (k, v)
+    starts = torch.tensor([0, 13, 26], dtype=torch.int32) if packed_k else None
+    out, lse = flash_attn_3.flash_attn_varlen_func(
+        q, *keys, None, starts, None, 13, seqused_q=used, causal=True, return_attn_probs=True
+    )
+    assert (out.shape, lse.shape) == (q.shape, (BATCH, HEADS, 9))
+    for b, count in enumerate((9, 4)):
+        part = slice(b, b + 1)
+        wanted = flash_attention(q[part, :count], k[part], v[part], causal=True)
+        near((out[part, :count], lse[part, :, :count]), wanted)
+        assert not out[part, count:].any()
+        assert lse[part, :, count:].isneginf().all()
+
+
+def test_used_keys_alone() -> None:
+    q, k, v = qkv()
+    used = torch.tensor([13, 5], dtype=torch.int32)
+    out = flash_attn_3.flash_attn_varlen_func(q, k, v, None, None, None, None, seqused_k=used, causal=True)
+    for b, count in enumerate((13, 5)):
+        part = slice(b, b + 1)
+        near(out[part], flash_attention(q[part], k[part, :count], v[part, :count], causal=True)[0])
+
+
+def test_used_lengths_that_cannot_be_are_refused() -> None:
+    q, k, v = (t.flatten(0, 1) for t in qkv(9, 9))
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    for wrong, message in (
+        (torch.tensor([9, 10], dtype=torch.int32), r"seqused_q\[1\] is 10; the sequence has 9 queries"),
+        (torch.tensor([-1, 9], dtype=torch.int32), r"seqused_q\[0\] is -1; the sequence has 9 queries"),
+        (torch.tensor([9, 9]), r"seqused_q must be int32 of shape \(2,\), got torch.int64"),
+        (torch.tensor([9], dtype=torch.int32), r"seqused_q must be int32 of shape \(2,\), got torch.int32 of shape"),
+        ([9, 9], r"seqused_q must be int32 of shape \(2,\), got \[9, 9\]"),
+    ):
+        with pytest.raises(CallError, match=message):
+            flash_attn_3.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, wrong)  # type: ignore[arg-type]
+    with pytest.raises(CallError, match="q must have 3 dimensions with cu_seqlens"):
+        flash_attn_3.flash_attn_varlen_func(q[None], k, v, starts, starts, 9, 9)
+
+
+def test_nothing_at_all() -> None:
+    empty = torch.zeros(0, HEADS, DIM), *(torch.zeros(0, KV_HEADS, DIM) for _ in "kv")
+    starts, used = torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    out = flash_attn_3.flash_attn_varlen_func(*empty, starts, starts, 0, 0, used)
+    assert out.shape == (0, HEADS, DIM)
+
+
+def test_used_queries_are_compiled_once() -> None:
+    torch._dynamo.reset()
+    with known("integrations/flash_attn"):
+
+        def program(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, used: Tensor) -> Any:
+            return flash_attn_3.flash_attn_varlen_func(q * 2, k, v, starts, starts, 12, 12, used, causal=True)
+
+        compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+        for turn, lengths in enumerate(((7, 12), (3, 5), (9, 2))):
+            starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+            used = torch.tensor([2, 1], dtype=torch.int32)
+            inputs = [torch.randn(sum(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                near(compiled(*inputs, starts, used), program(*inputs, starts, used))
+
+
+# --- arguments ----------------------------------------------------------------------------------------------
+
+
+def test_positions_of_arguments_are_those_of_flash_attn_3() -> None:
+    scales = ["q_descale", "k_descale", "v_descale"]
+    tuned = ["num_splits", "pack_gqa", "deterministic", "sm_margin", "return_attn_probs"]
+    wanted = {
+        "flash_attn_func": [
+            "q", "k", "v", "softmax_scale", "causal", "qv", *scales, "window_size", "attention_chunk", "softcap",
+            *tuned,
+        ],
+        "flash_attn_qkvpacked_func": [
+            "qkv", "softmax_scale", "causal", *scales, "window_size", "attention_chunk", "softcap", "deterministic",
+            "num_heads_q", "sm_margin", "return_attn_probs",
+        ],
+        "flash_attn_varlen_func": [
+            "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k",
+            "softmax_scale", "causal", "qv", *scales, "window_size", "attention_chunk", "softcap", *tuned,
+        ],
+    }  # fmt: skip
+    assert set(wanted) == set(flash_attn_3.__all__)
+    for name, arguments in wanted.items():
+        assert list(inspect.signature(getattr(flash_attn_3, name)).parameters) == arguments
+
+
+@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale"])
+def test_what_no_kernel_has_is_refused(name: str) -> None:
+    with pytest.raises(NoKernelError, match=f"{name} is not served"):
+        flash_attn_3.flash_attn_func(*qkv(), **{name: torch.ones(1)})
+    with pytest.raises(CallError, match="attention_chunk must be an integer from 0"):
+        flash_attn_3.flash_attn_func(*qkv(), attention_chunk=-1)
+
+
+# --- forward and backward by themselves ---------------------------------------------------------------------
+
+
+def test_passes() -> None:
+    inputs = [t.requires_grad_() for t in qkv()]
+    q, k, v = inputs
+    room = torch.empty_like(q)
+    with torch.no_grad():
+        out, lse, *partial = flash_attn_3._flash_attn_forward(q, k, v, out_=room, causal=True, window_size_left=5)
+    assert out is room
+    assert [t.numel() for t in partial] == [0, 0]
+    wanted = flash_attention(*inputs, causal=True, window_size=(5, -1))
+    near((out, lse), wanted)
+    dout = torch.randn_like(out)
+    found = [torch.empty_like(t) for t in inputs]
+    sums = flash_attn_3._flash_attn_backward(
+        dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], is_causal=True, window_size_left=5
+    )
+    near(tuple(found), torch.autograd.grad(wanted[0], inputs, dout.double()))
+    assert sums.shape == (BATCH, HEADS, 128)
+    near(sums[..., :9], (dout.double() * wanted[0]).sum(-1).transpose(1, 2))
+    with pytest.raises(NoKernelError, match="page_table is not served"):
+        flash_attn_3._flash_attn_forward(q, k, v, page_table=torch.zeros(1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_passes_with_used_lengths(packed: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv())
+    used_q, used_k = (torch.tensor(n, dtype=torch.int32) for n in ((9, 4), (7, 13)))
+    starts = tuple(torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (9, 13)) if packed else (None, None)
+    longest = (9, 13) if packed else (None, None)
+    with torch.no_grad():
+        given = [t.flatten(0, 1) if packed else t for t in (q, k, v)]
+        out, lse, *_ = flash_attn_3._flash_attn_forward(
+            *given, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], seqused_q=used_q, seqused_k=used_k,
+            max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=True,
+        )  # fmt: skip
+        dout = torch.randn_like(out)
+        found = [torch.empty_like(t) for t in given]
+        flash_attn_3._flash_attn_backward(
+            dout, *given, out, lse, *starts, used_q, used_k, *longest, *found, is_causal=True
+        )
+    dout = dout.view(q.shape)
+    loss: Any = 0.0
+    for b, (count, count_k) in enumerate(((9, 7), (4, 13))):
+        one = flash_attention(q[b : b + 1, :count], k[b : b + 1, :count_k], v[b : b + 1, :count_k], causal=True)[0]
+        near(out.view(q.shape)[b, :count], one[0])
+        loss = loss + (one * dout[b, :count]).sum()
+    for one, other in zip(found, torch.autograd.grad(loss, (q, k, v)), strict=True):
+        near(one.view(other.shape), other)
+
+
+def test_both_versions_agree() -> None:
+    q, k, v = qkv()
+    assert torch.equal(
+        flash_attn_3.flash_attn_func(q, k, v, 0.5, True, window_size=(4, -1)),
+        flash_attn.flash_attn_func(q, k, v, 0.0, 0.5, True, (4, -1)),
+    )
