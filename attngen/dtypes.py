@@ -38,8 +38,10 @@ ALIASES: dict[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf
 #: Element types of q, k and v.
 ATTENTION_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
-#: Head dimensions that kernels are made for; a schedule may take fewer.
-HEAD_DIMS: tuple[int, ...] = tuple(range(16, 257, 16))
+#: Head dimensions that kernels are made for; a schedule may take fewer. Rows of 8 elements of 16 bits are the 16 bytes
+#: that descriptors and wide loads step by.
+HEAD_DIM_STEP = 8
+HEAD_DIMS: tuple[int, ...] = tuple(range(HEAD_DIM_STEP, 257, HEAD_DIM_STEP))
 
 #: Element types of a variant's tensors.
 TENSOR_DTYPES: tuple[str, ...] = tuple(DTYPES)

@@ -78,7 +78,7 @@ SCHEDULES: tuple[Schedule, ...] = (
         direction="backward",
         loads="descriptor",
         template="cuda/backward.cu.j2",
-        head_dims=tuple(range(16, 129, 16)),
+        head_dims=tuple(dim for dim in HEAD_DIMS if dim <= 128),
         needs_descriptors=True,
         needs_wgmma=True,
     ),

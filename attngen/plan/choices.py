@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attngen.arch import Arch
-from attngen.dtypes import ATTENTION_DTYPES
+from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP
 from attngen.errors import PlanError
 from attngen.lang.bands import Axis
 from attngen.lang.ir import names
@@ -67,8 +67,8 @@ def check_head_dims(spec: KernelSpec, schedule: Schedule) -> None:
             raise refuse(
                 spec,
                 "head_dim",
-                f"{schedule.name}: head_dim {head_dim} is no multiple of 16 from 16 to {schedule.head_dims[-1]}; "
-                f"nearest: {nearest}",
+                f"{schedule.name}: head_dim {head_dim} is no multiple of {HEAD_DIM_STEP} from {schedule.head_dims[0]} "
+                f"to {schedule.head_dims[-1]}; nearest: {nearest}",
             )
 
 

@@ -97,6 +97,9 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
 )
 
 
+#: Columns that a product sums over, at least: the least K of ``tl.dot``.
+_PRODUCT_DEPTH = 16
+
 #: What is tried where the table's tile takes too many registers after all: tiles with fewer keys, more warps, and at
 #: last such small ones that products are not of warpgroups, which ptxas neither serializes nor parts.
 _SMALLER = (
@@ -167,13 +170,14 @@ def default_gradient_tile(kernel: str, family: str, head_dim: int) -> Tile:
 def columns(head_dim: int) -> tuple[Columns, ...]:
     """Split ``head_dim`` into at most two power-of-two blocks, padding the last one where that is not exact.
 
-    96 is 64 + 32, 192 is 128 + 64, 80 is 64 + 16; 112 would need three blocks and is padded to 128.
+    96 is 64 + 32, 192 is 128 + 64, 80 is 64 + 16; 112 would need three blocks and is padded to 128. No block is
+    narrower than a product can be deep: 72 is 64 + 16, and 8 is padded to 16.
     """
-    first = 1 << (head_dim.bit_length() - 1)
-    if first == head_dim:
-        return (Columns(0, head_dim, head_dim),)
+    first = max(1 << (head_dim.bit_length() - 1), _PRODUCT_DEPTH)
+    if first >= head_dim:
+        return (Columns(0, first, head_dim),)
     rest = head_dim - first
-    second = 1 << (rest - 1).bit_length()
+    second = max(1 << (rest - 1).bit_length(), _PRODUCT_DEPTH)
     if second == first:
         return (Columns(0, 2 * first, head_dim),)
     return (Columns(0, first, first), Columns(first, second, rest))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS
+from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS
 from attngen.errors import NoKernelError
 from attngen.runtime import tensormap
 from attngen.runtime.arguments import Call, Number, View
@@ -295,8 +295,8 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
             padded = "the reference takes it" if wider is None else f"zeros behind the {dim} numbers make {wider}"
             keep = "" if wider is None or dim != call.head_dim_qk else f" (softmax_scale stays {call.scale:.6g})"
             return (
-                f"No kernel can be built for head_dim {dim}, only for multiples of 16 from {HEAD_DIMS[0]} to "
-                f"{HEAD_DIMS[-1]}; {padded}{keep}"
+                f"No kernel can be built for head_dim {dim}, only for multiples of {HEAD_DIM_STEP} from "
+                f"{HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; {padded}{keep}"
             )
     return None
 

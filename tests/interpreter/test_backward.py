@@ -11,7 +11,7 @@ import pytest
 from attngen.spec import preset_names
 from attngen.tools.cases import Case
 from tests.interpreter.process import Interpreter
-from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, SCORES
+from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES
 from tests.sampling import sampled
 
 
@@ -28,7 +28,7 @@ def test_every_preset(interpreter: Interpreter, name: str, layout: str) -> None:
     assert interpreter.call("gradient_problems", spec(name, layout=layout), 21) == ()
 
 
-@sampled(head_dim=["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}"], loads=LOADS)
+@sampled(head_dim=["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", *ODD_HEAD_DIMS], loads=LOADS)
 def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str) -> None:
     assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22) == ()
 
@@ -37,6 +37,12 @@ def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str) -> None:
 def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str) -> None:
     text = spec(variant, dtype="fp32", loads=loads, layout=layout, head_dim=48)
     assert interpreter.call("gradient_problems", text, 23) == ()
+
+
+@sampled(head_dim=ODD_HEAD_DIMS, loads=LOADS)
+def test_odd_head_dims_in_float32(interpreter: Interpreter, head_dim: str, loads: str) -> None:
+    text = spec(head_dim=head_dim, loads=loads, dtype="fp32", layout="varlen")
+    assert interpreter.call("gradient_problems", text, 29) == ()
 
 
 @sampled(variant=["sliding_window", "sink_window", "neighbourhood_2d"], tile=["{m: 16, n: 64}", "{m: 64, n: 16}"])

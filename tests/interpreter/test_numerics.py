@@ -33,7 +33,12 @@ def test_every_preset(interpreter: Interpreter, name: str, layout: str) -> None:
     assert interpreter.call("problems", spec(name, layout=layout), 11) == ()
 
 
-@sampled(head_dim=["48", "96", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", "256"], loads=LOADS)
+HEAD_DIMS = ["48", "96", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", "256"]
+#: Odd multiples of 8, whose last columns are padding in every block of them.
+ODD_HEAD_DIMS = ["8", "24", "40", "72", "104", "136", "{qk: 40, v: 24}", "{qk: 8, v: 72}"]
+
+
+@sampled(head_dim=[*HEAD_DIMS, *ODD_HEAD_DIMS], loads=LOADS)
 def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str) -> None:
     text = spec(head_dim=head_dim, loads=loads)
     assert interpreter.call("problems", text, 12) == ()
@@ -43,6 +48,12 @@ def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str) -> None:
 def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str) -> None:
     text = spec(variant, dtype="fp32", loads=loads, layout=layout, head_dim=48)
     assert interpreter.call("problems", text, 13) == ()
+
+
+@sampled(head_dim=ODD_HEAD_DIMS, loads=LOADS)
+def test_odd_head_dims_in_float32(interpreter: Interpreter, head_dim: str, loads: str) -> None:
+    text = spec(head_dim=head_dim, loads=loads, dtype="fp32", layout="varlen")
+    assert interpreter.call("problems", text, 19) == ()
 
 
 @sampled(

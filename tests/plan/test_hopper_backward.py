@@ -19,8 +19,8 @@ def backward(variant: str = "causal", **fields: object) -> Plan:
 
 
 WIDE = [
-    *range(144, 257, 16), "{qk: 64, v: 256}", "{qk: 80, v: 144}", "{qk: 192, v: 128}", "{qk: 192, v: 256}",
-    "{qk: 256, v: 64}", "{qk: 256, v: 192}",
+    *range(136, 257, 8), "{qk: 64, v: 256}", "{qk: 80, v: 144}", "{qk: 192, v: 128}", "{qk: 192, v: 256}",
+    "{qk: 256, v: 64}", "{qk: 256, v: 192}", "{qk: 8, v: 136}", "{qk: 248, v: 72}",
 ]  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_clusters_drop_by_the_signs_of_probabilities(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("variant", ["causal", "alibi", "softcap", "relative_bias"])
-@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize("head_dim", [*range(8, 129, 8)])
 def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     found = backward(variant, head_dim=head_dim)
     roles = found.gradients
@@ -307,7 +307,7 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
             {"head_dim": 256, "declared": "variants:\n  own: {score: tanh(s), dropout: true}\n"},
             r"backward: .*have no dropout in cuda; allowed: triton",
         ),
-        ("causal", {"head_dim": 272}, r"head_dim: .*from 16 to 256; nearest: 256"),
+        ("causal", {"head_dim": 272}, r"head_dim: .*from 8 to 256; nearest: 256"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
         ("causal", {"loads": "pointer"}, r"loads: .*allowed: descriptor"),
         ("causal", {"arch": "sm80"}, r"backward: .*wgmma, which sm80 lacks; allowed: triton"),

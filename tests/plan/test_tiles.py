@@ -12,7 +12,7 @@ from attngen.plan.budget import shared_memory
 from attngen.plan.tiles import columns, padded_width
 from tests.plan.specs import planned
 
-HEAD_DIMS = range(16, 257, 16)
+HEAD_DIMS = range(8, 257, 8)
 
 
 def memory_of(plan):  # type: ignore[no-untyped-def]
@@ -76,10 +76,10 @@ def test_a_fixed_tile_that_does_not_fit_is_refused_with_its_sum() -> None:
         ({"tile": "{n: 512}"}, r"tile\.n: 512 is not one of .*; nearest: 256"),
         ({"warps": 3}, r"3 is not one of 1, 2, 4, 8, 16; nearest: (2|4)"),
         ({"pipeline": "{stages: 9}"}, r"pipeline\.stages: 9 is not one of .*; nearest: 8"),
-        ({"head_dim": 20}, r"head_dim 20 is no multiple of 16 from 16 to 256; nearest: 16"),
-        ({"head_dim": 72}, r"head_dim 72 .* nearest: 80"),
+        ({"head_dim": 20}, r"head_dim 20 is no multiple of 8 from 8 to 256; nearest: 24"),
+        ({"head_dim": 73}, r"head_dim 73 .* nearest: 72"),
         ({"head_dim": 272}, r"head_dim 272 .* nearest: 256"),
-        ({"head_dim": "{qk: 64, v: 8}"}, r"head_dim 8 .* nearest: 16"),
+        ({"head_dim": "{qk: 64, v: 4}"}, r"head_dim 4 .* nearest: 8"),
     ],
 )
 def test_sizes_that_do_not_exist_are_refused_with_the_nearest(fields: dict[str, object], message: str) -> None:
@@ -97,11 +97,18 @@ def test_columns_are_powers_of_two_that_cover_the_head_dim(head_dim: int) -> Non
         assert block.start == start
         assert block.width & (block.width - 1) == 0
         assert block.width >= 16
-        assert block.used <= block.width
+        assert 0 < block.used <= block.width
         start += block.width
-    assert padded_width(blocks) < head_dim * 1.4
+    # those of the next multiple of 16, which a product is deep, or fewer
+    assert padded_width(blocks) <= padded_width(columns(-(-head_dim // 16) * 16))
+    assert padded_width(blocks) < (head_dim + 8) * 1.4
 
 
 def test_columns_by_example() -> None:
     widths = {d: tuple(block.width for block in columns(d)) for d in (64, 80, 96, 112, 128, 192, 208)}
     assert widths == {64: (64,), 80: (64, 16), 96: (64, 32), 112: (128,), 128: (128,), 192: (128, 64), 208: (256,)}
+    widths = {d: tuple(block.width for block in columns(d)) for d in (8, 24, 40, 56, 72, 88, 104, 136, 248)}
+    assert widths == {
+        8: (16,), 24: (32,), 40: (32, 16), 56: (64,), 72: (64, 16), 88: (64, 32), 104: (128,), 136: (128, 16),
+        248: (256,),
+    }  # fmt: skip
