@@ -136,14 +136,17 @@ class _Pool:
     def finish(self, worker: _Worker) -> Result:
         try:
             assert worker.process.stdout is not None
-            ok, value, messages = pickle.load(worker.process.stdout)
+            ok, value, messages, retired = pickle.load(worker.process.stdout)
         except (EOFError, pickle.UnpicklingError):
             return Result(worker.index, error=self.dead(worker))
-        self.idle.append(worker)
         if ok:
             return Result(worker.index, value=value, warnings=tuple(messages))
         if isinstance(value, CompileError):  # LLVM and MLIR print their reasons
             value = CompileError(f"{value}{_said(worker)}")
+        if retired:
+            _close(worker)
+        else:
+            self.idle.append(worker)
         return Result(worker.index, error=value, warnings=tuple(messages))
 
     def dead(self, worker: _Worker) -> CompileError:
