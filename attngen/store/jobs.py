@@ -139,15 +139,16 @@ class _Pool:
             ok, value, messages, retired = pickle.load(worker.process.stdout)
         except (EOFError, pickle.UnpicklingError):
             return Result(worker.index, error=self.dead(worker))
-        if ok:
-            return Result(worker.index, value=value, warnings=tuple(messages))
-        if isinstance(value, CompileError):  # LLVM and MLIR print their reasons
+        if isinstance(value, CompileError) and not ok:  # LLVM and MLIR print their reasons
             value = CompileError(f"{value}{_said(worker)}")
         if retired:
             _close(worker)
         else:
             self.idle.append(worker)
-        return Result(worker.index, error=value, warnings=tuple(messages))
+        warnings = tuple(messages)
+        if ok:
+            return Result(worker.index, value=value, warnings=warnings)
+        return Result(worker.index, error=value, warnings=warnings)
 
     def dead(self, worker: _Worker) -> CompileError:
         """Return why a worker gave no answer."""

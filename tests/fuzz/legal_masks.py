@@ -105,7 +105,7 @@ class Masks:
 
     def row(self) -> str:
         """Return the place of the query."""
-        return self.chance.choice(("q", "q_pos", "q_pos", "q_pos", "q + 3", "(q_pos - 1)"))
+        return self.chance.choice(("q", "q_pos", "q_pos", "q_pos", "(q + 3)", "(q_pos - 1)"))
 
     def position_of_row(self) -> str:
         """Return an element of a tensor of positions, by query, head, batch entry or alone."""
