@@ -42,7 +42,7 @@ def command(
     """Run every kernel of a spec on ragged shapes with fresh inputs, and compare it with the float64 reference.
 
     Results and tile maps start as garbage, and all that lies behind a sequence's end is NaN. Kernels that the cache
-    lacks are compiled. Without a GPU, fp16 and fp32 kernels run in Triton's interpreter. Exits 1 if a kernel fails,
+    lacks are compiled. A kernel that crashes is named, and the others run on in a fresh process. Without a GPU, fp16 and fp32 kernels run in Triton's interpreter. Exits 1 if a kernel fails,
     or if none could be run.
     """
     if find_spec("torch") is None:
@@ -81,7 +81,11 @@ def _print(report: VerifyReport) -> None:
             click.secho(f"{verdict.plan.name}: {problem}", fg="red", err=True)
     for reason, count in Counter(v.reason for v in report.with_status("not run")).items():
         click.echo(f"not run: {_kernels(count)}: {reason}")
-    counts = ", ".join(f"{len(report.with_status(s))} {s}" for s in ("passed", "failed", "not run"))
+    crashed = sum(verdict.crashed for verdict in report.verdicts)
+    named = {"failed": f" ({crashed} crashed)"} if crashed else {}
+    counts = ", ".join(
+        f"{len(report.with_status(s))} {s}{named.get(s, '')}" for s in ("passed", "failed", "not run")
+    )
     click.echo(f"{report.package} on {report.device}: {counts}; seed {report.seed}")
     if not shown:
         click.secho("nothing was verified", fg="red", err=True)

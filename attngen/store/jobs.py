@@ -136,15 +136,19 @@ class _Pool:
     def finish(self, worker: _Worker) -> Result:
         try:
             assert worker.process.stdout is not None
-            ok, value, messages = pickle.load(worker.process.stdout)
+            ok, value, messages, retired = pickle.load(worker.process.stdout)
         except (EOFError, pickle.UnpicklingError):
             return Result(worker.index, error=self.dead(worker))
-        self.idle.append(worker)
-        if ok:
-            return Result(worker.index, value=value, warnings=tuple(messages))
-        if isinstance(value, CompileError):  # LLVM and MLIR print their reasons
+        if isinstance(value, CompileError) and not ok:  # LLVM and MLIR print their reasons
             value.args = (f"{value}{_said(worker)}",)
-        return Result(worker.index, error=value, warnings=tuple(messages))
+        if retired:
+            _close(worker)
+        else:
+            self.idle.append(worker)
+        warnings = tuple(messages)
+        if ok:
+            return Result(worker.index, value=value, warnings=warnings)
+        return Result(worker.index, error=value, warnings=warnings)
 
     def dead(self, worker: _Worker) -> CompileError:
         """Return why a worker gave no answer."""

@@ -1,5 +1,7 @@
 """The other end of ``jobs``: a process that calls one function per request until its parent goes away.
 
+An answer says whether the job succeeded, its value or error, its warnings, and whether the process ends with it.
+
 Requests come as pickles on standard input, answers go as pickles to what was standard output; whatever a job
 prints goes to standard error, so that it cannot break the conversation.
 """
@@ -16,6 +18,14 @@ from typing import Any
 
 from attngen.errors import AttngenError, internal_error
 
+_retired = False
+
+
+def retire() -> None:
+    """End this process after its present job: what the job left behind, a broken CUDA context say, harms others."""
+    global _retired
+    _retired = True
+
 
 def main() -> None:
     """Serve requests until standard input ends."""
@@ -29,10 +39,12 @@ def main() -> None:
             return
         answer = _answer(function, arguments)
         try:
-            pickle.dump(answer, answers)
+            pickle.dump((*answer, _retired), answers)
             answers.flush()
         except BrokenPipeError:
             return  # nobody listens any more
+        if _retired:
+            os._exit(0)  # what others run at the end of a process may hang
 
 
 def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[str]]:

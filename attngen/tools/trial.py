@@ -47,7 +47,7 @@ class CaseResult:
     def describe(self) -> str:
         """Say what is wrong."""
         if self.error is not None:
-            return self.error
+            return f"crashed: {self.error}" if self.broken else self.error
         found = self.deviation
         assert found is not None
         parts = list(found.wrong)
@@ -63,6 +63,11 @@ class Trial:
     """What all cases of a kernel gave."""
 
     results: tuple[CaseResult, ...]
+
+    @property
+    def broken(self) -> bool:
+        """Whether a case broke what later ones would need."""
+        return any(result.broken for result in self.results)
 
     @property
     def tally(self) -> Tally:

@@ -20,7 +20,8 @@ class Verdict:
     plan: Plan
     trial: Trial | None = None
     reason: str | None = None
-    failed_before: bool = False  # it did not even compile
+    failed_before: bool = False  # it did not even compile, or gave no results
+    crashed: bool = False  # it ended its process, or broke it for others
     remark: str | None = None
 
     @property
@@ -45,6 +46,7 @@ class Verdict:
             "arch": self.plan.arch_name,
             "dtype": self.plan.dtype_name,
             "status": self.status,
+            "crashed": self.crashed,
             "reason": self.reason,
             "remark": self.remark,
             "facts": facts_of(self.plan.variant),

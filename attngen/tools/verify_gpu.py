@@ -1,9 +1,14 @@
-"""Kernels on the GPU that is here: compiled where the cache lacks them, each pinned, one after the other."""
+"""Kernels on the GPU that is here: compiled where the cache lacks them, each pinned, one after the other.
+
+They run in a process of their own. One that a kernel ends, or whose CUDA context it breaks (after an illegal access
+every later call fails), costs that kernel alone: the next one gets a fresh process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,6 +20,8 @@ from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
+from attngen.store import worker
+from attngen.store.jobs import Job, run_jobs
 from attngen.store.store import Store
 from attngen.tools.build import Prepared, compile_kernels
 from attngen.tools.retarget import retarget
@@ -23,6 +30,9 @@ from attngen.tools.verdict import Verdict
 
 #: Called with the name of each kernel when it is done, and with how many there are.
 Observer = Callable[[str, int], None]
+
+#: The function that tries a kernel, by name, since it runs in another process.
+TRIER = "attngen.tools.verify_gpu:try_one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +82,38 @@ def try_on_gpu(
     store = Store()
     compiled, failures = compile_kernels(list(to_compile.values()), store=store, jobs=jobs)
     errors = {failure.name: str(failure.error) for failure in failures}
-    lost: str | None = None
+    jobs_of_kernels = []
+    running = []
     for kernel, moved, remark in todo:
         name = moved.plan.name
-        if lost is not None:
-            yield Verdict(kernel.plan, reason=f"the GPU does not answer since {lost} ran", remark=remark)
-        elif name not in compiled:
-            yield Verdict(kernel.plan, reason=errors.get(name, "not compiled"), failed_before=True, remark=remark)
-        else:
+        if name in compiled:
             built = compiled[name]
-            trial = _try(read_kernel(store.path(built.key)), gpu, seed)
             if built.refused:
                 remark = "; ".join(filter(None, [remark, f"built as {built.name}"]))
-            yield Verdict(kernel.plan, trial, remark=remark)
-            lost = None if gpu.answers() else name
+            running.append((kernel, remark))
+            folder = store.path(built.key)
+            jobs_of_kernels.append(Job(name, TRIER, (str(folder), gpu.device, seed)))
+        else:
+            yield Verdict(kernel.plan, reason=errors.get(name, "not compiled"), failed_before=True, remark=remark)
+            observer(kernel.plan.name, len(todo))
+    for result in run_jobs(jobs_of_kernels, 1):
+        kernel, remark = running[result.index]
+        if result.error is not None:
+            reason = str(result.error).replace("its compiler process", "crashed: its process")
+            yield Verdict(kernel.plan, reason=reason, failed_before=True, crashed=True, remark=remark)
+        else:
+            yield Verdict(kernel.plan, result.value, crashed=result.value.broken, remark=remark)
         observer(kernel.plan.name, len(todo))
+
+
+def try_one(folder: str, device: torch.device, seed: int, last: bool) -> Trial:
+    """Try the kernel of a folder of the cache in this process, which ends if the kernel breaks it."""
+    torch.cuda.set_device(device)
+    gpu = Gpu.current()
+    trial = try_pinned(read_kernel(Path(folder)), gpu.device, seed, small=False)
+    if trial.broken or not gpu.answers():
+        worker.retire()
+    return trial
 
 
 def _reason_against(plan: Plan, gpu: Gpu) -> str | None:
@@ -96,7 +123,9 @@ def _reason_against(plan: Plan, gpu: Gpu) -> str | None:
     return None
 
 
-def _try(kernel: Kernel, gpu: Gpu, seed: int) -> Trial:
+def try_pinned(kernel: Kernel, device: torch.device, seed: int, *, small: bool) -> Trial:
+    """Run a kernel on all of its cases, whatever dispatch would choose for them; ``small`` picks the quick ones."""
+
     def launch(call: Call, buffers: Buffers) -> None:
         Pinned(kernel, call, buffers)()
 
@@ -104,5 +133,5 @@ def _try(kernel: Kernel, gpu: Gpu, seed: int) -> Trial:
         PinnedGradients(kernel, call, buffers)()
 
     if kernel.direction == "backward":
-        return try_backward(kernel, differentiate, gpu.device, seed, small=False)
-    return try_kernel(kernel, launch, gpu.device, seed, small=False)
+        return try_backward(kernel, differentiate, device, seed, small=small)
+    return try_kernel(kernel, launch, device, seed, small=small)

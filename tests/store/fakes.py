@@ -12,6 +12,7 @@ from typing import Any
 
 from attngen.compile.artifact import Artifact
 from attngen.errors import ChoiceError, CompileError, Location, SpecError
+from attngen.store import worker
 
 #: Names the file that gets one line for each compile.
 LOG = "ATTNGEN_TEST_LOG"
@@ -140,3 +141,9 @@ def process(last: bool) -> int:
 def environment(name: str, last: bool) -> str:
     """What a job finds in its environment."""
     return os.environ.get(name, "absent")
+
+
+def last_of_its_process(last: bool) -> int:
+    """Return the process, which takes no other job."""
+    worker.retire()
+    return os.getpid()

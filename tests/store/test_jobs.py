@@ -54,6 +54,15 @@ def test_a_crash_costs_one_job() -> None:
     assert "exited with 3" in str(results[2].error)
 
 
+def test_a_job_may_end_its_process_with_an_answer() -> None:
+    """What it leaves behind harms no other job, and is no crash."""
+    results = run([job("last_of_its_process"), job("last_of_its_process"), job("process"), job("process")], workers=1)
+    assert [result.error for result in results] == [None] * 4
+    first, second, third, fourth = (result.value for result in results)
+    assert len({first, second, third}) == 3
+    assert third == fourth
+
+
 def test_a_hanging_job_is_stopped() -> None:
     start = time.monotonic()
     results = run([job("hang"), job("add", 1, 2)], timeout=1.0)

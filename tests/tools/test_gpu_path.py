@@ -17,6 +17,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.spec import load_spec
+from attngen.store.jobs import Job, Result
 from attngen.tools import verify_gpu
 from attngen.tools.build import BuiltKernel, Failure, Prepared, plans, prepare
 from attngen.tools.cases import Case
@@ -24,7 +25,7 @@ from attngen.tools.inputs import Element, make_inputs
 from attngen.tools.interpreter import kernel_of
 from attngen.tools.poison import poisoned
 from attngen.tools.trial import Launch, Trial
-from attngen.tools.verdict import Verdict
+from attngen.tools.verdict import Verdict, VerifyReport
 from attngen.tools.verify_gpu import Gpu, try_on_gpu
 from tests.runtime.support import FakeDriver
 
@@ -84,7 +85,6 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(verify_gpu, "compile_kernels", compile_kernels)
     monkeypatch.setattr(verify_gpu, "read_kernel", lambda folder: loadable(plans[folder.name]))
-    monkeypatch.setattr(Gpu, "answers", lambda self: True)
 
     def quickly(kernel: Kernel, launch: Launch, device: torch.device, seed: int, *, small: bool) -> Trial:
         assert not small
@@ -92,6 +92,22 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     try_kernel = verify_gpu.try_kernel
     monkeypatch.setattr(verify_gpu, "try_kernel", quickly)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for a driver is here, and in no worker."""
+
+    def run_jobs(jobs: Sequence[Job], workers: int) -> Iterator[Result]:
+        assert workers == 1
+        for index, job in enumerate(jobs):
+            folder, device, seed = job.arguments
+            yield Result(index, verify_gpu.try_pinned(loadable_of(folder), device, seed, small=False))
+
+    def loadable_of(folder: str) -> Kernel:
+        return verify_gpu.read_kernel(Path(folder))
+
+    monkeypatch.setattr(verify_gpu, "run_jobs", run_jobs)
 
 
 def verdicts(kernels: Sequence[Prepared], *, retargeted: bool) -> dict[str, Verdict]:
@@ -103,6 +119,7 @@ def verdicts(kernels: Sequence[Prepared], *, retargeted: bool) -> dict[str, Verd
     return {verdict.plan.name: verdict for verdict in found}
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_kernels_of_this_gpu_are_run_and_others_are_not(driver: FakeDriver, kernels: list[Prepared]) -> None:
     found = verdicts(kernels, retargeted=False)
     for name, verdict in found.items():
@@ -120,6 +137,7 @@ def test_kernels_of_this_gpu_are_run_and_others_are_not(driver: FakeDriver, kern
     assert any("classify" in launch.symbol for launch in driver.launches)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_kernels_of_other_gpus_are_retargeted(driver: FakeDriver, kernels: list[Prepared]) -> None:
     others = [kernel for kernel in kernels if kernel.plan.arch_name != "sm90a"]
     found = verdicts(others, retargeted=True)
@@ -129,16 +147,36 @@ def test_kernels_of_other_gpus_are_retargeted(driver: FakeDriver, kernels: list[
         assert str(verdict.remark).startswith("retargeted: ran as fwd_sm90a_ptr_fp32_d48_full")
 
 
-def test_after_a_lost_gpu_nothing_else_is_run(
-    driver: FakeDriver, kernels: list[Prepared], monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_that_crashes_is_named_and_the_rest_run_in_fresh_processes(
+    kernels: list[Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gpu, "answers", lambda self: False)
-    (first, *rest) = verdicts([k for k in kernels if "d32_causal" in k.plan.name], retargeted=False).values()
-    assert first.status == "passed"
-    assert [verdict.status for verdict in rest] == ["not run"]
-    assert f"since {first.plan.name} ran" in str(rest[0].reason)
+    """One ends its process, one breaks what its process holds, one does nothing wrong: each costs itself."""
+    monkeypatch.setattr(verify_gpu, "TRIER", "tests.tools.crashing:try_one")
+    chosen = [kernel for kernel in kernels if kernel.plan.arch_name == "sm90a" and "relative" not in kernel.plan.name]
+    assert len(chosen) == 6
+    found = verdicts(chosen, retargeted=False)
+    assert [verdict.plan.name for verdict in found.values()] == [kernel.plan.name for kernel in chosen]
+    processes = []
+    for name, verdict in found.items():
+        if "sliding_window" in name:
+            assert (verdict.status, verdict.crashed) == ("failed", True)
+            (problem,) = verdict.problems
+            assert problem.startswith(f"{name}: crashed: its process died of SIGABRT")
+            assert "CUDA error: misaligned address" in problem
+        elif "allowed" in name:
+            assert (verdict.status, verdict.crashed) == ("failed", True)
+            assert verdict.problems == ("ragged (seed 3): crashed: RuntimeError: CUDA error: launch failure",)
+        else:
+            assert (verdict.status, verdict.crashed) == ("not run" if verdict.trial is None else "passed", False)
+            assert verdict.trial is not None
+            processes.append(verdict.trial.results[0].case)
+    assert len(processes) == 2
+    report = VerifyReport("mine.yaml", "mine", "a GPU", 3, tuple(found.values())).to_dict()
+    assert (report["passed"], report["failed"]) == (2, 4)
+    assert [row["crashed"] for row in report["kernels"]].count(True) == 4
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_kernel_that_breaks_the_device_fails_with_the_case_that_did(
     driver: FakeDriver, kernels: list[Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +189,7 @@ def test_a_kernel_that_breaks_the_device_fails_with_the_case_that_did(
 
     monkeypatch.setattr(driver, "launch", launch)
     (found,) = verdicts([k for k in kernels if "d32_causal" in k.plan.name][:1], retargeted=False).values()
-    assert found.status == "failed"
+    assert (found.status, found.crashed) == ("failed", True)
     assert found.trial is not None
     assert [result.broken for result in found.trial.results] == [False, True]
     assert any(

@@ -1,0 +1,119 @@
+"""Generated legal specs: each is planned and rendered, and compiles; none ends in a traceback, none is refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attngen.errors import AttngenError
+from attngen.spec import load_spec_text
+from attngen.store.jobs import Job, run_jobs
+from attngen.store.limits import available_cores
+from attngen.store.store import Store
+from attngen.tools.build import Prepared, compile_kernels
+from tests.fuzz.legal import legal
+from tests.fuzz.trials import Planned, plan_one
+from tests.gpu import generated
+
+PLANNED = range(200)
+ALL = range(2000)
+
+
+def planned(seeds: range) -> list[Planned]:
+    """Return the plans of seeds, made on all cores."""
+    calls = [Job(f"legal_{seed}", "tests.fuzz.trials:plan_one", (seed,)) for seed in seeds]
+    found = sorted(run_jobs(calls, available_cores()), key=lambda result: result.index)
+    assert [str(result.error) for result in found if result.error is not None] == []
+    return [result.value for result in found]
+
+
+def refused(specs: list[Planned]) -> list[str]:
+    return [f"seed {spec.seed}: {spec.verdict}: {spec.problem}" for spec in specs if spec.verdict is not None]
+
+
+def uncompiled(kernels: list[Prepared], folder: Path) -> list[str]:
+    """Compile kernels; return a line for each that could not be."""
+    compiled, failures = compile_kernels(kernels, store=Store(folder))
+    assert len(compiled) + len(failures) == len(kernels)
+    return [str(failure.error) for failure in failures]
+
+
+def test_the_same_seed_gives_the_same_spec() -> None:
+    assert legal(3) == legal(3)
+    assert len({re.sub(r"legal_\d+", "", legal(seed).text) for seed in range(100)}) == 100
+
+
+def test_specs_are_of_all_kinds() -> None:
+    """What a generator leaves out, no test of its specs finds."""
+    texts = [legal(seed).text for seed in ALL[:600]]
+    wanted = (
+        "dense", "varlen", "bf16", "fp16", "fp32", "backward", "sink:", "dropout: true", "grad: true", "tanh",
+        "-inf", "monotone", "int64", "int16", "const:", "total_q", "total_k", "q_global", "kv_global", "extent_", "exp(",
+        "log(", "sqrt(", " / ", "** 3", "pack_gqa: true", "persistent: false", "producer: 0", "pingpong", "cooperative",
+        "softmax: lazy", "softmax: exact_max", "order: natural", "epilogue: direct", "deterministic: true",
+        "fast_math: false", "alignment: element", "tile_map: always", "loads: pointer", "backend: cuda",
+        "backend: triton", "registers:", "overlap: false", "stages:", " or ", " ^ ", "not ", "abs(", "% ", "// ", ">> ",
+    )  # fmt: skip
+    assert {word: sum(word in text for text in texts) for word in wanted if not any(word in t for t in texts)} == {}
+    assert sum("backend" not in text for text in texts) > 100
+
+
+def test_what_a_spec_leaves_out_is_left_out() -> None:
+    """A spec that fixes no field is there as often as one that does."""
+    fixed = Counter(bool(legal(seed).fixed) for seed in ALL[:200])
+    assert min(fixed.values()) > 50
+
+
+def test_every_spec_is_planned_and_rendered() -> None:
+    assert refused(planned(PLANNED)) == []
+
+
+def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdicts tell a refusal from a traceback."""
+
+    class Broken:
+        fixed = ()
+
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def prepare(self) -> list[Prepared]:
+            raise self.error
+
+    found = []
+    for error in (AttngenError("no"), KeyError("n")):
+        monkeypatch.setattr("tests.fuzz.trials.legal", lambda seed, error=error: Broken(error))
+        found.append((plan_one(1, False).verdict, plan_one(1, False).problem))
+    assert found == [("plan refuses", "no"), ("traceback", "KeyError: 'n'")]
+
+
+@pytest.mark.exhaustive
+def test_all_specs_compile(tmp_path: Path) -> None:
+    wrong = []
+    for first in range(0, len(ALL), 100):
+        specs = planned(ALL[first : first + 100])
+        wrong += refused(specs)
+        wrong += uncompiled([kernel for spec in specs for kernel in spec.kernels], tmp_path)
+    assert wrong == []
+
+
+def test_the_runner_of_the_gpu_goes_on_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated, "TRIER", "tests.fuzz.crashing:try_one")
+    rows = [generated.Row(seed, f"kernel_{seed}", "compiled", folder="/nowhere") for seed in range(6)]
+    rows.append(generated.Row(6, "legal_6", "plan refuses", "no"))
+    found = sorted(generated.tried(rows, 1), key=lambda row: row.seed)
+    verdicts = ["passed", "crashed", "wrong", "passed", "crashed", "wrong", "plan refuses"]
+    assert [row.verdict for row in found] == verdicts
+    assert "an illegal memory access" in found[1].problem
+    assert len(generated.describe(found)) == 5
+    assert generated.describe(found)[0].startswith("seed 1, kernel_1: crashed: kernel_1: its compiler process exited")
+
+
+def test_a_spec_that_is_written_is_read_as_it_is() -> None:
+    """Every spec is one variant and one entry, of nothing but fields of a spec."""
+    for seed in range(20):
+        spec = load_spec_text(legal(seed).text, "legal.yaml")
+        assert list(spec.variants) == [f"legal_{seed}"]
