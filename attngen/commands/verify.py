@@ -83,9 +83,7 @@ def _print(report: VerifyReport) -> None:
         click.echo(f"not run: {_kernels(count)}: {reason}")
     crashed = sum(verdict.crashed for verdict in report.verdicts)
     named = {"failed": f" ({crashed} crashed)"} if crashed else {}
-    counts = ", ".join(
-        f"{len(report.with_status(s))} {s}{named.get(s, '')}" for s in ("passed", "failed", "not run")
-    )
+    counts = ", ".join(f"{len(report.with_status(s))} {s}{named.get(s, '')}" for s in ("passed", "failed", "not run"))
     click.echo(f"{report.package} on {report.device}: {counts}; seed {report.seed}")
     if not shown:
         click.secho("nothing was verified", fg="red", err=True)

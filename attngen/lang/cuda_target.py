@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from attngen.dtypes import DTYPES
-from attngen.lang.ir import Const, Op, Type, holds_int64
+from attngen.lang.ir import Const, Op, Type
 from attngen.lang.targets import Dialect, Piece, Scope, power_factors, power_of_two
 
 # Binding strength in C++'s grammar, loosest first.
@@ -63,7 +63,7 @@ class CudaDialect(Dialect):
 
     def operator(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
         op = node.op
-        if op in ("min", "max", "floordiv", "mod") and holds_int64(node):  # overloads want equal types
+        if op in ("min", "max", "floordiv", "mod") and scope.wide(node):  # overloads want equal types
             args = tuple(self._int64(arg) for arg in args)
         elif node.wide and op not in ("select", "lt", "le", "gt", "ge", "eq", "ne"):
             args = (self._int64(args[0]), *args[1:])

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from attngen.dtypes import DTYPES
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, holds_int64, rewrite
+from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, rewrite
 from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range
@@ -161,6 +162,7 @@ class _Emission:
         self._ranges = _safe_ranges(ranges, names, tensors)
         self._bounds: dict[Expr, Range] = {}
         self._axes: dict[Expr, frozenset[str]] = {}
+        self._wide: dict[Expr, bool] = {}
         self._pieces: dict[Expr, Piece] = {}
         self._bases: dict[tuple[str, ...], str] = {}
         self._taken = {*taken, *_words(names, tensors), *self.dialect.reserved}
@@ -187,6 +189,26 @@ class _Emission:
             found = self._bounds[node] = bounds(node, self._ranges)
         return found
 
+    def wide(self, node: Expr) -> bool:
+        """Whether an integer is an int64 in languages that promote: it was widened, or a part of it is one."""
+        found = self._wide.get(node)
+        if found is None:
+            found = self._wide[node] = node.type is Type.INT and self._is_wide(node)
+        return found
+
+    def _is_wide(self, node: Expr) -> bool:
+        match node:
+            case Const(value=value):
+                return not INT32[0] <= value <= INT32[1]
+            case Var(name=name):
+                return self.names[name].wide
+            case Load(tensor=name):
+                return DTYPES[self.tensors[name].dtype].bytes == 8
+            case Op():
+                parts = node.args[1:] if node.op == "select" else node.args
+                return node.wide or (node.op != "to_int" and any(map(self.wide, parts)))
+        return False
+
     # --- writing ------------------------------------------------------------------------------------------
 
     def value(self, node: Expr) -> Piece:
@@ -209,7 +231,7 @@ class _Emission:
     def temporary(self, node: Expr, role: str, text: str) -> Piece:
         """Store an intermediate result of a node."""
         name = self._fresh(role)
-        self._lines(node).append(self.dialect.declare(name, node.type, holds_int64(node), text))
+        self._lines(node).append(self.dialect.declare(name, node.type, self.wide(node), text))
         return Piece(name, self.dialect.atom)
 
     def _write(self, node: Expr) -> Piece:
@@ -232,7 +254,7 @@ class _Emission:
 
     def _declare(self, node: Expr, text: str) -> Piece:
         name = self._fresh(self.labels.get(node) or describe(node, self.axes(node)))
-        self._lines(node).append(self.dialect.declare(name, node.type, holds_int64(node), text))
+        self._lines(node).append(self.dialect.declare(name, node.type, self.wide(node), text))
         return Piece(name, self.dialect.atom)
 
     def _load(self, node: Load) -> Piece:

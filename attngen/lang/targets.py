@@ -37,6 +37,9 @@ class Scope(Protocol):
     def axes(self, node: Expr) -> frozenset[str]:
         """Return the axes of a tile along which a node varies."""
 
+    def wide(self, node: Expr) -> bool:
+        """Return whether an integer is an int64 where the language promotes."""
+
     def named(self, node: Expr) -> Piece:
         """Return a node as a leaf, so that it may be repeated: a name, unless it is one already."""
 

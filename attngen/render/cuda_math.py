@@ -206,8 +206,10 @@ def masking(
 
 
 def from_zero(plan: Plan, end: Expr) -> Expr:
-    """Return the end of an interval such that any key can be subtracted from it; before the first key all are alike."""
-    lowest, _ = bounds(end, known_ranges(plan))
+    """Return the end of an interval such that any key can be subtracted from it in int32: all ends before the first key
+    are alike, and so are all behind the last one."""
+    lowest, highest = bounds(end, known_ranges(plan))
+    end = end if highest <= INT32[1] else minimum(end, SEQLEN_K)
     return end if lowest - MAX_SEQLEN >= INT32[0] else maximum(end, integer(0))
 
 

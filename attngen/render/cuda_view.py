@@ -62,6 +62,7 @@ class CudaView:
     uses_kv_tiles: bool
     uses_whole_tiles: bool
     uses_q_hi: bool
+    words_use_q_hi: bool
     span_fields: tuple[str, ...]
     span_lines: tuple[str, ...]
     span_values: str
@@ -135,6 +136,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         uses_kv_tiles=uses("kv_tiles", spans),
         uses_whole_tiles=uses("whole_tiles", spans),
         uses_q_hi=uses("q_hi", spans),
+        words_use_q_hi=uses("q_hi", "\n".join(listed)),
         span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
         span_lines=found.lines,
         span_values=", ".join(found.values[end] for pair in (*found.visible, *found.full) for end in pair),
