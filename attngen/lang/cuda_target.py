@@ -88,6 +88,8 @@ class CudaDialect(Dialect):
             case "min" | "max":
                 name = f"nan_{op}" if node.type is Type.FLOAT else op
                 return Piece(f"{name}({args[0].text}, {args[1].text})", _ATOM)
+            case "select" if self._chooses(node, args, scope):
+                return Piece(f"choose({', '.join(arg.text for arg in args)})", _ATOM)
             case "select":
                 condition, yes, no = (arg.within(_SELECT + 1) for arg in args)
                 return Piece(f"{condition} ? {yes} : {no}", _SELECT)
@@ -96,6 +98,12 @@ class CudaDialect(Dialect):
             case "pow":
                 return self._power(node, scope)
         raise ValueError(f"operator {op!r} has no CUDA form")
+
+    def _chooses(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> bool:
+        """Whether both arms are computed before one is taken: branches for elements of a tile come between matrix
+        products, which ptxas then serializes. What all threads take alike stays a branch."""
+        varies = node.type is Type.FLOAT and bool(scope.axes(node.args[0]))
+        return varies and any(arg.strength < _ATOM for arg in args[1:])
 
     def _sign(self, operand: Piece) -> str:
         text = operand.within(_SIGN)
