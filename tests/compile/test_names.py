@@ -14,10 +14,11 @@ from attngen.plan import plan
 from attngen.plan.arguments import KERNEL_NAMES, argument_name
 from attngen.render import Source, render
 from attngen.resources import templates_dir
-from attngen.runtime import dispatch
+from attngen.runtime import dispatch, operators
 from attngen.spec import expand, load_spec_text
 from attngen.spec.names import check_symbol
 from tests.compile.frontend import to_ptx
+from tests.plan.specs import planned
 
 _CPP = """
 alignas alignof and and_eq asm atomic_cancel atomic_commit atomic_noexcept auto bitand bitor bool break case catch char
@@ -137,6 +138,14 @@ def test_names_of_the_call_are_refused(call: object) -> None:
     ]
     assert len(parameters) > 8
     assert not legal(parameters)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_names_of_the_torch_operators_are_refused(packed: bool) -> None:
+    schema = operators._backward_schema(planned("full").variant, packed=packed)
+    names = re.findall(r"(\w+)(?:=\w+)?[,)]", schema.partition(" -> ")[0])
+    assert {"q", "dlse", "softmax_scale", "deterministic"} <= set(names)
+    assert not legal(names)
 
 
 @pytest.mark.parametrize("kind", KINDS)
