@@ -23,7 +23,8 @@ RESERVED: frozenset[str] = frozenset((
     "rng_state", "deterministic", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
     "max_seqlen_k", "direction",
     "tile_map", "block_mask", "page_table", "softmax", "mask", "score", "sink", "let", "scalars", "tensors",
-    "dq", "dk", "dv", "do", "dout", "delta", "stream", "device", "dtype", "self", "tl", "triton", "true", "false",
+    "dq", "dk", "dv", "do", "dout", "dlse", "delta", "stream", "device", "dtype", "self", "tl", "triton", "true",
+    "false",
     # symbols of the analysis of tiles, of scores and of masks, which stand beside those of a variant
     "q_start", "kv_start", "kv_first", "kv_tiles", "whole_tiles", "BLOCK_N", "LOG2E", "qk",
 ))  # fmt: skip

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from attngen.dtypes import dtype
+from attngen.lang.cuda_target import CudaDialect
 from attngen.lang.variant import Tensor, Variant
 from attngen.plan.model import Argument, Columns, Plan
 
@@ -56,13 +57,15 @@ own_start place_of_pairs rank release settle_dv there full end load_keys share s
 cluster_rank mapped sync_cluster arrive_at load_box_to copy_to add_floats values taken store_to marked_pair
 derivative not_hoisted own_lane p_derivative weighted
 ds_pairs ds_phase give_turn load_float4 of_rows row_place rows store_float4
+atomicInc clear_rows dout_map four has_dlse make_float2 map step store_transposed sum_chunks unpack wait_stores_written
 """
 
 #: Names that the templates give to their own values; an argument of a variant with such a name gets a suffix.
-KERNEL_NAMES: frozenset[str] = frozenset(_NAMES.split())
+KERNEL_NAMES: frozenset[str] = frozenset(_NAMES.split()) | CudaDialect.reserved
 #: Patterns of such names: ends of ranges, other arguments, constants of CUDA, kernels; and what the suffix gives.
 _KERNEL_PATTERN = re.compile(
     r"(full|partial|visible)_(lo|hi|until|from|to)_\d+|(stride|extent|fwd|bwd|classify)_\w+|\w+_ptr|k[A-Z]\w*|\w+_value"
+    r"|D\d+|OUT\d+|DEFINE_\w+|CUDA\w*"  # macros
 )
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from attngen.lang.ir import MAX_SEQLEN
 from attngen.plan.hopper_backward import PIECE_BYTES, by_head, row_lanes
 from attngen.plan.model import HopperGradients, Part, Plan
 from attngen.plan.traits import reads_positions
@@ -67,6 +68,7 @@ class CudaBackwardView:
     end_v: int
     regions: tuple[RegionView, ...]
     region_bytes: Mapping[str, int]
+    last_tile: int
     piece_bytes: int
     swizzle: int
     swizzled_row: str
@@ -147,6 +149,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
             for r in roles.shared
         ),
         region_bytes={region.name: region.bytes for region in roles.shared},
+        last_tile=(MAX_SEQLEN - 1) // plan.tile_m,
         piece_bytes=PIECE_BYTES,
         swizzle={64: 1, 32: 2}[roles.box_columns],
         swizzled_row="(row % 8)" if roles.box_columns == 64 else "(row / 2 % 4)",

@@ -11,7 +11,7 @@ from attngen.lang.emit import Binding
 from attngen.lang.facts import index
 from attngen.lang.folding import PRODUCT, fold_logit, split_keys
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names
+from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, walk
 from attngen.lang.ranges import INT32
 from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
@@ -37,6 +37,8 @@ from attngen.render.expressions import (
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
+#: What the mask and the score call keys.
+_KEY_NAMES = frozenset({"kv", "kv_global"})
 _KV_FIRST, _KEY = index("kv_first"), index("key")
 
 
@@ -62,13 +64,14 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """How products become logits: lines once for a tile of work, the steps of partial and of full tiles, and the factor
-    that leads to units of log2."""
+    """How products become logits: lines once for a tile of work, the steps of partial and of full tiles, the factor
+    that leads to units of log2, and whether the key alone may decide that an element's product does not count."""
 
     work: tuple[str, ...]
     partial: Steps
     full: Steps
     multiplier: str
+    drops_products: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,22 @@ def logits(plan: Plan) -> Logits:
         lines, multiplier = ["const float scale_log2e = softmax_scale * kLog2e;", *lines], "scale_log2e"
     elif not re.fullmatch(r"[\w.]+", multiplier):
         lines, multiplier = [*lines, f"const float scale_log2e = {multiplier};"], "scale_log2e"
-    return Logits(tuple(lines), steps[0], steps[1], multiplier)
+    return Logits(tuple(lines), steps[0], steps[1], multiplier, _drops_products(folded.value))
+
+
+def _drops_products(value: Expr) -> bool:
+    """Whether a condition that asks for the key has an arm without the product.
+
+    What the compiler knows of a lane's keys, such as that they are even, would decide it for half of the elements: what
+    these hold, it would write between the products, and ptxas would serialize them.
+    """
+    return any(
+        isinstance(node, Op)
+        and node.op == "select"
+        and names(node.args[0]) & _KEY_NAMES
+        and any(PRODUCT.name not in names(arm) for arm in node.args[1:])
+        for node in walk(value)
+    )
 
 
 def sink(plan: Plan, before: Iterable[str]) -> Sink | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from attngen.dtypes import dtype
+from attngen.lang.ir import MAX_SEQLEN
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.expressions import atom
@@ -57,6 +58,7 @@ class CudaView:
     regions: tuple[RegionView, ...]
     swizzle: int
     region_bytes: Mapping[str, int]
+    last_tile: int
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
     uses_kv_tiles: bool
@@ -95,6 +97,7 @@ class CudaView:
     full: Steps
     uses_kv: bool
     logit_tile: str
+    kv_first: str
     logit_partial: str
     logit_comment: str
     multiplier: str
@@ -115,6 +118,8 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
+    logit_tile = "(tile_info & kTileMask)" if hopper.specialized else "tile"
+    kv_first = f"{logit_tile} * kBlockN + 2 * (lane % 4)"
     work_lines = _work_lines(plan, [*code.work, texts], code.work)
     return CudaView(
         template=template,
@@ -131,6 +136,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         ),
         swizzle={64: 1, 32: 2}[hopper.box_columns],
         region_bytes={region.name: region.bytes for region in hopper.shared},
+        last_tile=(MAX_SEQLEN - 1) // plan.tile_n,
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans=uses("hk", spans) and not plan.pack_gqa,
         uses_kv_tiles=uses("kv_tiles", spans),
@@ -170,7 +176,8 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         partial=code.partial,
         full=code.full,
         uses_kv=uses("kv_first", texts),
-        logit_tile="(tile_info & kTileMask)" if hopper.specialized else "tile",
+        logit_tile=logit_tile,
+        kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
         logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",
         logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
         multiplier=code.multiplier,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from attngen.errors import CompileError
+from attngen.lang.ir import MAX_SEQLEN
 from attngen.plan import Plan
 from attngen.render import render
+from attngen.resources import templates_dir
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
 from tests.sampling import sampled
@@ -57,10 +61,9 @@ def test_records_of_forwards_are_aligned(
     check_forward(bounds, consumers, pack_gqa, layout)
 
 
-@pytest.mark.parametrize("bounds", [(1, 0), (2, 0)], ids=str)
-def test_records_of_an_odd_number_of_words_are_aligned(bounds: tuple[int, int]) -> None:
-    """Spans of 8 and of 16 bytes, three of them: the second record would not begin at a word of 16 bytes."""
-    check_forward(bounds, 2, False, "dense")
+def test_three_spans_of_one_range_are_padded() -> None:
+    """They take 24 bytes, so that the second record would not begin at a word of 16 bytes."""
+    check_forward((1, 0), 2, False, "dense")
 
 
 @sampled(
@@ -74,3 +77,52 @@ def test_records_of_backwards_are_aligned(head_dim: int, deterministic: bool, la
     plan = planned(variant, passes="backward", backward="{backend: cuda}", **fields)
     assert plan.gradients is not None
     assert ".entry" in to_ptx(render(plan))
+
+
+# --- packed words ---------------------------------------------------------------------------------------------
+
+
+def packed_bits(consumers: int) -> dict[str, range]:
+    """Return the bits of a word that tells consumers of a tile, as the header has them."""
+    text = (templates_dir() / "cuda" / "include" / "schedule.cuh").read_text()
+    found = re.search(r"kPartialBit = (\d+), kSkippedBit = (\d+);", text)
+    assert found is not None
+    partial, skipped = map(int, found.groups())
+    return {
+        "tile": range(partial),
+        "partial": range(partial, partial + consumers),
+        "skipped": range(skipped, skipped + consumers),
+    }
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consumers: int) -> None:
+    bits = packed_bits(consumers)
+    assert ((MAX_SEQLEN - 1) // 16).bit_length() <= len(bits["tile"])
+    taken = [bit for part in bits.values() for bit in part]
+    assert len(set(taken)) == len(taken)
+    assert max(taken) < 32
+
+
+@pytest.mark.parametrize("tile_n", [16, 64])
+def test_sources_say_which_tile_is_the_last(tile_n: int) -> None:
+    """The longest sequence of the smallest tiles fits; one tile more would not."""
+    plan = planned("sliding_window", backend="cuda", tile=f"{{m: 192, n: {tile_n}}}")
+    source = render(plan)
+    last = (MAX_SEQLEN - 1) // tile_n
+    assert f"static_assert({last} <= kTileMask" in source.text
+    to_ptx(source)
+    beyond = source.text.replace(f"static_assert({last} <=", f"static_assert({2 ** len(packed_bits(3)['tile'])} <=")
+    with pytest.raises(CompileError, match="static assertion failed"):
+        to_ptx(replace(source, text=beyond))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_steps_of_backwards_hold_the_last_tile(head_dim: int) -> None:
+    plan = planned(passes="backward", backward="{backend: cuda}", head_dim=head_dim)
+    source = render(plan)
+    last = (MAX_SEQLEN - 1) // plan.tile_m
+    assert f"static_assert({last} < kPartial)" in source.text
+    to_ptx(source)
+    with pytest.raises(CompileError, match="static assertion failed"):
+        to_ptx(replace(source, text=source.text.replace(f"static_assert({last} <", f"static_assert({2**24} <")))

@@ -16,6 +16,9 @@ __device__ __forceinline__ Int floor_mod(Int a, Int b) {
   return (remainder != 0 && (remainder < 0) != (b < 0)) ? remainder + b : remainder;
 }
 
+// One of two values, both of which are computed: no branch.
+__device__ __forceinline__ float choose(bool condition, float yes, float no) { return condition ? yes : no; }
+
 // min(a, b) and max(a, b) drop a NaN; torch.minimum and torch.maximum do not.
 __device__ __forceinline__ float nan_min(float a, float b) { return a < b || a != a ? a : b; }
 
@@ -26,6 +29,12 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
 #ifdef __CUDA_ARCH__
+// The same number, of which the compiler knows nothing: it decides no condition on it for some elements of a thread.
+__device__ __forceinline__ int any_number(int number) {
+  asm("" : "+r"(number));
+  return number;
+}
+
 // One instruction, relative error 2^-11 (PTX ISA, tanh.approx.f32).
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;

@@ -1,0 +1,92 @@
+"""Scores with conditions: products stay asynchronous, whatever the compiler knows of a lane's keys and queries."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.compile.cuda import _resources_of, compile_text, max_spills
+from attngen.plan import Plan
+from attngen.render import render
+from tests.plan.specs import planned
+from tests.sampling import sampled
+
+_TENSORS = {
+    "doc": "{dtype: int32, shape: [b, seqlen_k]}",
+    "bias": "{dtype: fp32, shape: [seqlen_k]}",
+    "slope": "{dtype: fp32, shape: [h]}",
+}
+#: What the condition asks for, how deep it is, and whether an arm is without the product.
+SCORES = {
+    "odd keys cut": "s if kv % 2 == 0 else -inf",
+    "blocks of keys cut": "s if kv % 16 < 8 else -inf",
+    "keys biased": "s + 1.0 if kv % 2 == 0 else 0.25 * kv",
+    "keys nested": "(s if kv % 4 == 0 else s * 0.5) if kv % 2 == 0 else -inf",
+    "keys and queries": "s if kv % 2 == 0 and q % 2 == 0 else -inf",
+    "all nested": "(s if kv % 4 == 0 else s * 0.5) if q % 2 == 0 else (-inf if kv % 3 == 0 else s + bias[kv])",
+    "heads": "s if h % 2 == 0 else 0.0",
+    "queries": "s if q % 16 < 8 else 0.0",
+    "a tensor of keys": "s if doc[b, kv] > 0 else -inf",
+    "a tensor of heads": "s * slope[h] if slope[h] > 0.0 else s",
+    "two live arms": "s if kv % 2 == 0 else s * 0.5",
+    "the logit": "s if s > 0.0 else -inf",
+}
+#: Those that lacked registers or were serialized before: in every run.
+_FEW = ("odd keys cut", "keys nested", "keys biased", "all nested")
+
+
+def kernel(score: str, head_dim: int, dtype: str, layout: str, **fields: object) -> Plan:
+    tensors = ", ".join(f"{name}: {text}" for name, text in _TENSORS.items() if f"{name}[" in score)
+    variant = f"variants:\n  own:\n    mask: kv <= q_pos\n    score: {score!r}\n    tensors: {{{tensors}}}\n"
+    return planned("own", head_dim=head_dim, dtype=dtype, layout=layout, declared=variant, **fields)
+
+
+def serialized_and_spills(plan: Plan) -> tuple[bool, int]:
+    source = render(plan)
+    resources = _resources_of(
+        plan.to_dict()["symbol"], compile_text(plan.name, source.text, source.headers, "sm90a")[1]
+    )
+    return resources.serialized_wgmma, resources.spills
+
+
+@sampled(score={name: SCORES[name] for name in _FEW}, head_dim=(64, 128, 256), dtype=("bf16",), layout=("dense",))
+def test_products_of_a_score_with_a_condition_are_asynchronous(
+    score: str, head_dim: int, dtype: str, layout: str
+) -> None:
+    plan = kernel(score, head_dim, dtype, layout, backend="cuda")
+    serialized, spills = serialized_and_spills(plan)
+    assert not serialized
+    assert spills <= max_spills(plan)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_products_of_no_condition_are_serialized(
+    score: str, head_dim: int, dtype: str, layout: str, passes: str
+) -> None:
+    """Spills are another matter: a smaller tile, or Triton, takes what needs more registers."""
+    if passes == "backward" and head_dim > 192 and "[" in score:
+        pytest.skip("no backward in CUDA for conditions on tensors at such head dims")
+    fields = {"backend": "cuda"} if passes == "forward" else {"passes": "backward", "backward": "{backend: cuda}"}
+    serialized, _ = serialized_and_spills(kernel(score, head_dim, dtype, layout, **fields))
+    assert not serialized
+
+
+def test_arms_of_elements_are_computed_before_one_is_taken() -> None:
+    """A branch stays where all threads take the same arm."""
+    elements = render(kernel("s * 2.0 if kv % 3 == 0 else s - 1.0", 64, "bf16", "dense", backend="cuda")).text
+    assert re.search(r"x = choose\(.*\);", elements)
+    uniform = render(kernel("s * 2.0 if h % 3 == 0 else s - 1.0", 64, "bf16", "dense", backend="cuda")).text
+    assert "choose(" not in uniform
+
+
+def test_kernels_without_a_condition_know_their_keys() -> None:
+    plain = render(kernel("s + 0.5 * kv", 64, "bf16", "dense", backend="cuda")).text
+    assert "any_number(" not in plain
+    cut = render(kernel("s if kv % 2 == 0 else -inf", 64, "bf16", "dense", backend="cuda")).text
+    assert "const int kv_first = any_number(" in cut

@@ -1,0 +1,158 @@
+"""Any name that a spec may give: words of C++, macros and functions of NVRTC and of our headers, names of the call."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+from collections.abc import Iterable
+
+import pytest
+
+from attngen.errors import CompileError
+from attngen.plan import plan
+from attngen.plan.arguments import KERNEL_NAMES, argument_name
+from attngen.render import Source, render
+from attngen.resources import templates_dir
+from attngen.runtime import dispatch, operators
+from attngen.spec import expand, load_spec_text
+from attngen.spec.names import check_symbol
+from tests.compile.frontend import to_ptx
+from tests.plan.specs import planned
+
+_CPP = """
+alignas alignof and and_eq asm atomic_cancel atomic_commit atomic_noexcept auto bitand bitor bool break case catch char
+char8_t char16_t char32_t class co_await co_return co_yield compl concept const const_cast consteval constexpr constinit
+continue contract_assert decltype default delete do double dynamic_cast else enum explicit export extern false float for
+friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected
+public reflexpr register reinterpret_cast requires return short signed sizeof static static_assert static_cast struct
+switch synchronized template this thread_local throw true try typedef typeid typename typeof union unsigned using
+virtual void volatile wchar_t while xor xor_eq final override import module
+"""
+_NVRTC = """
+NULL NAN INFINITY HUGE_VAL INT_MAX FLT_MAX DBL_MAX CUDARTAPI CUDART_VERSION CUDA_VERSION CUDART_INF_F NDEBUG assert
+offsetof va_arg va_copy va_end va_list va_start errno EOF linux unix i386 isnan isinf signbit size_t ptrdiff_t
+nullptr_t clock_t uint ushort ulong uchar uint8_t int32_t uint64_t int2 int4 uint2 uint4 float2 float4 double2 dim3 half
+threadIdx blockIdx blockDim gridDim warpSize cudaStream_t cudaError_t cudaSuccess printf malloc free memcpy memset clock
+std cuda thrust min max abs fabsf fmaf fminf fmaxf floorf ceilf expf exp2f logf log2f tanhf sqrtf rsqrtf sinf cosf tanf
+atomicAdd atomicInc make_float2 D1 D16 OUT1 OUT16 DEFINE_PRODUCT DEFINE_PRODUCTS I complex main host device inline
+"""
+CPP, NVRTC = _CPP.split(), _NVRTC.split()
+_DEFINED = r"(?:#define |struct (?:alignas\(\d+\) )?|constexpr \w+ |__forceinline__ [\w&<>]+ )(\w+)"
+_TEXTS = [path.read_text() for path in sorted((templates_dir() / "cuda" / "include").glob("*.cuh"))]
+#: What our own headers define.
+HEADERS = sorted({name for text in _TEXTS for name in re.findall(_DEFINED, text)})
+KINDS = ("scalar", "tensor", "let")
+
+
+def legal(names: Iterable[str]) -> list[str]:
+    found = []
+    for name in dict.fromkeys(names):
+        try:
+            check_symbol(name)
+        except ValueError:
+            continue
+        found.append(name)
+    return found
+
+
+def source_of(kind: str, names: list[str], backend: str = "cuda", passes: str = "forward") -> Source:
+    """Return a kernel whose mask and score read each name, let values twice, so that they become temporaries."""
+    declared = {
+        "scalar": lambda name: f"{name}: {{type: int32, min: 0, max: 9}}",
+        "tensor": lambda name: f"{name}: {{dtype: int32, shape: [seqlen_k], range: {{min: 0, max: 9}}}}",
+        "let": lambda name: f'{name}: "(kv * {3 + names.index(name)}) % 7"',
+    }[kind]
+    read = " + ".join(f"{name}[kv]" if kind == "tensor" else name for name in names)
+    field = {"scalar": "scalars", "tensor": "tensors", "let": "let"}[kind]
+    backend_line = f"backward: {{backend: {backend}}}" if passes == "backward" else f"backend: {backend}"
+    text = (
+        f"schema: 1\narch: sm90a\nvariants:\n  own:\n    {field}:\n"
+        + "".join(f"      {declared(name)}\n" for name in names)
+        + f'    mask: "kv <= q and ({read} + q) % 5 < 3"\n    score: "s + 0.25 * float({read})"\n'
+        + f"kernels: [{{variant: own, head_dim: 64, passes: {passes}, {backend_line}}}]\n"
+    )
+    (spec,) = expand(load_spec_text(text, "names.yaml"))
+    return render(plan(spec))
+
+
+def check(kind: str, names: list[str], passes: str = "forward") -> None:
+    """Every name compiles; if all at once do not, say which."""
+    try:
+        to_ptx(source_of(kind, names, passes=passes))
+    except CompileError as error:
+        failed = [name for name in names if not compiles(kind, name, passes)]
+        pytest.fail(f"add to KERNEL_NAMES or to the words of cuda_target: {failed}\n{str(error)[:2000]}")
+
+
+def compiles(kind: str, name: str, passes: str) -> bool:
+    try:
+        to_ptx(source_of(kind, [name], passes=passes))
+    except CompileError:
+        return False
+    return True
+
+
+def in_groups(names: list[str], size: int = 24) -> list[list[str]]:
+    return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+WORDS = legal([*CPP, *NVRTC])
+OWN = legal(HEADERS)
+
+
+def test_words_that_compile_only_with_a_suffix_are_among_them() -> None:
+    assert {"nullptr", "xor", "bitand", "compl", "NULL", "co_await", "warpSize"} <= set(WORDS)
+    assert {"choose", "TensorMap", "pack", "D1"} <= set(OWN)
+    assert all(argument_name(name) != name for name in ("nullptr", "NULL", "D1", "CUDART_VERSION", "fmaf"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_words_of_the_language_compile(kind: str) -> None:
+    few = [name for name in WORDS if name in set(CPP)]
+    check(kind, few[:: 1 + len(few) // 24])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+@pytest.mark.parametrize("names", in_groups([*WORDS, *OWN]), ids=lambda names: f"{names[0]}-to-{names[-1]}")
+def test_all_words_compile(kind: str, passes: str, names: list[str]) -> None:
+    check(kind, names, passes)
+
+
+def test_a_word_that_does_not_compile_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngen.plan import arguments
+
+    monkeypatch.setattr(arguments, "KERNEL_NAMES", KERNEL_NAMES - {"nullptr"})
+    assert not compiles("scalar", "nullptr", "forward")
+    assert compiles("scalar", "thread_local", "forward")
+
+
+@pytest.mark.parametrize("call", [dispatch.attention, dispatch.attention_varlen], ids=lambda call: call.__name__)
+def test_names_of_the_call_are_refused(call: object) -> None:
+    parameters = [
+        name
+        for name, parameter in inspect.signature(call).parameters.items()  # type: ignore[arg-type]
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    assert len(parameters) > 8
+    assert not legal(parameters)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_names_of_the_torch_operators_are_refused(packed: bool) -> None:
+    schema = operators._backward_schema(planned("full").variant, packed=packed)
+    names = re.findall(r"(\w+)(?:=\w+)?[,)]", schema.partition(" -> ")[0])
+    assert {"q", "dlse", "softmax_scale", "deterministic"} <= set(names)
+    assert not legal(names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*keyword.kwlist, "tl", "triton", "kernel", "self", "torch"])
+def test_names_of_python_and_of_triton_are_refused_or_get_a_suffix(kind: str, name: str) -> None:
+    if not legal([name]):
+        return
+    text = source_of(kind, [name], backend="triton").text
+    compile(text, "kernel.py", "exec")
+    assert argument_name(name) != name or not re.search(rf"^(import|from) .*\b{name}\b", text, re.MULTILINE)
