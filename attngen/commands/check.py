@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import cli
-from attngen.commands.output import print_json, print_table, warn
+from attngen.commands.output import counted, print_json, print_table, warn
 from attngen.errors import SpecError
 
 if TYPE_CHECKING:
@@ -105,9 +105,8 @@ def _print(report: Report) -> None:
         warn(str(warning))
     for error in report.errors:
         cli.print_error(error)
-    count = len(report.plans)
-    verdict = f"{len(report.errors)} errors" if report.errors else "nothing wrong"
-    click.echo(f"{report.file}: {count} kernel{'' if count == 1 else 's'}, {verdict}")
+    verdict = counted(len(report.errors), "error") if report.errors else "nothing wrong"
+    click.echo(f"{report.file}: {counted(len(report.plans), 'kernel')}, {verdict}")
 
 
 #: What the table shows; a kernel's name says the rest.

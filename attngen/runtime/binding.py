@@ -72,5 +72,10 @@ def bind_call(
         arguments=arguments,
     )
     if call.device.type == "cpu":
+        if backend not in (None, "reference"):
+            raise CallError(
+                f"backend {backend!r} runs on a GPU, and q is on {call.device}; leave 'backend' out and the reference "
+                "runs there, or move q, k and v to a GPU"
+            )
         debugging.check_lengths(call)
     return call, found

@@ -120,12 +120,12 @@ def test_some_tiles_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) ->
     )
     found = plan(kernel)
     (whole,) = efficiency(found, [4096], scalars_of(found.variant, {}))
-    monkeypatch.setattr(visits_module, "_WORK", 2**24)
+    monkeypatch.setattr(visits_module, "_WORK", 2**26)
     (some,) = efficiency(found, [4096], scalars_of(found.variant, {}))
     assert whole.complete
     assert not some.complete
-    assert some.visible_pairs == pytest.approx(whole.visible_pairs, rel=0.15)
-    assert some.efficiency == pytest.approx(whole.efficiency, rel=0.15)
+    assert some.visible_pairs == pytest.approx(whole.visible_pairs, rel=0.25)
+    assert some.efficiency == pytest.approx(whole.efficiency, rel=0.25)
 
 
 DECLARED = [
