@@ -64,7 +64,7 @@ class LazyGroup(click.Group):
         """Run a command; errors that attngen raises on purpose, and warnings, are printed as sentences."""
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _print_warning
+                warnings.showwarning = _print_warning  # type: ignore[assignment]  # it takes what it does not print
                 return super().invoke(ctx)
         except AttngenError as error:
             print_error(error)
@@ -88,7 +88,7 @@ def print_error(error: AttngenError) -> None:
     click.secho(str(error), fg="red", err=True)
 
 
-def _print_warning(message: Warning | str, *_: object) -> None:
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Print a warning of Python's to stderr: what it says, without the line of code that gave it."""
     from attngen.commands.output import warn
 

@@ -9,7 +9,7 @@ import click
 
 from attngen import cli
 from attngen.commands.output import counted, print_json, print_table, warn
-from attngen.errors import SpecError
+from attngen.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
@@ -54,16 +54,21 @@ def check_spec(path: str) -> Report:
         report.errors.append(error)
         return report
     report.warnings = lint(spec, kernels)
-    first: dict[str, KernelSpec] = {}
+    first: dict[str, tuple[KernelSpec, Plan]] = {}
     for kernel in kernels:
         try:
             planned = plan(kernel)
         except SpecError as error:
             report.errors.append(error)
             continue
+        earlier, its_plan = first.setdefault(planned.name, (kernel, planned))
+        if its_plan.to_dict() != planned.to_dict():  # which a build refuses, too
+            message = f"this kernel and the one of {earlier.location} would both be named {planned.name}, but differ"
+            report.errors.append(PlanError(f"{message}; keep one of them", location=kernel.location))
+            continue
         report.plans.append(planned)
         # what one entry fixes, another may leave to the plan, which then chooses the same
-        if (earlier := first.setdefault(planned.name, kernel)) is not kernel:
+        if earlier is not kernel:
             message = f"becomes the same kernel as one of line {earlier.location.line}: {planned.name}"
             report.warnings.append(Remark(message, kernel.location))
     return report
