@@ -64,7 +64,7 @@ class LazyGroup(click.Group):
         """Run a command; errors that attngen raises on purpose, and warnings, are printed as sentences."""
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _print_warning  # type: ignore[assignment]  # it takes what it does not print
+                warnings.showwarning = _print_warning
                 return super().invoke(ctx)
         except AttngenError as error:
             print_error(error)
