@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -60,9 +61,11 @@ class LazyGroup(click.Group):
             formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an error that attngen raises on purpose is printed, not traced."""
+        """Run a command; errors that attngen raises on purpose, and warnings, are printed as sentences."""
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _print_warning
+                return super().invoke(ctx)
         except AttngenError as error:
             print_error(error)
             ctx.exit(exit_code(error))
@@ -83,6 +86,13 @@ def exit_code(error: AttngenError) -> int:
 def print_error(error: AttngenError) -> None:
     """Print an error to stderr, in red on a terminal."""
     click.secho(str(error), fg="red", err=True)
+
+
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning of Python's to stderr: what it says, without the line of code that gave it."""
+    from attngen.commands.output import warn
+
+    warn(str(message))
 
 
 def _print_version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from attngen import cli
-from attngen.commands.output import print_json, print_table
+from attngen.commands.output import counted, print_json, print_table
 from attngen.store.index import read_indexes, remove_index
 from attngen.store.store import Store
 
@@ -35,7 +35,7 @@ def list_(as_json: bool) -> None:
         return
     if rows:
         print_table(("key", "kernel", "bytes", "packages", ""), ((row[0][:12], *row[1:]) for row in rows))
-    click.echo(f"{store.root}: {len(rows)} entries, {total / 1e6:.1f} MB")
+    click.echo(f"{store.root}: {counted(len(rows), 'entry', 'entries')}, {total / 1e6:.1f} MB")
 
 
 @command.command()
@@ -53,7 +53,8 @@ def verify(context: click.Context, remove: bool) -> None:
     for package, name in missing:
         click.secho(f"{package}/{name} is listed, but not in the cache; build its spec again", fg="red", err=True)
     removed = ", removed" if remove and damaged else ""
-    click.echo(f"{store.root}: {len(keys)} entries, {len(damaged)} damaged{removed}, {len(missing)} missing")
+    entries = counted(len(keys), "entry", "entries")
+    click.echo(f"{store.root}: {entries}, {len(damaged)} damaged{removed}, {len(missing)} missing")
     if damaged or missing:
         context.exit(cli.EXIT_FAILURE)
 
@@ -68,14 +69,16 @@ def clear(unused: bool, yes: bool) -> None:
     keys = [key for key in store.all_keys() if key not in users]
     size = sum(_size(store.path(key)) for key in keys)
     if not yes and keys:
-        click.confirm(f"Remove {len(keys)} entries ({size / 1e6:.1f} MB) of {store.root}?", abort=True)
+        click.confirm(
+            f"Remove {counted(len(keys), 'entry', 'entries')} ({size / 1e6:.1f} MB) of {store.root}?", abort=True
+        )
     if not unused:
         for index in read_indexes(store):
             remove_index(store, index.package)
     for key in keys:
         store.remove(key)
     store.sweep()
-    click.echo(f"{store.root}: removed {len(keys)} entries, {size / 1e6:.1f} MB")
+    click.echo(f"{store.root}: removed {counted(len(keys), 'entry', 'entries')}, {size / 1e6:.1f} MB")
 
 
 def _users(store: Store) -> dict[str, list[str]]:

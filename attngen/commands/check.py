@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import cli
-from attngen.commands.output import print_json, print_table, warn
-from attngen.errors import SpecError
+from attngen.commands.output import counted, print_json, print_table, warn
+from attngen.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
@@ -54,16 +54,21 @@ def check_spec(path: str) -> Report:
         report.errors.append(error)
         return report
     report.warnings = lint(spec, kernels)
-    first: dict[str, KernelSpec] = {}
+    first: dict[str, tuple[KernelSpec, Plan]] = {}
     for kernel in kernels:
         try:
             planned = plan(kernel)
         except SpecError as error:
             report.errors.append(error)
             continue
+        earlier, its_plan = first.setdefault(planned.name, (kernel, planned))
+        if its_plan.to_dict() != planned.to_dict():  # which a build refuses, too
+            message = f"this kernel and the one of {earlier.location} would both be named {planned.name}, but differ"
+            report.errors.append(PlanError(f"{message}; keep one of them", location=kernel.location))
+            continue
         report.plans.append(planned)
         # what one entry fixes, another may leave to the plan, which then chooses the same
-        if (earlier := first.setdefault(planned.name, kernel)) is not kernel:
+        if earlier is not kernel:
             message = f"becomes the same kernel as one of line {earlier.location.line}: {planned.name}"
             report.warnings.append(Remark(message, kernel.location))
     return report
@@ -105,9 +110,8 @@ def _print(report: Report) -> None:
         warn(str(warning))
     for error in report.errors:
         cli.print_error(error)
-    count = len(report.plans)
-    verdict = f"{len(report.errors)} errors" if report.errors else "nothing wrong"
-    click.echo(f"{report.file}: {count} kernel{'' if count == 1 else 's'}, {verdict}")
+    verdict = counted(len(report.errors), "error") if report.errors else "nothing wrong"
+    click.echo(f"{report.file}: {counted(len(report.plans), 'kernel')}, {verdict}")
 
 
 #: What the table shows; a kernel's name says the rest.

@@ -13,7 +13,7 @@ import click
 
 from attngen import cli, resources
 from attngen.arch import ARCHES
-from attngen.commands.output import print_json
+from attngen.commands.output import counted, print_json
 from attngen.errors import AttngenError
 from attngen.store.limits import available_bytes, job_limit
 from attngen.store.store import Store
@@ -113,7 +113,7 @@ def _nvrtc() -> str:
 def _cache() -> str:
     store = Store()
     store.require_writable()
-    return f"{store.root}, {len(store.all_keys())} entries, writable"
+    return f"{store.root}, {counted(len(store.all_keys()), 'entry', 'entries')}, writable"
 
 
 def _arches() -> list[Finding]:

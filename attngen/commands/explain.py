@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,22 +21,31 @@ if TYPE_CHECKING:
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 32768), multiple=True, metavar="N",
               help="Queries and keys for the tile efficiency; may be repeated.")  # fmt: skip
 @click.option("--set", "given", multiple=True, metavar="NAME=VALUE", help="The value of a scalar; may be repeated.")
+@click.option("--tensor", "tensors", multiple=True, metavar="NAME=FILE",
+              help="The values of a tensor, from a .pt or .npy file; may be repeated.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True,
+              help="Of the random values of tensors that are not given.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def command(spec: Path, kernel: str | None, seqlens: tuple[int, ...], given: tuple[str, ...], as_json: bool) -> None:
+def command(
+    spec: Path,
+    kernel: str | None,
+    seqlens: tuple[int, ...],
+    given: tuple[str, ...],
+    tensors: tuple[str, ...],
+    seed: int,
+    as_json: bool,
+) -> None:
     """Explain the plan of the kernels of SPEC, or of those whose name contains KERNEL.
 
     Tile efficiency is the share of visible pairs of a query and a key among all pairs that the kernel multiplies, with
     as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
+    Where a mask reads tensors, or scalars without a default, it depends on their values, and what was assumed is said.
     """
     from attngen.tools.explain import explain_spec
 
-    values = {}
-    for item in given:
-        name, equals, value = item.partition("=")
-        if not equals:
-            raise click.BadParameter(f"'{item}' is not NAME=VALUE", param_hint="--set")
-        values[name.strip()] = value.strip()
-    explanations = explain_spec(spec, kernel, seqlens=seqlens or None, given=values)
+    files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
+    values = _pairs(given, "--set", "NAME=VALUE")
+    explanations = explain_spec(spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed)
     if as_json:
         print_json({"kernels": [explanation.to_dict() for explanation in explanations]})
     elif kernel is None and len(explanations) > 1:
@@ -44,6 +53,17 @@ def command(spec: Path, kernel: str | None, seqlens: tuple[int, ...], given: tup
     else:
         for explanation in explanations:
             _print(explanation)
+
+
+def _pairs(items: Sequence[str], option: str, form: str) -> dict[str, str]:
+    """Return what an option gives as name and value."""
+    pairs = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise click.BadParameter(f"'{item}' is not {form}", param_hint=option)
+        pairs[name.strip()] = value.strip()
+    return pairs
 
 
 _COLUMNS = ("kernel", "tile", "stages", "shared B", "loop", "seqlen", "full tiles", "partial tiles", "efficiency")
@@ -64,6 +84,10 @@ def _print_many(explanations: Sequence[PlanExplanation]) -> None:
             + (_floor(explanation) if floors else [])
         )
     print_table(_COLUMNS + _FLOORS if floors else _COLUMNS, rows)
+    by_variant = {explanation.plan.variant.name: explanation for explanation in explanations if explanation.visits}
+    for name, explanation in by_variant.items():
+        for line in _assumptions(explanation):
+            click.echo(f"{name}: {line}")
     click.echo("name one of them for its bands and more: attngen explain SPEC KERNEL")
 
 
@@ -91,6 +115,8 @@ def _print(explanation: PlanExplanation) -> None:
         return
     values = ", ".join(f"{name}={value}" for name, value in explanation.scalars.items())
     click.echo(f"  tile efficiency{f' with {values}' if values else ''}, one head of one sequence")
+    for line in _assumptions(explanation):
+        click.echo(f"    {line}")
     for found in explanation.visits:
         tiles, share = f"{found.full} full and {found.partial} partial tiles", _percent(found)
         if found.skipped:
@@ -98,6 +124,22 @@ def _print(explanation: PlanExplanation) -> None:
             click.echo(f"    seqlen {found.seqlen:6d}: {tiles}; {steps}; {share} of the pairs of the others visible")
         else:
             click.echo(f"    seqlen {found.seqlen:6d}: {tiles}, {share} of their pairs visible")
+        if not found.complete:
+            click.echo(f"                   scaled up from {found.sampled[0]} of {found.sampled[1]} tiles of queries")
+    outside = next((found.outside for found in explanation.visits if found.outside), None)
+    if outside:
+        click.echo(f"    {outside}; kernels read 0 there, and so do these figures")
+
+
+def _assumptions(explanation: PlanExplanation) -> Iterator[str]:
+    """Yield what the efficiency depends on that nobody gave."""
+    if explanation.assumed:
+        values = ", ".join(f"{name}={explanation.scalars[name]}" for name in explanation.assumed)
+        yield f"assumed {values}, on which the shares depend; --set NAME=VALUE gives others"
+    for name, told in explanation.tensors.items():
+        yield f"{name}: {told}"
+    if any(not told.endswith("as given") for told in explanation.tensors.values()):
+        yield f"the shares depend on these values (seed {explanation.seed}); --tensor NAME=FILE gives real ones"
 
 
 def _print_bands(label: str, found: Sequence[Band]) -> None:

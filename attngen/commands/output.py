@@ -45,6 +45,11 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Write a number and what it counts: ``1 kernel``, ``2 kernels``."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def warn(message: str) -> None:
     """Print a warning to stderr, in yellow on a terminal."""
     click.secho(f"warning: {message}", fg="yellow", err=True)

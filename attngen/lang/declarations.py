@@ -81,6 +81,14 @@ def check_name(
         raise refuse("is declared twice")
 
 
+def _beyond(scalar: Scalar, below: bool) -> str:
+    """Say which end of its range a value of a scalar is beyond: a declared one, or that of its dtype."""
+    declared = scalar.min if below else scalar.max
+    if declared is None:
+        return f"{'below' if below else 'above'} what {scalar.dtype} holds"
+    return f"below min, which is {declared}" if below else f"above max, which is {declared}"
+
+
 def check_let_name(key: str, scope: Scope, places: Mapping[str, Location] | None) -> tuple[str, tuple[str, ...] | None]:
     """Return the name of a ``let:`` entry and, if it is a function such as ``f(x, y)``, its parameters."""
     field = f"let.{key}"
@@ -124,7 +132,7 @@ def _check_scalar(scalar: Scalar, field: str, places: Mapping[str, Location] | N
             continue
         _check_value(value, scalar.dtype, refuse, part)
         if not low <= value <= high:
-            raise refuse(part, f"{value} lies outside {scalar.min} .. {scalar.max}")
+            raise refuse(part, f"{value} is {_beyond(scalar, value < low)}")
     if scalar.const is not None and scalar.default is not None:
         raise refuse("default", "a constant takes no default")
     if scalar.grad and (scalar.dtype != "fp32" or scalar.const is not None):

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
+from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
+from attngen.dtypes import HEAD_DIMS
 from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import ATTENTION_DTYPES, Call, Packing, bind
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import Found, registry
 
@@ -42,6 +46,15 @@ def check_backend(backend: Any) -> None:
         )
 
 
+def require_reference(call: Call, backend: str | None) -> None:
+    """Raise CallError where a call that no GPU can run asks for a kind of kernel."""
+    if backend not in (None, "reference"):
+        raise CallError(
+            f"backend {backend!r} runs on a GPU, and q is on {call.device}; leave 'backend' out and the reference runs "
+            "there, or move q, k and v to a GPU"
+        )
+
+
 def bind_call(
     q: Any,
     k: Any,
@@ -58,7 +71,10 @@ def bind_call(
 ) -> tuple[Call, Found]:
     """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths that its tensors hold."""
     check_backend(backend)
-    found = find(variant, package)
+    try:
+        found = find(variant, package)
+    except NoKernelError as error:
+        raise _with_needs(error, q, v, "dense" if packing is None else "varlen") from None
     call = bind(
         found.variant,
         q,
@@ -74,3 +90,16 @@ def bind_call(
     if call.device.type == "cpu":
         debugging.check_lengths(call)
     return call, found
+
+
+def _with_needs(error: NoKernelError, q: Any, v: Any, layout: str) -> NoKernelError:
+    """Return the error of an unknown variant with the lines that a kernel for these tensors takes."""
+    if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() and v.dim()):
+        return error
+    dims, dtype = (q.shape[-1], v.shape[-1]), ATTENTION_DTYPES.get(q.dtype)
+    if any(dim not in HEAD_DIMS for dim in dims) or dtype not in KERNEL_DTYPES:
+        return error
+    head_dim = str(dims[0]) if dims[0] == dims[1] else f"{{qk: {dims[0]}, v: {dims[1]}}}"
+    found = [f"      head_dim: {head_dim}", f"      dtype: {dtype}", f"      layout: {layout}"]
+    lines = [line for line in str(error).splitlines() if not line.startswith("      head_dim:")]
+    return NoKernelError("\n".join([*lines, *found]))

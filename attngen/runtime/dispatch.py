@@ -20,7 +20,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import DIRECTIONS, Call
-from attngen.runtime.binding import bind_call, find
+from attngen.runtime.binding import bind_call, find, require_reference
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.dropout import with_state
 from attngen.runtime.explanation import Explanation
@@ -157,6 +157,7 @@ def run(
         if debugging.active():
             debugging.check(call)
         if backend == "reference" or not _on_gpu(q):
+            require_reference(call, backend)
             return _run_reference(call, q, k, v)
     if forward_ad._current_level >= 0 and carries_tangent(q, k, v, *arguments.values()):
         raise CallError("kernels have no forward-mode derivatives; backend='reference' has")
@@ -334,6 +335,8 @@ def tile_map(
     values = k if v is None else v
     arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}, draws=False))
     call, found = bind_call(q, k, values, packing, variant, None, seqused_k, False, layout, backend, package, arguments)
+    if not _on_gpu(q):
+        require_reference(call, backend)
     if not _on_gpu(q) or backend == "reference" or call.empty:
         return TileMap(call.variant.name)
     addresses = [t.data_ptr() for t in (q, k, values)] + [0] * 7
@@ -392,6 +395,7 @@ def explain(
         q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
     )
     if not _on_gpu(q) or backend == "reference":
+        require_reference(call, backend)
         reason = "backend='reference' asks for it" if backend == "reference" else f"q is on {call.device}"
         return Explanation(call, found, "reference", reason, direction=direction)
     if call.empty:

@@ -104,8 +104,8 @@ class Kernel:
         found = manifest.get("format")
         if found != MANIFEST_FORMAT:
             raise LoadError(
-                f"{origin}: manifest format {found}, but this version of attngen reads format {MANIFEST_FORMAT}; "
-                f"{REMEDY}"
+                f"{origin}: manifest format {found or 'unknown'}, but this version of attngen reads format "
+                f"{MANIFEST_FORMAT}; {REMEDY}"
             )
         self.manifest = manifest
         self.origin = origin

@@ -253,7 +253,7 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
     elif all(_for_another_machine(kernel, capability, driver) for kernel in kernels):
         lines.append(_another_machine(kernels, capability, driver))
     lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
-    never = _beyond_all_kernels(call, capability)
+    never = _beyond_all_kernels(call, capability) or _beyond_cuda(call, capability, request)
     if never is not None:
         lines.append(never)
     else:
@@ -321,8 +321,26 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         lines.append("      passes: [forward, backward]")
         if request.deterministic:
             lines.append("      deterministic: true")
+    elif request is not None and request.backend is not None:
+        lines.append(f"      backend: {request.backend}")
     lines += _access_lines(call, request)
     return lines
+
+
+def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
+    """Return why no CUDA kernel can be built for a call that asks for one, or None."""
+    arch = arch_of(capability)
+    if request.backend != "cuda" or request.direction == "backward" or arch is None:
+        return None
+    access = _access_lines(call, request)
+    reason = None
+    if not arch.wgmma:
+        reason = f"for {arch.name}, only for {', '.join(name for name, row in ARCHES.items() if row.wgmma)}"
+    elif call.dtype == "fp32":
+        reason = "for fp32, only for bf16 and fp16"
+    elif access:
+        reason = "for these strides and addresses, which tensor descriptors (TMA) cannot express"
+    return reason and f"No CUDA kernel can be built {reason}; leave 'backend' out, and the lines for Triton are named"
 
 
 def _access_lines(call: Call, request: Request | None) -> list[str]:

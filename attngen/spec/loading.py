@@ -19,7 +19,7 @@ from attngen.formats import SCHEMA
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.spec import names, tree
-from attngen.spec.messages import spec_error
+from attngen.spec.messages import field_path, spec_error
 from attngen.spec.models import ScalarModel, SpecModel, TensorModel, VariantModel
 from attngen.spec.quoting import show
 
@@ -122,6 +122,7 @@ class _Loader:
         file = str(path)
         node = tree.parse(content, file)
         _check_schema(node)
+        _refuse_empty(node)
         self.sources[file] = Source(resources.display_name(path), sha256(content).hexdigest(), file)
         try:
             return SpecModel.model_validate(node.plain()), node
@@ -197,6 +198,16 @@ def _check_schema(node: tree.Node) -> None:
     raise SpecError(
         f"found {show(version.plain())}; allowed: {SCHEMA}{advice}", location=version.location, field="schema"
     )
+
+
+def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
+    """Refuse a field or an element that is named and left empty: it would mean what the field left out means."""
+    if node.value is None:
+        hint = "; 'mask: true' lets every query see every key" if path[-1:] == ("mask",) else ""
+        raise SpecError(f"empty; give it a value or leave it out{hint}", location=node.location, field=field_path(path))
+    below = node.value.items() if isinstance(node.value, dict) else ()
+    for step, child in enumerate(node.value) if isinstance(node.value, tuple) else below:
+        _refuse_empty(child, (*path, step))
 
 
 def _package_of(path: Path) -> str:

@@ -22,10 +22,17 @@ _FORMS = {
     "bool_type": "true or false",
     "tuple_type": "a list",
     "dict_type": "a mapping",
+    "list_type": "a list",
+    "finite_number": "a finite number",
+    "int_from_float": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "model_attributes_type": "a mapping",
     "model_type": "a mapping",
 }
 _BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "more than"),
            "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}  # fmt: skip
+
+_LENGTHS = {"string_too_short": ("min_length", "at least"), "string_too_long": ("max_length", "at most")}
 
 
 def spec_error(error: ValidationError, tree: Node, model: type[BaseModel]) -> SpecError:
@@ -78,8 +85,11 @@ def _sentence(detail: Any) -> str:
         key, words = _BOUNDS[kind]
         return f"found {show(found)}; allowed: {words} {context[key]}"
     if kind == "too_long":
-        return f"found more than {context['max_length']} elements"
-    return f"found {show(found)}; {detail['msg']}"
+        return f"found more than {context['max_length']} elements, the most that it holds"
+    if kind in _LENGTHS:
+        key, words = _LENGTHS[kind]
+        return f"found {show(found)}; allowed: {words} {context[key]} character{'' if context[key] == 1 else 's'}"
+    return f"found {show(found)}, which cannot stand here"
 
 
 def _fields(model: type[BaseModel], path: tuple[str | int, ...]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attngen.errors import CallError, suggest
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
+from attngen.lang.ir import names
 from attngen.lang.printing import canonical
 from attngen.lang.spans import Interval
 from attngen.plan.budget import SharedMemory, shared_memory
@@ -24,7 +25,9 @@ from attngen.tools.explain_gradients import GradientFloors
 from attngen.tools.explain_hopper import HopperExplanation
 
 if TYPE_CHECKING:
-    from attngen.lang.variant import Scalar
+    import torch
+
+    from attngen.lang.variant import Scalar, Variant
     from attngen.tools.visits import Visits
 
 #: Lengths at which the efficiency of one kernel is shown, and of each in a list of many.
@@ -74,6 +77,9 @@ class PlanExplanation:
     hopper: HopperExplanation | None = None  # of CUDA kernels
     queries: tuple[tuple[Band, ...], tuple[Band, ...]] = ((), ())
     gradients: GradientFloors | None = None  # of Hopper backwards in 16 bits
+    tensors: Mapping[str, str] = field(default_factory=dict)  # what those that the mask reads were taken to hold
+    assumed: tuple[str, ...] = ()  # scalars that were neither given nor have a default
+    seed: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -106,6 +112,7 @@ class PlanExplanation:
                 **regions,
             },
             "scalars": dict(self.scalars),
+            "assumed": {"scalars": list(self.assumed), "tensors": dict(self.tensors), "seed": self.seed},
             "efficiency": [
                 {
                     "seqlen": found.seqlen,
@@ -115,6 +122,8 @@ class PlanExplanation:
                     "steps": found.steps,
                     "skipped_steps": found.skipped,
                     "efficiency": found.efficiency,
+                    "query_tiles": {"looked_at": found.sampled[0], "of": found.sampled[1]},
+                    **({"outside": found.outside} if found.outside else {}),
                 }
                 for found in self.visits
             ],
@@ -235,11 +244,15 @@ def explain_spec(
     *,
     seqlens: Sequence[int] | None = None,
     given: Mapping[str, str] | None = None,
+    files: Mapping[str, Path] | None = None,
+    seed: int = 0,
 ) -> list[PlanExplanation]:
     """Explain the kernels of a spec, or those whose name contains ``kernel``.
 
-    ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``. Raises SpecError if the
-    spec is wrong, CallError if there is no such kernel or scalar, or if a value is not within its declared range.
+    ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``, and ``files`` tensors to
+    files of their values (see ``tensor_files.read_tensor``); others hold random values by ``seed`` (see ``assumed``).
+    Raises SpecError if the spec is wrong, CallError if there is no such kernel, scalar or tensor, or if a value is not
+    as declared.
     """
     known = [plan for _, plan in plans_of(load_spec(spec))]
     plans = [plan for plan in known if kernel is None or kernel in plan.name]
@@ -247,10 +260,10 @@ def explain_spec(
     plans = exact or plans
     if not plans:
         raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
-    if seqlens is None:
-        seqlens = SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY
     values = _values(plans, given or {})
-    measured = _Measured(seqlens, values)
+    measured = _Measured(
+        seqlens, SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY, values, _tensors(plans, files or {}), seed
+    )
     return [_explain(plan, measured) for plan in plans]
 
 
@@ -280,12 +293,42 @@ def _value(scalar: Scalar, text: str) -> bool | int | float:
     return value
 
 
+def _tensors(plans: Sequence[Plan], files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """Read the tensors that are given; each must be one that a mask of the plans reads."""
+    if not files:
+        return {}
+    if find_spec("torch") is None:
+        raise CallError("--tensor needs torch, which is not installed")
+    from attngen.tools.assumed import read_by
+    from attngen.tools.tensor_files import read_tensor
+
+    found = {}
+    for name, path in files.items():
+        known = {tensor.name: tensor for plan in plans for tensor in read_by(plan.variant)}
+        if name not in known:
+            raise CallError(f"no mask of these kernels reads a tensor '{name}'{suggest(name, known)}")
+        for declared in {t for plan in plans for t in read_by(plan.variant) if t.name == name}:
+            found[name] = read_tensor(declared, path)
+    return found
+
+
 class _Measured:
     """Tile efficiencies; kernels that differ in what does not matter for them share one."""
 
-    def __init__(self, seqlens: Sequence[int], given: Mapping[str, bool | int | float]) -> None:
+    def __init__(
+        self,
+        seqlens: Sequence[int] | None,
+        usual: Sequence[int],
+        given: Mapping[str, bool | int | float],
+        tensors: Mapping[str, torch.Tensor],
+        seed: int,
+    ) -> None:
+        """``usual`` are the lengths where neither ``seqlens`` nor a given tensor says one."""
         self._seqlens = seqlens
+        self._usual = usual
         self._given = given
+        self._tensors = tensors
+        self.seed = seed
         self._known: dict[tuple[Any, ...], tuple[Visits, ...]] = {}
 
     def of(self, plan: Plan) -> tuple[Mapping[str, bool | int | float], tuple[Visits, ...]]:
@@ -295,11 +338,40 @@ class _Measured:
         from attngen.tools.efficiency import efficiency, scalars_of
 
         scalars = scalars_of(plan.variant, self._given)
+        tensors = self._of_variant(plan.variant)
         consumers = (plan.hopper.consumers, plan.hopper.skips, plan.stages) if plan.hopper else None
         key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa, consumers)
         if key not in self._known:
-            self._known[key] = efficiency(plan, self._seqlens, scalars)
+            self._known[key] = efficiency(plan, self._lengths(plan.variant), scalars, tensors, self.seed)
         return scalars, self._known[key]
+
+    def told(self, plan: Plan) -> tuple[Mapping[str, str], tuple[str, ...]]:
+        """Return what the tensors of a mask hold at the greatest length, and which scalars were assumed."""
+        if find_spec("torch") is None:
+            return {}, ()
+        from attngen.tools.efficiency import scalars_of, told_tensors
+
+        scalars, longest = scalars_of(plan.variant, self._given), max(self._lengths(plan.variant))
+        told = told_tensors(plan, longest, scalars, self._of_variant(plan.variant), self.seed)
+        read = names(plan.variant.mask) | {e for t in plan.variant.tensors for e in t.shape}
+        assumed = (s.name for s in plan.variant.arguments if s.default is None and s.name not in self._given)
+        return told, tuple(name for name in assumed if name in read)
+
+    def _of_variant(self, variant: Variant) -> dict[str, torch.Tensor]:
+        declared = {tensor.name for tensor in variant.tensors}
+        return {name: tensor for name, tensor in self._tensors.items() if name in declared}
+
+    def _lengths(self, variant: Variant) -> Sequence[int]:
+        """Return the lengths to look at; CallError where a given tensor is made for another one."""
+        from attngen.tools.efficiency import length_of
+
+        made_for = length_of(variant, self._of_variant(variant))
+        if made_for is None:
+            return self._seqlens or self._usual
+        if made_for == 0 or any(seqlen != made_for for seqlen in self._seqlens or ()):
+            lengths = ", ".join(map(str, self._seqlens or ())) or "sequences of at least one token"
+            raise CallError(f"the given tensors are made for a sequence of {made_for} tokens, not for {lengths}")
+        return (made_for,)
 
     def hopper(self, plan: Plan) -> HopperExplanation | None:
         """Explain the roles of a CUDA kernel, and the floors of a head by the steps of its consumers."""
@@ -327,6 +399,8 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     scalars, visits = measured.of(plan)
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
     explained = PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, measured.hopper(plan))
+    tensors, assumed = measured.told(plan)
+    explained = replace(explained, tensors=tensors, assumed=assumed, seed=measured.seed)
     if not plan.parts:
         return explained
     turned = bands(plan.variant.mask, Facts.of(plan.variant), over="q")

@@ -1,4 +1,8 @@
-"""How many KV tiles each query tile visits, from the bands and classes that the kernel's loops are made of."""
+"""How many KV tiles each query tile visits, from the bands and classes that the kernel's loops are made of.
+
+Memory is bounded whatever the length: masks are evaluated in blocks of queries and keys. So is the work: of a sequence
+that would take too long, some query tiles stand for all.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,28 @@ from torch import Tensor
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.eager import evaluate
 from attngen.lang.facts import Facts
-from attngen.lang.ir import Expr, Search, Var, rewrite
+from attngen.lang.ir import Expr, Load, Search, Var, children, rewrite
 from attngen.lang.segments import segments
 from attngen.lang.simplify import integer
 from attngen.lang.spans import Interval
 from attngen.plan.floors import ROWS
 from attngen.plan.model import Plan
+from attngen.tools.assumed import extents_of
 
-#: Query rows whose mask is evaluated at a time.
-_ROWS = 256
+#: Bytes that the values of one block of pairs, of all nodes of an expression, may take together.
+_BLOCK_BYTES = 2**26
+
+#: Nodes times pairs that are evaluated at most: some seconds on one core.
+_WORK = 2**29
+
+#: Its multiples are spread evenly over [0, 1), without a period.
+_GOLDEN = (5**0.5 - 1) / 2
+
+#: Nodes that a read along one axis counts for.
+_LOAD = 8
+
+#: What an element of a block takes at most, in bytes.
+_ELEMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +56,13 @@ class Visits:
     steps: int
     skipped: int  # steps that consumers pass over
     step_pairs: int
+    sampled: tuple[int, int] = (0, 0)  # query tiles that were looked at, of how many
+    outside: str = ""  # what the mask reads outside of a tensor, where kernels find 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every query tile was looked at; else the figures are scaled up from some of them."""
+        return self.sampled[0] == self.sampled[1]
 
     @property
     def efficiency(self) -> float:
@@ -48,11 +72,15 @@ class Visits:
 
 
 def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
-    """Count the tiles that a plan's kernel visits in head 0 of sequence 0. ``arguments`` as a call passes them.
+    """Count the tiles that a plan's kernel visits in head 0 of sequence 0.
 
+    ``arguments`` are scalars as a call passes them, and tensors, or what is read as they are (``assumed.Assumed``).
     A kernel that packs the heads of a group is taken to have one head in each: with more, tiles hold fewer queries.
     """
-    grid = _Grid(plan, seqlen, arguments)
+    tiles = -(-seqlen // plan.tile_m)
+    some = _sample(tiles, plan.tile_m * seqlen * _cost(plan.variant.mask))
+    first = some * plan.tile_m
+    grid = _Grid(plan, seqlen, arguments, first)
     visible, seen = grid.mask()
     if plan.driver == "tile_map":
         # The map knows the whole tiles; a ragged last one is run where the bands reach it.
@@ -62,26 +90,62 @@ def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
         full, partial = grid.classified()
     else:
         full, partial = grid.in_ranges()
-    tiles, hopper = full + partial, plan.hopper
+    share = len(some) / tiles
+    rows = int((seqlen - first).clamp(max=plan.tile_m).sum())
+    loaded, hopper = full + partial, plan.hopper
+    visible = round(visible * seqlen / rows)
+    full, partial = round(full / share), round(partial / share)
+    sampled = (len(some), tiles)
     if hopper is None:
-        return Visits(seqlen, visible, full, partial, tiles, 0, plan.tile_m * plan.tile_n)
-    every = hopper.consumers * tiles
-    steps = _skipping_steps(plan, seqlen, arguments) if hopper.skips else every
-    return Visits(seqlen, visible, full, partial, steps, every - steps, ROWS * plan.tile_n)
+        pairs = plan.tile_m * plan.tile_n
+        return Visits(seqlen, visible, full, partial, full + partial, 0, pairs, sampled, grid.outside)
+    every = hopper.consumers * loaded
+    steps = _skipping_steps(plan, seqlen, arguments, first) if hopper.skips else every
+    steps, skipped = round(steps / share), round((every - steps) / share)
+    return Visits(seqlen, visible, full, partial, steps, skipped, ROWS * plan.tile_n, sampled, grid.outside)
 
 
-def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> int:
+def _sample(tiles: int, work: int) -> Tensor:
+    """Return the query tiles to look at: all of them, or as many as the work of one allows.
+
+    Each is of another part of the sequence, at a place within its part that varies, since masks have periods.
+    """
+    count = min(tiles, max(_WORK // work, 1))
+    if count == tiles:
+        return torch.arange(tiles)
+    part = torch.arange(count, dtype=torch.float64)
+    return ((part + (part * _GOLDEN + 0.5).frac()) * (tiles / count)).to(torch.int64).clamp(max=tiles - 1)
+
+
+def _nodes(expr: Expr) -> set[Expr]:
+    """Return the different nodes of an expression."""
+    found = {expr}
+    open_ = [expr]
+    while open_:
+        new = set(children(open_.pop())) - found
+        found |= new
+        open_ += new
+    return found
+
+
+def _cost(expr: Expr) -> int:
+    """Return what a pair costs, in nodes."""
+    return sum(1 + (_LOAD * len(node.indices) if isinstance(node, Load) else 0) for node in _nodes(expr))
+
+
+def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor) -> int:
     """Count the tiles that consumers multiply where each passes over what its own rows do not see."""
     assert plan.hopper is not None
     consumers = plan.hopper.consumers
-    loaded = _Grid(plan, seqlen, arguments).loaded()
-    seen = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments).loaded()
-    rows_left = len(loaded) * consumers - len(seen)  # consumers whose rows lie behind the end see nothing
-    seen = torch.nn.functional.pad(seen, (0, 0, 0, rows_left)).unflatten(0, (len(loaded), consumers))
+    loaded = _Grid(plan, seqlen, arguments, first).loaded()
+    starts = first[:, None] + ROWS * torch.arange(consumers)
+    own = starts < seqlen  # consumers whose rows lie behind the end see nothing
+    seen = torch.zeros(*starts.shape, loaded.shape[1], dtype=torch.bool)
+    seen[own] = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments, starts[own]).loaded()
     return sum(
         _steps_of(rows[tiles].flip(0).tolist(), plan.stages)
-        for tiles, own in zip(loaded, seen, strict=True)
-        for rows in own
+        for tiles, consumers_seen in zip(loaded, seen, strict=True)
+        for rows in consumers_seen
     )
 
 
@@ -103,46 +167,59 @@ def _steps_of(seen: Sequence[bool], stages: int) -> int:
 
 
 class _Grid:
-    """Every query tile at once: its corners as a column of numbers."""
+    """Some query tiles at once: their corners as a column of numbers."""
 
-    def __init__(self, plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor) -> None:
+        """``first`` are the first queries of the tiles."""
         self._plan = plan
         self._seqlen = seqlen
         self._whole = seqlen // plan.tile_n
         self._facts = Facts.of(plan.variant)
-        self._tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        constants = {scalar.name: scalar.const for scalar in plan.variant.scalars if scalar.const is not None}
+        self._tensors = {name: value for name, value in arguments.items() if hasattr(value, "shape")}
         scalars = {name: value for name, value in arguments.items() if name not in self._tensors}
         self._plain: dict[str, Any] = {
-            **constants, **scalars, "b": 0, "h": 0, "hk": 0, "h_lo": 0, "h_hi": 0, "heads": 1, "kv_heads": 1,
-            "seqlen_q": seqlen, "seqlen_k": seqlen, "total_q": seqlen, "total_k": seqlen, "q_start": 0, "kv_start": 0,
+            **extents_of(plan.variant, seqlen, scalars, self._tensors),
+            **{scalar.name: scalar.const for scalar in plan.variant.scalars if scalar.const is not None},
+            **scalars, "b": 0, "h": 0, "hk": 0, "h_lo": 0, "h_hi": 0, "q_start": 0, "kv_start": 0,
         }  # fmt: skip
-        first = torch.arange(0, seqlen, plan.tile_m)
-        last = (first + plan.tile_m - 1).clamp(max=seqlen - 1)
+        self._first = first
         self._tiles = len(first)
+        last = (first + plan.tile_m - 1).clamp(max=seqlen - 1)
         self._corners = {"q_lo": first, "q_hi": last, "q_pos_lo": first, "q_pos_hi": last}  # as many keys as queries
         self._found: Bands = bands(plan.variant.mask, self._facts, over="kv", heads=plan.box_heads)
+        self.outside = ""
 
     def mask(self) -> tuple[int, Tensor]:
         """Return the number of visible pairs, and for each tile 0 (nothing), 1 (part) or 2 (all of it visible)."""
-        m, n = self._plan.tile_m, self._plan.tile_n
-        total = 0
-        seen = torch.zeros(self._tiles, -(-self._seqlen // n), dtype=torch.int8)
-        kv = torch.arange(self._seqlen)[None, :]
-        step = max(_ROWS // m, 1) * m
-        for start in range(0, self._seqlen, step):
-            q = torch.arange(start, min(start + step, self._seqlen))[:, None]
-            names = {**self._plain, "q": q, "q_pos": q, "q_global": q, "kv": kv, "kv_global": kv}
-            value = evaluate(self._plan.variant.mask, names, self._tensors)
-            visible = value.broadcast_to((len(q), self._seqlen))
-            total += int(visible.sum())
-            for offset in range(0, len(q), m):
-                rows = visible[offset : offset + m]
-                padded = torch.nn.functional.pad(rows.sum(0), (0, seen.shape[1] * n - self._seqlen))
-                sums = padded.reshape(-1, n).sum(1)
-                tile = (start + offset) // m
-                seen[tile] = (sums > 0).to(torch.int8) + (sums == rows.shape[0] * n).to(torch.int8)
-        return total, seen
+        m, n, seqlen = self._plan.tile_m, self._plan.tile_n, self._seqlen
+        rows = (self._first[:, None] + torch.arange(m)).flatten()
+        tile = torch.arange(self._tiles).repeat_interleave(m)
+        rows, tile = rows[rows < seqlen], tile[rows < seqlen]
+        sums = torch.zeros(self._tiles, -(-seqlen // n), dtype=torch.int64)
+        elements = max(_BLOCK_BYTES // (_ELEMENT * _cost(self._plan.variant.mask)), n)
+        width = min(elements // n * n, sums.shape[1] * n)
+        height = max(elements // width, 1)
+        for start in range(0, len(rows), height):
+            q = rows[start : start + height, None]
+            for left in range(0, seqlen, width):
+                kv = torch.arange(left, min(left + width, seqlen))[None, :]
+                visible = self._visible(q, kv)
+                padded = torch.nn.functional.pad(visible, (0, -visible.shape[1] % n)).unflatten(1, (-1, n)).sum(2)
+                sums[:, left // n : left // n + padded.shape[1]].index_add_(0, tile[start : start + height], padded)
+        lengths = torch.zeros(self._tiles, dtype=torch.int64).index_add_(0, tile, torch.ones_like(tile))
+        seen = (sums > 0).to(torch.int8) + (sums == lengths[:, None] * n).to(torch.int8)
+        return int(sums.sum()), seen
+
+    def _visible(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Return the mask of a block of pairs; what it reads outside of a tensor is 0, as in a kernel, and noted."""
+        names = {**self._plain, "q": q, "q_pos": q, "q_global": q, "kv": kv, "kv_global": kv}
+        mask, shape = self._plan.variant.mask, (len(q), kv.shape[1])
+        if not self.outside:
+            try:
+                return evaluate(mask, names, self._tensors).broadcast_to(shape)
+            except IndexError as error:
+                self.outside = str(error)
+        return evaluate(mask, names, self._tensors, checked=False).broadcast_to(shape)
 
     def in_ranges(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that loops over ranges, and tests each tile for the full ones."""
@@ -171,13 +248,9 @@ class _Grid:
         """Return full and partial tiles of a kernel that looks at each tile within the hull of its bands."""
         n = self._plan.tile_n
         first = torch.arange(self._whole)[None, :] * n
-        corners = {name: corner[:, None] for name, corner in self._corners.items()}
-        corners |= {"kv_lo": first, "kv_hi": first + n - 1}
         shape = (self._tiles, self._whole)
-        may, must = (
-            self._evaluate(e, corners).broadcast_to(shape)
-            for e in classify(self._plan.variant.mask, self._facts, heads=self._plan.box_heads)
-        )
+        classes = classify(self._plan.variant.mask, self._facts, heads=self._plan.box_heads)
+        may, must = (self._classes(each, first) for each in classes)
         inside = torch.zeros(shape, dtype=torch.bool)
         if self._found.visible:
             ends = [self._ends(interval) for interval in self._found.visible]
@@ -185,6 +258,17 @@ class _Grid:
             hi = torch.stack([end[1] for end in ends]).amax(0)[:, None]
             inside = (first + n > lo) & (first < hi)
         return int((inside & must).sum()), int((inside & may & ~must).sum()) + self.ragged()
+
+    def _classes(self, expr: Expr, first: Tensor) -> Tensor:
+        """Return a condition on tiles, which begin at keys ``first``, for each query tile: (q_tiles, kv_tiles)."""
+        height = max(_BLOCK_BYTES // (_ELEMENT * _cost(expr) * max(first.shape[1], 1)), 1)
+        found = []
+        for start in range(0, self._tiles, height):
+            corners = {name: corner[start : start + height, None] for name, corner in self._corners.items()}
+            corners |= {"kv_lo": first, "kv_hi": first + self._plan.tile_n - 1}
+            rows = min(height, self._tiles - start)
+            found.append(self._evaluate(expr, corners).broadcast_to((rows, first.shape[1])))
+        return torch.cat(found)
 
     def ragged(self) -> int:
         """Return how many query tiles visit the ragged last tile, which always runs under the mask."""
@@ -218,13 +302,19 @@ class _Grid:
             return Var(name, node.type)
 
         replaced = rewrite(expr, found)  # bottom up: searches inside searches come first
-        return evaluate(replaced, names, self._tensors)
+        return evaluate(replaced, names, self._tensors, checked=False)
 
     def _search(self, node: Search, names: Mapping[str, Any]) -> Tensor:
-        others = [evaluate(i, names, self._tensors) for n, i in enumerate(node.indices) if n != node.axis]
         length = int(evaluate(node.length, names, self._tensors))
-        value = evaluate(node.value, names, self._tensors)
-        rows = self._tensors[node.tensor].movedim(node.axis, -1)[..., :length]
-        for index in others:  # one value for all tiles: others never vary over a box
-            rows = rows[int(index.reshape(-1)[0])]
-        return torch.searchsorted(rows.contiguous().to(torch.int64), value.contiguous(), right=node.strict)
+        value = evaluate(node.value, names, self._tensors, checked=False)
+        tensor = self._tensors[node.tensor]
+        indices = [evaluate(i, names, self._tensors, checked=False) for i in node.indices]
+        # one value for all tiles: indices of other axes never vary over a box
+        place: list[Any] = [
+            index.reshape(-1)[:1].clamp(0, max(n - 1, 0)) for index, n in zip(indices, tensor.shape, strict=True)
+        ]
+        place[node.axis] = torch.arange(min(max(length, 0), tensor.shape[node.axis]))
+        if 0 in tensor.shape:
+            return torch.zeros_like(value)
+        row = tensor[tuple(torch.broadcast_tensors(*place))].broadcast_to(place[node.axis].shape)
+        return torch.searchsorted(row.contiguous().to(torch.int64), value.contiguous(), right=node.strict)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import yaml
 
 import attngen
+from attngen.arch import ARCHES
 from attngen.errors import CallError, NoKernelError
 from attngen.runtime.arguments import bind
 from attngen.runtime.module import Kernel
@@ -243,3 +246,51 @@ def test_a_grid_has_a_limit(gpu: FakeDriver) -> None:
     q, k, v = (t[:1, :1, :1].expand(2**19, 2**10, 2**8, -1) for t in tensors())
     with pytest.raises(NoKernelError, match="would need 2147483648 blocks, a grid has at most 2147483647"):
         attngen.attention(q, k, v, variant="causal")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_proposed_serves_the_call(gpu: FakeDriver, seed: int) -> None:
+    """The lines of the error are planned, and a kernel of that plan takes the very call."""
+    from attngen.plan import plan
+    from attngen.spec import expand, load_spec_text
+    from tests.runtime.manifests import compile_as_manifest
+
+    chance = random.Random(seed)
+    dims = [chance.choice([16, 32, 64, 64, 80, 96, 128, 192, 256]) for _ in ("qk", "v")]
+    dims[1] = dims[0] if chance.random() < 0.6 else dims[1]
+    dtype = chance.choice([torch.bfloat16, torch.float16, torch.float32])
+    gpu.compute_capability = chance.choice([80, 86, 89, 90, 100, 120])
+    gpu.most_shared = next(arch.shared_memory for arch in ARCHES.values() if arch.capability == gpu.compute_capability)
+    pad = chance.choice([0, 0, 0, 1, 4, 8])
+    q, k, v = (torch.randn(2, 40, 2, dim + pad).to(dtype)[..., :dim] for dim in (dims[0], dims[0], dims[1]))
+    backend = chance.choice([None, None, None, "triton", "cuda"])
+    if chance.random() < 0.5:
+        install(kernel(variant(), name="other", head_dim=48))
+    with pytest.raises(NoKernelError) as caught:
+        attngen.attention(q, k, v, variant="causal", backend=backend)
+    _, proposed, lines = str(caught.value).partition("run 'attngen build':\n")
+    if not proposed:
+        assert backend == "cuda"
+        assert "No CUDA kernel can be built" in str(caught.value)
+        assert (gpu.compute_capability, dtype) != (90, torch.bfloat16) or pad in (1, 4)
+        return
+    added = yaml.safe_load(lines)
+    known = "arch" in added
+    added.setdefault("arch", [next(a.name for a in ARCHES.values() if a.capability == gpu.compute_capability)])
+    (found,) = expand(load_spec_text(yaml.safe_dump({"schema": 1, "package": "mine", **added})))
+    planned = plan(found)
+    assert (planned.head_dim_qk, planned.head_dim_v) == tuple(dims)
+    artifact = compile_as_manifest(planned, SimpleNamespace(text=""))
+    if known:  # a variant that nothing is built of says what its tensors are, and not how they lie in memory
+        registry.clear()
+        install(Kernel(artifact.manifest, lambda: artifact.cubin))
+        assert attngen.explain(q, k, v, variant="causal", backend=backend).kernel is not None
+
+
+def test_a_backend_that_a_cpu_cannot_have_is_refused() -> None:
+    install(kernel(variant()))
+    for call in (attngen.attention, attngen.explain):
+        with pytest.raises(CallError, match="backend 'cuda' runs on a GPU, and q is on cpu; leave 'backend' out"):
+            call(*tensors(), variant="causal", backend="cuda")
+    with pytest.raises(CallError, match="backend 'triton' runs on a GPU"):
+        attngen.tile_map(*tensors()[:2], variant="causal", backend="triton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import string
 
 import pytest
@@ -132,6 +133,13 @@ SPECS = st.fixed_dictionaries(
 )
 
 
+#: What no message may hold: it tells of the program, not of the file.
+RAW = re.compile(
+    r"\bNone\b|NoneType|pydantic|Traceback|\w+_type\b|input_value|https?:|[Ii]nput should"
+    r"|(String|Value|List) (should|error)|validation error|\b1 (errors|elements|kernels|characters|files)\b"
+)
+
+
 def survive(text: str) -> bool:
     """Load, expand, lint, hash and plan; whether that worked. Any exception but a SpecError is a failure."""
     try:
@@ -143,9 +151,13 @@ def survive(text: str) -> bool:
             kernel.to_dict()
             plan(kernel)
     except SpecError as error:
-        str(error).encode()
-        return False
-    return True
+        message = str(error)
+    else:
+        return True
+    message.encode()
+    raw = RAW.search(message)
+    assert raw is None or raw[0] in text, message
+    return False
 
 
 @RELAXED

@@ -1,0 +1,73 @@
+"""Tensors of the user's own for ``attngen explain``: read from files, and held to what the variant declares."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import torch
+
+from attngen.dtypes import dtype as dtype_row
+from attngen.errors import CallError
+from attngen.lang.variant import Tensor
+
+_ALLOWED = "allowed: a .pt file with one tensor (torch.save), or a .npy file (numpy.save)"
+
+
+def read_tensor(declared: Tensor, path: Path) -> torch.Tensor:
+    """Return the tensor of a file, on the CPU, with the elements that the variant declares.
+
+    Raises CallError for a file that cannot be read, and for a tensor whose rank, extents, dtype, order or range is not
+    the declared one.
+    """
+    found = _read(declared.name, path)
+    label = f"--tensor {declared.name}={path}"
+    shape = f"[{', '.join(map(str, declared.shape))}]"
+    if found.dim() != len(declared.shape):
+        raise CallError(f"{label} has shape {list(found.shape)}; allowed: {shape}")
+    for extent, length in zip(declared.shape, found.shape, strict=True):
+        if isinstance(extent, int) and extent != length:
+            raise CallError(f"{label} has shape {list(found.shape)}; allowed: {shape}")
+    wanted = getattr(torch, dtype_row(declared.dtype).torch)
+    if found.dtype != wanted:
+        raise CallError(f"{label} has dtype {found.dtype}; allowed: {wanted}")
+    _require_facts(declared, found, label)
+    return found
+
+
+def _read(name: str, path: Path) -> torch.Tensor:
+    label = f"--tensor {name}={path}"
+    try:
+        if path.suffix == ".npy":
+            import numpy
+
+            found: Any = torch.from_numpy(numpy.load(path, mmap_mode="c", allow_pickle=False))
+        elif path.suffix in (".pt", ".pth"):
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            raise CallError(f"{label}: found '{path.suffix}'; {_ALLOWED}")
+    except ImportError:
+        raise CallError(f"{label}: reading .npy needs numpy, which is not installed; write it by torch.save") from None
+    except OSError as error:
+        raise CallError(f"{label} cannot be read: {error.strerror or 'it is no such file'}; {_ALLOWED}") from None
+    except (ValueError, TypeError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, BadZipFile):
+        raise CallError(f"{label} holds no tensor that can be read; {_ALLOWED}") from None
+    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
+        raise CallError(f"{label} holds no single dense tensor; {_ALLOWED}")
+    return found
+
+
+def _require_facts(declared: Tensor, found: torch.Tensor, label: str) -> None:
+    if found.numel() == 0:
+        return
+    least, most = declared.range or (None, None)
+    if isinstance(least, int | float) and bool((found < least).any()):
+        raise CallError(f"{label} holds {found.min().item()}, below the declared minimum {least}")
+    if isinstance(most, int | float) and bool((found > most).any()):
+        raise CallError(f"{label} holds {found.max().item()}, above the declared maximum {most}")
+    if declared.monotone is not None:
+        axis = declared.monotone.axis
+        if bool((found.narrow(axis, 1, found.shape[axis] - 1) < found.narrow(axis, 0, found.shape[axis] - 1)).any()):
+            raise CallError(f"{label} decreases along axis {axis}, where it is declared {declared.monotone.order}")
