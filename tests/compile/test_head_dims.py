@@ -36,7 +36,9 @@ def cases(backend: str) -> list[object]:
     ]
     assert SAMPLE[backend] <= set(every)
     return [
-        pytest.param(*case, marks=() if case in SAMPLE[backend] else pytest.mark.exhaustive, id="-".join(map(str, case)))
+        pytest.param(
+            *case, marks=() if case in SAMPLE[backend] else pytest.mark.exhaustive, id="-".join(map(str, case))
+        )
         for case in every
     ]
 

@@ -1,4 +1,4 @@
-"""Rows that memory goes on behind: NaN after the last column of q, k, v and dO reaches no result, nor is it overwritten.
+"""Rows that memory goes on behind: NaN after the last column of q, k, v and dO reaches no result, and stays there.
 
 Kernels multiply more columns than a head dim has: those behind it are zeros, and leave through no store.
 """

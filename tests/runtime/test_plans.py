@@ -55,7 +55,7 @@ def test_each_preset_launches_what_the_reference_computes(gpu: FakeDriver, name:
 @pytest.mark.parametrize("loads", ["descriptor", "pointer"])
 @pytest.mark.parametrize(("qk", "v"), [(8, 8), (72, 72), (40, 24), (72, 136)])
 def test_rows_end_with_the_head_dim(gpu: FakeDriver, qk: int, v: int, loads: str) -> None:
-    """Descriptors have its columns, though kernels are made of more; a scale that nobody gives is that of its columns."""
+    """Descriptors have its columns, though kernels are made of more; so has a scale that nobody gives."""
     fields = f"head_dim: {{qk: {qk}, v: {v}}}, loads: {loads}, backend: triton"
     registry.add(package_of_kernels(planned(f"kernels:\n  - {{variant: causal, {fields}}}\n"), "plans"))
     shapes = {"q": (2, 40, 4, qk), "k": (2, 70, 2, qk), "v": (2, 70, 2, v)}
