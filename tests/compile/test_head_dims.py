@@ -14,6 +14,8 @@ from tests.plan.specs import planned
 
 ODD = range(8, 257, 16)
 UNEQUAL = ("{qk: 40, v: 24}", "{qk: 72, v: 136}", "{qk: 40, v: 136}", "{qk: 200, v: 8}")
+#: Of which no Triton backward is known that does not spill.
+VERY_UNEQUAL = {"cuda": ("{qk: 8, v: 256}",), "triton": ()}
 BACKWARDS = {
     "cuda": {"passes": "backward", "backward": "{backend: cuda}"},
     "triton": {"passes": "backward", "backward": "{backend: triton}"},
@@ -32,7 +34,7 @@ def cases(backend: str) -> list[object]:
         (direction, layout, head_dim)
         for direction in ("forward", "backward")
         for layout in ("dense", "varlen")
-        for head_dim in (*ODD, *UNEQUAL)
+        for head_dim in (*ODD, *UNEQUAL, *VERY_UNEQUAL[backend])
     ]
     assert SAMPLE[backend] <= set(every)
     return [
