@@ -27,7 +27,7 @@ from attngen.plan.choices import (
     triton_schedule,
 )
 from attngen.plan.model import Part, Plan
-from attngen.plan.tiles import Tile, columns, default_gradient_tile, family, padded_width
+from attngen.plan.tiles import Tile, default_gradient_tile, family, gradient_columns, padded_width
 from attngen.plan.traits import gathers, is_light
 from attngen.spec.expand import Backward, Gradient, KernelSpec
 
@@ -59,7 +59,10 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     """Return the plan of a backward in Triton; PlanError names the field, the sum and the nearest legal choice."""
     schedule = triton_schedule(spec, arch)
     element = dtype(spec.dtype)
-    columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)
+    multiplied = arch.wgmma and element.bytes == 2
+    columns_qk, columns_v = (
+        gradient_columns(head_dim, wgmma=multiplied) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
+    )
     alignment = alignment_of(spec, schedule, element.bytes)
     if spec.deterministic and backward_arguments.differentiable_of(spec.variant):
         raise refuse(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
@@ -59,8 +60,8 @@ _TABLE = (
     _Choice("any", 256, 2, 64, "pingpong"),
 )
 
-#: Keys of a tile that are tried where more of them do not fit the registers after all.
-_NARROWER = (64, 32)
+#: Keys of a tile that are tried where those of the table take too many registers, or too much memory.
+_FEWER_KEYS = (64, 32, 16)
 
 #: Sum of a lane's probabilities that asks for a new reference: far below the largest float16, and below float32's
 #: square root for the sake of the sums.
@@ -83,13 +84,27 @@ def widths(head_dim: int) -> Columns:
 
 
 def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
-    """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had."""
+    """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
+
+    Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
+    """
     qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
     families = _families(spec)
     choice = next(row for row in _TABLE if row.family in families and max(qk, v) <= row.head_dim)
+    fewer = [n for n in _FEWER_KEYS if n < choice.tile_n] if spec.roles and not spec.tile_n else []
+    *larger, least = spec.tile_n or choice.tile_n, *fewer
+    for tile_n in larger:
+        with suppress(PlanError):
+            return _tile(spec, arch, driver, choice, tile_n)
+    return _tile(spec, arch, driver, choice, least)
+
+
+def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: int) -> HopperTile:
+    """Return the tile of so many keys."""
+    qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
-    tile_m, tile_n = _ROWS * consumers, spec.tile_n or choice.tile_n
+    tile_m = _ROWS * consumers
     if tile_n % 16 or not 16 <= tile_n <= 256:
         nearest = min(max(round(tile_n / 16) * 16, 16), 256)
         raise _refuse(spec, "tile.n", f"{tile_n} is no multiple of 16 from 16 to 256; nearest: {nearest}")
@@ -134,7 +149,7 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     assert first.hopper is not None
     given, most = spec.roles or Roles(), first.hopper.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
-    narrower = [n for n in _NARROWER if n < first.tile_n] if spec.tile_n is None else []
+    narrower = [n for n in _FEWER_KEYS if n < first.tile_n] if spec.tile_n is None else []
     tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
     if not fixed:
         tiles += [(n_consumers, n) for n_consumers in range(most - 1, 0, -1) for n in (first.tile_n, *narrower)]
@@ -263,7 +278,8 @@ def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int)
             spec,
             "tile",
             f"a consumer has {consumer} registers and needs {needed}: S {tile_n // 2} + P {tile_n // 4} + "
-            f"O {width_v // 2} + others {_OTHER_REGISTERS}; a smaller tile.n needs less",
+            f"O {width_v // 2} + others {_OTHER_REGISTERS}; "
+            + ("a smaller tile.n needs less" if tile_n > min(_FEWER_KEYS) else "fewer consumers have more each"),
         )
 
 

@@ -121,7 +121,9 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     check_head_dims(spec, schedule)
     family = given.family or _family(spec)
-    choice = next(row for row in _TABLE if row.family == family and max(qk, v) <= row.head_dim)
+    # packed sequences and dQ that is cut leave too few registers for gradients under the softmax
+    row_family = "light" if family == "plain" and spec.layout == "varlen" and spec.head_dim_qk < qk == 128 else family
+    choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
     if given.tile_n not in (None, _KEYS):

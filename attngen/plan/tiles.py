@@ -183,6 +183,20 @@ def columns(head_dim: int) -> tuple[Columns, ...]:
     return (Columns(0, first, first), Columns(first, second, rest))
 
 
+def gradient_columns(head_dim: int, *, wgmma: bool) -> tuple[Columns, ...]:
+    """Return the blocks of a backward, which ``wgmma`` multiplies or not.
+
+    ptxas lets these products wait for each other where a block of 16 columns stands beside another, and often where
+    head dims up to 128 are two blocks at all. Odd multiples of 8 are padded as far as it takes to have none: 8 to 32,
+    40 to 64, 72 to 128, 136 to 128 + 64. But no copy of 64 columns may bring padding alone (``tensormap.windowed``).
+    """
+    if not wgmma or head_dim % 16 == 0:
+        return columns(head_dim)
+    if 128 < head_dim <= 192:
+        return (Columns(0, 128, 128), Columns(128, 64, head_dim - 128))
+    return (Columns(0, max(1 << (head_dim - 1).bit_length(), 32), head_dim),)
+
+
 def padded_width(blocks: tuple[Columns, ...]) -> int:
     """Return how many columns the blocks hold, padding included."""
     return sum(block.width for block in blocks)

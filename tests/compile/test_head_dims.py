@@ -13,7 +13,9 @@ from attngen.render import render
 from tests.plan.specs import planned
 
 ODD = range(8, 257, 16)
-UNEQUAL = ("{qk: 40, v: 24}", "{qk: 72, v: 136}", "{qk: 8, v: 256}", "{qk: 200, v: 8}")
+UNEQUAL = ("{qk: 40, v: 24}", "{qk: 72, v: 136}", "{qk: 40, v: 136}", "{qk: 200, v: 8}")
+#: Of which no Triton backward is known that does not spill.
+VERY_UNEQUAL = {"cuda": ("{qk: 8, v: 256}",), "triton": ()}
 BACKWARDS = {
     "cuda": {"passes": "backward", "backward": "{backend: cuda}"},
     "triton": {"passes": "backward", "backward": "{backend: triton}"},
@@ -32,11 +34,13 @@ def cases(backend: str) -> list[object]:
         (direction, layout, head_dim)
         for direction in ("forward", "backward")
         for layout in ("dense", "varlen")
-        for head_dim in (*ODD, *UNEQUAL)
+        for head_dim in (*ODD, *UNEQUAL, *VERY_UNEQUAL[backend])
     ]
     assert SAMPLE[backend] <= set(every)
     return [
-        pytest.param(*case, marks=() if case in SAMPLE[backend] else pytest.mark.exhaustive, id="-".join(map(str, case)))
+        pytest.param(
+            *case, marks=() if case in SAMPLE[backend] else pytest.mark.exhaustive, id="-".join(map(str, case))
+        )
         for case in every
     ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.plan import plan
 from attngen.render import render
@@ -22,6 +23,10 @@ SEEDS = range(100)
 
 #: What fuzzing found wrong before.
 FOUND = Path(__file__).with_name("found.yaml")
+
+
+#: All that there are, and those of models more often.
+_HEAD_DIMS = (*HEAD_DIMS, *[64, 128] * 12, 96, 192, 256)
 
 
 def prepared(seed: int, **fields: Any) -> Prepared:
@@ -74,7 +79,7 @@ def backward_of(kernel: Prepared) -> Prepared:
 
 
 def _kernel(chance: random.Random, variant: dict[str, Any]) -> dict[str, Any]:
-    dims = [chance.choice([16, 32, 48, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256]) for _ in ("qk", "v")]
+    dims = [chance.choice(_HEAD_DIMS) for _ in ("qk", "v")]
     fields: dict[str, Any] = {
         "head_dim": dims[0] if chance.random() < 0.7 else {"qk": dims[0], "v": dims[1]},
         "dtype": chance.choice(["bf16", "bf16", "fp16", "fp16", "fp32"]),

@@ -70,6 +70,22 @@ def test_the_special_variant_is_preferred(gpu: FakeDriver) -> None:
     assert launched(gpu) == ["causal"]
 
 
+@pytest.mark.parametrize("dim", [8, 40, 72, 200])
+def test_head_dims_of_flash_attn_are_neither_copied_nor_read_beyond(gpu: FakeDriver, dim: int) -> None:
+    """Kernels pad multiples of 8 themselves: the launch gets the caller's memory, though NaN follows each row in it."""
+    install("causal", head_dim=dim)
+    wide = [torch.cat([t, torch.full_like(t[..., :8], torch.nan)], -1) for t in qkv(dim)]
+    q, k, v = (t[..., :dim] for t in wide)
+    found = flash_attn.flash_attn_func(q, k, v, causal=True)
+    (launch,) = gpu.launches
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        assert launch.values[f"{name}_ptr"] == tensor.data_ptr()
+        assert launch.values[f"stride_{name}_h"] == dim + 8
+    assert launch.values["softmax_scale"] == pytest.approx(dim**-0.5)
+    wanted = oracles.flash_attention(*qkv(dim), causal=True)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_another_variant_of_the_same_name_is_not_taken(gpu: FakeDriver) -> None:
     own = another_variant("causal", "q_pos > kv")
     registry.add(package_of_kernels([kernel(own)], "memory"))

@@ -119,6 +119,17 @@ def test_every_head_dim_has_a_tile_that_fits(variant: str, dtype: str) -> None:
         assert granted <= threads * launched <= 65536
 
 
+@pytest.mark.parametrize(
+    "warps", ["{producer: 0}", "{producer: 0, overlap: false}", "{consumer: 1}", "{consumer: 2}", "{consumer: 3}"]
+)
+def test_roles_of_a_spec_leave_no_head_dim_without_a_tile(warps: str) -> None:
+    """Keys that nobody asked for are not what fails: but three consumers cannot keep outputs of 256 columns."""
+    for head_dim in HEAD_DIMS[:-4] if "3" in warps else HEAD_DIMS:
+        plan = on_hopper(head_dim=head_dim, warps=warps)
+        assert roles_of(plan).shared_bytes <= plan.arch.shared_memory, plan.name
+        assert plan.tile_n <= on_hopper(head_dim=head_dim).tile_n
+
+
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 160, 192, 256])
 def test_regions_of_shared_memory_follow_each_other(head_dim: int, layout: str) -> None:

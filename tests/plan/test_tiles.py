@@ -9,7 +9,7 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
 from attngen.plan.budget import shared_memory
-from attngen.plan.tiles import columns, padded_width
+from attngen.plan.tiles import columns, gradient_columns, padded_width
 from tests.plan.specs import planned
 
 HEAD_DIMS = range(8, 257, 8)
@@ -102,6 +102,23 @@ def test_columns_are_powers_of_two_that_cover_the_head_dim(head_dim: int) -> Non
     # those of the next multiple of 16, which a product is deep, or fewer
     assert padded_width(blocks) <= padded_width(columns(-(-head_dim // 16) * 16))
     assert padded_width(blocks) < (head_dim + 8) * 1.4
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_columns_of_a_backward_bring_no_padding_alone(head_dim: int) -> None:
+    """A copy has 64 columns at most; one that lay wholly behind the head dim would be that of nobody's memory."""
+    blocks = gradient_columns(head_dim, wgmma=True)
+    if head_dim % 16 == 0:
+        assert blocks == columns(head_dim)
+    else:
+        assert min(block.width for block in blocks) >= 32
+    assert gradient_columns(head_dim, wgmma=False) == columns(head_dim)
+    assert sum(block.used for block in blocks) == head_dim
+    assert [block.start for block in blocks] == [0, *(block.width for block in blocks[:-1])]
+    for block in blocks:
+        assert block.width & (block.width - 1) == 0
+        for first in range(0, block.width, 64):
+            assert block.start + first < head_dim
 
 
 def test_columns_by_example() -> None:

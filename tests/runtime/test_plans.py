@@ -52,6 +52,28 @@ def test_each_preset_launches_what_the_reference_computes(gpu: FakeDriver, name:
     assert len(gpu.launches) in (3, 6)
 
 
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@pytest.mark.parametrize(("qk", "v"), [(8, 8), (72, 72), (40, 24), (72, 136)])
+def test_rows_end_with_the_head_dim(gpu: FakeDriver, qk: int, v: int, loads: str) -> None:
+    """Descriptors have its columns, though kernels are made of more; so has a scale that nobody gives."""
+    fields = f"head_dim: {{qk: {qk}, v: {v}}}, loads: {loads}, backend: triton"
+    registry.add(package_of_kernels(planned(f"kernels:\n  - {{variant: causal, {fields}}}\n"), "plans"))
+    shapes = {"q": (2, 40, 4, qk), "k": (2, 70, 2, qk), "v": (2, 70, 2, v)}
+    wide = [torch.full((*shape[:-1], shape[-1] + 8), torch.nan).bfloat16() for shape in shapes.values()]
+    tensors = [tensor[..., : shape[-1]] for tensor, shape in zip(wide, shapes.values(), strict=True)]
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    _same(attngen.attention, tensors, variant="causal")
+    (launch,) = gpu.launches
+    assert launch.values["softmax_scale"] == pytest.approx(qk**-0.5)
+    for name, tensor in zip(shapes, tensors, strict=True):
+        if f"{name}_desc" in launch.values:
+            assert [launch.values[f"descriptor_shape_{name}_{axis}"] for axis in range(4)] == list(tensor.shape)
+            assert launch.values[f"descriptor_stride_{name}_2"] == tensor.stride(2)
+        else:
+            assert launch.values[f"stride_{name}_h"] == tensor.stride(2)
+
+
 def _same(function: Any, tensors: Any, **options: Any) -> None:
     ours, lse = function(*tensors, return_lse=True, **options)
     theirs, wanted = function(*tensors, return_lse=True, backend="reference", **options)

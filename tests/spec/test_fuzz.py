@@ -88,7 +88,7 @@ WILD = st.fixed_dictionaries(
     },
 )
 PLAUSIBLE = {
-    "head_dim": [64, 128, [80, 256], {"qk": 192, "v": 128}, 65, 512],
+    "head_dim": [64, 128, [80, 256], {"qk": 192, "v": 128}, 72, {"qk": 40, "v": 8}, 65, 512],
     "dtype": ["bf16", ["fp16", "fp32"], "fp8"],
     "layout": ["dense", "varlen", ["dense", "varlen"]],
     "tile": [{"m": 64}, {"n": 32}, {"m": 128, "n": 256}, {"m": 48}],
