@@ -111,9 +111,7 @@ def _of_reference(
             found: Any = dispatch.attention(leaf_q, leaf_k, leaf_v, **call)
         else:
             starts_q, starts_k, longest_q, longest_k = packing
-            found = dispatch.attention_varlen(
-                leaf_q, leaf_k, leaf_v, starts_q, starts_k, longest_q, longest_k, **call
-            )
+            found = dispatch.attention_varlen(leaf_q, leaf_k, leaf_v, starts_q, starts_k, longest_q, longest_k, **call)
         own_out, own_lse = found
         dead = own_lse.isneginf()  # rows that see no key of the call
         share = (own_lse.masked_fill(dead, 0.0) - lse.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
