@@ -58,7 +58,7 @@ class StructuredMask(torch.Tensor):
     @staticmethod
     def of(structure: Structure, shape: tuple[int, ...], device: Any, build: Callable[[], Tensor]) -> StructuredMask:
         """Return a mask of this structure; ``build`` returns the same as a tensor."""
-        nothing = torch.ones((), dtype=torch.bool, device=device).expand(shape)
+        nothing = torch.empty_strided(shape, (0,) * len(shape), dtype=torch.bool, device=device)
         mask = torch.Tensor._make_subclass(StructuredMask, nothing)
         mask.structure, mask._build, mask._built = structure, build, None
         return mask
@@ -82,10 +82,24 @@ class StructuredMask(torch.Tensor):
             return func(*args, **kwargs)
 
 
+#: What asks for no value: the form of a mask, and what a trace notes of its inputs.
 _ABOUT_FORM = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested", "is_meta")
-} | {torch.Tensor.dim, torch.Tensor.size, torch.Tensor.is_floating_point, torch.Tensor.__len__}
+    for name in (
+        "shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested", "is_meta", "is_leaf",
+        "is_sparse", "is_sparse_csr", "is_mkldnn", "is_quantized", "is_cpu", "grad", "grad_fn", "_base", "is_mps",
+        "is_xla", "is_xpu", "is_mtia", "is_vulkan", "is_ipu", "is_maia", "names", "_grad", "retains_grad", "output_nr",
+    )
+    if hasattr(torch.Tensor, name)
+} | {
+    getattr(torch.Tensor, name)
+    for name in (
+        "dim", "size", "is_floating_point", "is_complex", "__len__", "_is_view", "stride", "storage_offset", "is_conj",
+        "is_neg", "is_inference", "untyped_storage", "_typed_storage", "element_size", "nelement", "numel", "is_signed",
+        "is_contiguous", "get_device", "data_ptr", "_is_zerotensor", "has_names",
+    )
+    if hasattr(torch.Tensor, name)
+} | {torch._is_functional_tensor, torch.is_inference, torch.is_neg, torch.is_conj}  # fmt: skip
 
 
 def structure_of(

@@ -67,8 +67,14 @@ def attention(
     call is causal, at the last key, where the module or ``is_causal`` says so. ``cu_seq_lens_q``, ``cu_seq_lens_k``,
     ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. ``dropout`` is the rate at which
     probabilities are dropped while the module trains; without a kernel for that, an eager call warns why and runs on
-    the reference. Raises NoKernelError for what else no built kernel takes.
+    the reference. Raises NoKernelError for what else no built kernel takes, and CallError where a caller collects the
+    weights (``output_attentions=True``), which no kernel forms.
     """
+    if kwargs.get("output_attentions") or _collects_weights():
+        raise CallError(
+            "output_attentions=True asks for the weights of attention, which no kernel forms; "
+            "model.set_attn_implementation('eager') computes them"
+        )
     if not module.training:
         dropout = 0.0
     q, k, v = (tensor.transpose(1, 2) for tensor in _same_dtype(query, key, value))
@@ -99,6 +105,19 @@ def attention(
         or_reference=dropout > 0,
     )  # fmt: skip
     return (out if packing is None else out.unsqueeze(0)), None
+
+
+def _collects_weights() -> bool:
+    """Whether a model that runs will return the weights of attention, which it collects by hooks.
+
+    A trace knows by the argument only: it reads no variables of a context.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    collected: Mapping[str, Any] = {} if collector is None else collector.get() or {}
+    return any(key.endswith("attentions") for key in collected)
 
 
 def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,20 +265,17 @@ def _tensor_mask(
         if softcap is not None:
             raise NoKernelError("no variant has both softcap and a position bias")
         return _with_position_bias(dense, q, k, position_bias)
+    cap = {} if softcap is None else {"cap": softcap}
     if dense.dtype != torch.bool:
         if dense.dtype not in _BIAS:
             raise CallError(f"the attention mask is {dense.dtype}; it must be of bools, or of floats that are added")
-        if softcap is not None:
-            raise NoKernelError(
-                "no variant has both softcap and a mask that is added; pass a boolean mask, or declare one with the "
-                "score 'cap * tanh(s / cap) + bias[b, h, q, kv]'"
-            )
-        return [Candidate(f"bias_{_BIAS[dense.dtype]}", {"bias": _bias(dense, q, k)})]
-    cap = {} if softcap is None else {"cap": softcap}
+        prefix = "" if softcap is None else "softcap_"
+        return [Candidate(f"{prefix}bias_{_BIAS[dense.dtype]}", {**cap, "bias": _bias(dense, q, k)})]
     suffix = "" if softcap is None else "_softcap"
     if dense.shape[1] != 1:
-        if cap:
-            raise NoKernelError("no variant has both softcap and a mask for each head; pass one for all heads")
+        if cap:  # the variant that adds serves bools for each head, too
+            added = torch.zeros_like(dense, dtype=q.dtype).masked_fill(~dense, -torch.inf)
+            return [Candidate(f"softcap_bias_{_BIAS[q.dtype]}", {**cap, "bias": _bias(added, q, k)})]
         return [Candidate("allowed_by_head", {"allowed": _bias(dense, q, k)})]
     allowed = dense.expand(q.shape[0], 1, q.shape[1], k.shape[1])[:, 0]
     if allowed.stride(-1) != 1 and allowed.shape[-1] > 1:
@@ -295,8 +311,8 @@ def mask(
     """Return the mask of a forward pass, (batch, 1, queries, keys): as a structure where it has one that is known.
 
     ``attention_mask`` (batch, keys so far) is False at padding. What it holds is read once, as transformers itself
-    does for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. So it is
-    for one query against a static cache, since ``generate`` makes that mask outside of the step that it compiles.
+    does for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. A step
+    against a static cache that ``generate`` compiles takes a mask that was made outside of it, as a structure.
     Raises CallError for a model that computes its attention itself: it would add the bools to its scores.
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
@@ -320,8 +336,6 @@ def mask(
     own = _with_attention_of_its_own(config)
     if own is not None:
         raise CallError(f"{own} computes its attention itself, so that attn_implementation must be 'eager'")
-    if q_length == 1 and _for_compiled_step(q_offset, kwargs):
-        return build()
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
@@ -347,9 +361,3 @@ def _with_attention_of_its_own(config: type) -> str | None:
         return None
     says = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
     return None if any(getattr(model, name, True) for name in says) else model.__name__
-
-
-def _for_compiled_step(q_offset: int | Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the mask of one query is for a cache that can be compiled, which asks for a mask in any case."""
-    bidirectional = "allow_is_bidirectional_skip" in kwargs
-    return isinstance(q_offset, Tensor) or (not bidirectional and not kwargs.get("allow_is_causal_skip", True))

@@ -67,7 +67,9 @@ def flash_options(given: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(5)
         options["alibi_slopes"] = torch.rand(shape, device="cuda") * 0.1
     if "window_size" in options:
-        options["window_size"] = tuple(40 * side if 0 < side < 1000 else side for side in options["window_size"])
+        options["window_size"] = tuple(
+            40 * side if side is not None and 0 < side < 1000 else side for side in options["window_size"]
+        )
     return options
 
 

@@ -33,7 +33,7 @@ from tests.integrations.test_sdpa import described
 RATE = 0.5
 
 #: What shipped kernels with dropout serve.
-FLASH = [given for given in FLASH_OPTIONS if not {"softcap", "alibi"} & set(given)]
+FLASH = [given for given in FLASH_OPTIONS if "alibi" not in given]
 SDPA = [(variant, given) for variant, given in SDPA_OPTIONS if variant != "allowed_by_head"]
 
 
@@ -41,18 +41,19 @@ SDPA = [(variant, given) for variant, given in SDPA_OPTIONS if variant != "allow
 
 
 @only_package("flash_attn")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("given", FLASH, ids=str)
-def test_flash_attn(given: dict[str, Any], dim: int, only: Package) -> None:
+def test_flash_attn(given: dict[str, Any], dim: int, dtype: torch.dtype, only: Package) -> None:
     options = flash_options(given)
-    inputs = leaves(257, 300, dim, torch.bfloat16)
-    weights = torch.randn(BATCH, 257, HEADS, dim, device="cuda").bfloat16()
+    inputs = leaves(257, 300, dim, dtype)
+    weights = torch.randn(BATCH, 257, HEADS, dim, device="cuda").to(dtype)
     drops = factors(1, RATE, BATCH, HEADS, 257, 300, "cuda")
     out, lse, probabilities = flash_attn.flash_attn_func(*inputs, RATE, **options, return_attn_probs=True)
     assert probabilities.numel() == 0
     found = torch.autograd.grad(out, inputs, weights)
     (exact, exact_lse), (plain, _) = (
-        oracles.flash_attention(*inputs, **options, factors=drops, compute=c) for c in (torch.float64, torch.bfloat16)
+        oracles.flash_attention(*inputs, **options, factors=drops, compute=c) for c in (torch.float64, dtype)
     )
     no_worse(out.detach(), plain.detach(), exact.detach())
     torch.testing.assert_close(
@@ -64,7 +65,9 @@ def test_flash_attn(given: dict[str, Any], dim: int, only: Package) -> None:
 
 
 @only_package("flash_attn")
-@pytest.mark.parametrize("given", [{}, {"causal": True}, {"window_size": (40, 80)}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"causal": True}, {"window_size": (40, 80)}, {"softcap": 1.5, "causal": True}], ids=str
+)
 def test_flash_attn_varlen(given: dict[str, Any], only: Package) -> None:
     lengths = [(257, 300), (130, 165)]
     starts_q, starts_k = (
@@ -139,29 +142,31 @@ def test_flash_attn_compiles_and_keeps_its_numbers_for_the_backward(only: Packag
 @only_package("flash_attn")
 def test_flash_attn_says_what_to_build(only: Package) -> None:
     with pytest.raises(NoKernelError) as caught:
-        flash_attn.flash_attn_func(*qkv(8, 8, 64, torch.float16), 0.1, causal=True)
+        flash_attn.flash_attn_func(*qkv(8, 8, 64, torch.float32), 0.1, causal=True)
     assert "variants that would serve it: causal_dropout, window_dropout" in str(caught.value)
-    assert "dtype is bf16, the call has fp16" in str(caught.value)
-    with pytest.raises(NoKernelError, match="no shipped spec has 'window_softcap_dropout': declare it in your own"):
-        flash_attn.flash_attn_func(*qkv(8, 8, 64, torch.bfloat16), 0.1, softcap=2.0)
+    assert "dtype is bf16, the call has fp32" in str(caught.value)
+    slopes = torch.ones(HEADS, device="cuda")
+    with pytest.raises(NoKernelError, match="no shipped spec has 'window_alibi_dropout': declare it in your own"):
+        flash_attn.flash_attn_func(*qkv(8, 8, 64, torch.bfloat16), 0.1, alibi_slopes=slopes)
 
 
 # --- scaled_dot_product_attention ---------------------------------------------------------------------------
 
 
 @only_package("sdpa")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("variant", "given"), SDPA, ids=described)
-def test_sdpa(variant: str, given: dict[str, Any], dim: int, only: Package) -> None:
-    variant = variant.replace("fp32", "bf16") + "_dropout"
-    inputs = leaves(257, 300, dim, torch.bfloat16, heads_first=True)
-    options = larger(given, 257, 300, torch.bfloat16)
-    weights = torch.randn(BATCH, HEADS, 257, dim, device="cuda").bfloat16()
+def test_sdpa(variant: str, given: dict[str, Any], dim: int, dtype: torch.dtype, only: Package) -> None:
+    variant = variant.replace("fp32", {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]) + "_dropout"
+    inputs = leaves(257, 300, dim, dtype, heads_first=True)
+    options = larger(given, 257, 300, dtype)
+    weights = torch.randn(BATCH, HEADS, 257, dim, device="cuda").to(dtype)
     drops = factors(4, RATE, BATCH, HEADS, 257, 300, "cuda")
     with sdpa() as routed:
         out = F.scaled_dot_product_attention(*inputs, dropout_p=RATE, **options, enable_gqa=True)
     assert dict(routed.variants) == {variant: 1}, routed.report()
-    plain, exact = (dense_sdpa(*inputs, c, **options, factors=drops) for c in (torch.bfloat16, torch.float64))
+    plain, exact = (dense_sdpa(*inputs, c, **options, factors=drops) for c in (dtype, torch.float64))
     no_worse(out.detach(), plain.detach(), exact.detach())
     no_worse_gradients(
         torch.autograd.grad(out, inputs, weights),
@@ -192,7 +197,7 @@ def test_as_many_are_dropped_as_by_torch(rate: float, only: Package) -> None:
 @only_package("sdpa")
 def test_sdpa_falls_back_to_what_torch_drops(only: Package) -> None:
     """The reason is found before anything is drawn, also the first time."""
-    q, k, v = qkv(100, 100, 64, torch.float16, heads_first=True)
+    q, k, v = qkv(100, 100, 64, torch.float32, heads_first=True)
     with sdpa() as routed:
         for _ in range(2):
             torch.manual_seed(5)
@@ -201,7 +206,7 @@ def test_sdpa_falls_back_to_what_torch_drops(only: Package) -> None:
             plain = torch._C._nn.scaled_dot_product_attention(q, k, v, dropout_p=RATE, enable_gqa=True)
             assert torch.equal(found, plain)
     assert (routed.routed, routed.fell_back) == (0, 2)
-    assert "dtype is bf16, the call has fp16" in routed.report()
+    assert "dtype is bf16, the call has fp32" in routed.report()
 
 
 @only_package("sdpa")

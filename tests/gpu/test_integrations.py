@@ -135,7 +135,7 @@ def test_sdpa(variant: str, given: dict[str, Any], dim: int, dtype: torch.dtype,
 def test_sdpa_falls_back(only: Package) -> None:
     """What no kernel takes gives torch's own bits, and the reason."""
     with sdpa(explain=True) as routed:
-        for dim, dtype in ((40, torch.bfloat16), (64, torch.float32)):
+        for dim, dtype in ((40, torch.bfloat16), (80, torch.float32)):
             q, k, v = qkv(100, 100, dim, dtype, heads_first=True)
             for _ in range(2):
                 found = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -144,7 +144,7 @@ def test_sdpa_falls_back(only: Package) -> None:
     assert routed.routed == 0
     assert routed.fell_back == 4
     assert "head_dim of q and k is 64, the call has 40" in routed.report()
-    assert "dtype is bf16, the call has fp32" in routed.report()
+    assert "head_dim of q and k is 64, the call has 80" in routed.report()
 
 
 @only_package("sdpa")

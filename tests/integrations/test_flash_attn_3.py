@@ -108,9 +108,7 @@ def test_only_used_queries_are_computed(given: dict[str, Any], behind: int) -> N
         inputs[0][first + used : first + LENGTHS_Q[sequence]] = float("nan")
     inputs = [t.requires_grad_() for t in inputs]
     used = tuple(torch.tensor(n, dtype=torch.int32) for n in (USED_Q, USED_K))
-    out, lse = flash_attn_3.flash_attn_varlen_func(
-        *inputs, *starts, 11, 13, *used, **given, return_attn_probs=True
-    )
+    out, lse = flash_attn_3.flash_attn_varlen_func(*inputs, *starts, 11, 13, *used, **given, return_attn_probs=True)
     given = {name: value for name, value in given.items() if name != "deterministic"}
     wanted = by_sequence(inputs, starts, (USED_Q, USED_K), given)
     near((out, lse), wanted)

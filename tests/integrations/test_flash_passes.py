@@ -88,9 +88,7 @@ def test_used_keys_of_packed_sequences() -> None:
     q, k, v = (t.flatten(0, 1) for t in qkv())
     starts_q, starts_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (9, 13))
     used = torch.tensor([13, 5], dtype=torch.int32)
-    out, *_ = flash_attn._flash_attn_varlen_forward(
-        q, k, v, starts_q, starts_k, 9, 13, 0.0, None, True, seqused_k=used
-    )
+    out, *_ = flash_attn._flash_attn_varlen_forward(q, k, v, starts_q, starts_k, 9, 13, 0.0, None, True, seqused_k=used)
     for i, count in enumerate((13, 5)):
         rows, keys = slice(9 * i, 9 * i + 9), slice(13 * i, 13 * i + count)
         near(out[rows], flash_attention(q[None, rows], k[None, keys], v[None, keys], causal=True)[0][0])

@@ -314,16 +314,16 @@ def test_a_call_draws_once_whichever_candidate_serves_it(gpu: FakeDriver) -> Non
 
 
 def test_errors_of_dropout_say_what_to_build(gpu: FakeDriver) -> None:
-    install("causal", "window", "window_softcap")
+    install("causal", "window", "window_alibi")
     with pytest.raises(NoKernelError) as caught:
         flash_attn.flash_attn_func(*qkv(), 0.1, causal=True)
     lines = str(caught.value).splitlines()
     assert lines[0].endswith("variants that would serve it: causal_dropout, window_dropout")
     assert lines[-1].endswith("specs/integrations/flash_attn.yaml' builds the shipped kernels of these variants")
     with pytest.raises(NoKernelError) as caught:
-        flash_attn.flash_attn_func(*qkv(), 0.1, softcap=2.0)
+        flash_attn.flash_attn_func(*qkv(), 0.1, alibi_slopes=torch.ones(2))
     assert str(caught.value).splitlines()[-1] == (
-        "no shipped spec has 'window_softcap_dropout': declare it in your own, as window_softcap with 'dropout: true'"
+        "no shipped spec has 'window_alibi_dropout': declare it in your own, as window_alibi with 'dropout: true'"
     )
 
 

@@ -197,6 +197,28 @@ def test_masks_of_the_user(kind: torch.dtype, by_head: bool, served: list[str]) 
     assert set(served) == {"bias_fp32" if kind != torch.bool else "allowed_by_head" if by_head else "allowed"}
 
 
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_masks_of_the_user_beside_bounded_logits(kind: torch.dtype, by_head: bool, served: list[str]) -> None:
+    """Gemma 2, whose every second layer has a window: a 4D mask takes the place of the model's own masks."""
+    given, n = batch("gemma2", "none"), families.LENGTH
+    allowed = torch.rand(3, 4 if by_head else 1, n, n, generator=torch.Generator().manual_seed(4)) < 0.6
+    allowed |= torch.eye(n, dtype=torch.bool)
+    added = torch.where(allowed, torch.linspace(-1, 1, n), torch.finfo(torch.float32).min)
+    if kind == torch.bool:
+        added = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
+    given.inputs["attention_mask"] = added
+    wanted = logits(eager("gemma2"), given)
+    wanted_gradients = gradients(eager("gemma2"), wanted)
+    given.inputs["attention_mask"] = allowed if kind == torch.bool else added
+    found = logits(model("gemma2"), given)
+    near(found, wanted)
+    assert set(served) == {"allowed_softcap" if kind == torch.bool and not by_head else "softcap_bias_fp32"}
+    for name, gradient in gradients(model("gemma2"), found).items():
+        limit = TOLERANCE * max(1.0, float(wanted_gradients[name].abs().max()))
+        assert float((gradient - wanted_gradients[name]).abs().max()) <= limit, name
+
+
 def test_a_mask_function_that_is_not_known_becomes_a_tensor() -> None:
     def mask(or_mask: Any) -> Tensor:
         config = model("llama").config
@@ -232,6 +254,32 @@ def test_models_without_data_have_logits_of_their_shape(kind: str) -> None:
             empty = transformers.LlamaForCausalLM(model("llama").config)
             found = empty(input_ids=ids).logits
         assert found.shape == (2, 9, empty.config.vocab_size)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "whisper", "t5"])
+def test_weights_of_attention_are_refused(family: str) -> None:
+    """Hooks would collect none, and the model would return an empty tuple."""
+    given = batch(family, "none")
+    with pytest.raises(CallError, match="output_attentions=True asks for the weights .* which no kernel forms"):
+        model(family)(**given.inputs, output_attentions=True)
+    with pytest.raises(ValueError, match="Please set it to 'eager' instead"):
+        model(family).config.output_attentions = True
+    assert len(eager(family)(**given.inputs, output_hidden_states=True).logits) == len(given.counts)
+    near(model(family)(**given.inputs, output_hidden_states=True).logits[given.counts], logits(eager(family), given))
+
+
+def test_an_implementation_that_is_set_later() -> None:
+    """transformers passes over submodels whose configuration is of the same class; T5 has two, which are set."""
+    given = batch("t5", "left")
+    changed = families.make("t5", head_dim=8, implementation="eager")
+    wanted = logits(changed, given)
+    changed.set_attn_implementation("attngen")
+    changed.encoder.set_attn_implementation("attngen")
+    changed.decoder.set_attn_implementation("attngen")
+    assert {one.config._attn_implementation for one in (changed, changed.encoder, changed.decoder)} == {"attngen"}
+    near(logits(changed, given), wanted)
+    with pytest.raises(CallError, match="output_attentions"):  # it is attngen that serves the layers
+        changed(**given.inputs, output_attentions=True)
 
 
 def test_a_structured_mask_is_the_tensor_that_it_stands_for() -> None:
@@ -309,8 +357,9 @@ def test_lengths_and_batches_that_change_are_compiled_once() -> None:
             near(found, eager("llama")(input_ids=ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one mask for all layers; one for each kind of layer
-def test_a_compiled_step_against_a_static_cache(family: str) -> None:
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])  # one mask for all layers; one for each kind; sinks
+def test_a_compiled_step_against_a_static_cache(family: str, padding: str) -> None:
     """On a GPU ``generate`` compiles the step that decodes, and makes its masks outside of it."""
     graphs = []
 
@@ -320,11 +369,16 @@ def test_a_compiled_step_against_a_static_cache(family: str) -> None:
 
     config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
     config._compile_all_devices = True
-    given = batch(family, "left")
+    given = batch(family, padding)
     _, wanted = families.generate(eager(family), given, cache_implementation="static")
     torch._dynamo.reset()
     with known("integrations/transformers"):
         compiled = families.make(family, head_dim=8, implementation="attngen")
         _, found = families.generate(compiled, given, cache_implementation="static", compile_config=config)
     assert graphs
+    if family == "llama":
+        assert len(graphs) == 1  # whatever the cache holds
+    operators = {str(node.target) for graph in graphs for node in graph.graph.nodes if "attngen" in str(node.target)}
+    assert operators
+    assert not any("allowed" in name for name in operators)  # no mask is read pair by pair
     near(found, wanted)
