@@ -209,6 +209,12 @@ class Registry:
         known: dict[str, set[str]] = {}
         for _, found in self.packages():
             known.setdefault(found.name, set()).update(found.variants)
+        owners = [owner for owner, variants in known.items() if name in variants and package in (None, owner)]
+        if owners:
+            return NoKernelError(
+                f"the kernels of variant '{name}' in package '{"', '".join(sorted(owners))}' are damaged or missing in "
+                "the cache; 'attngen cache verify' shows which; 'attngen build' of the spec makes them anew"
+            )
         if package is None:
             where, nearest = "", suggest(name, set().union(*known.values()))
         elif package in known:
