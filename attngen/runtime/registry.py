@@ -211,8 +211,9 @@ class Registry:
             known.setdefault(found.name, set()).update(found.variants)
         owners = [owner for owner, variants in known.items() if name in variants and package in (None, owner)]
         if owners:
+            listed = ", ".join(f"'{owner}'" for owner in sorted(owners))
             return NoKernelError(
-                f"the kernels of variant '{name}' in package '{"', '".join(sorted(owners))}' are damaged or missing in "
+                f"the kernels of variant '{name}' in package {listed} are damaged or missing in "
                 "the cache; 'attngen cache verify' shows which; 'attngen build' of the spec makes them anew"
             )
         if package is None:

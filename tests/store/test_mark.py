@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,8 @@ def _use_everything(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: store.remove(key_of("one")),
     )
     for step in steps:
-        try:
+        with suppress(StoreError):
             step()
-        except StoreError:
-            pass
     monkeypatch.setenv("ATTNGEN_CACHE", str(root))
     for arguments in (["verify", "--remove"], ["clear", "--yes"]):
         CliRunner().invoke(command, arguments)
