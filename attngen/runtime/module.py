@@ -251,7 +251,7 @@ def read_kernel(folder: Path) -> Kernel:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LoadError(f"{folder} holds no manifest.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict):
         raise LoadError(f"{path} is no manifest")

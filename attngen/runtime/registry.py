@@ -209,6 +209,13 @@ class Registry:
         known: dict[str, set[str]] = {}
         for _, found in self.packages():
             known.setdefault(found.name, set()).update(found.variants)
+        owners = [owner for owner, variants in known.items() if name in variants and package in (None, owner)]
+        if owners:
+            listed = ", ".join(f"'{owner}'" for owner in sorted(owners))
+            return NoKernelError(
+                f"the kernels of variant '{name}' in package {listed} are damaged or missing in "
+                "the cache; 'attngen cache verify' shows which; 'attngen build' of the spec makes them anew"
+            )
         if package is None:
             where, nearest = "", suggest(name, set().union(*known.values()))
         elif package in known:

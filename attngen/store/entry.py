@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from attngen.compile.artifact import Artifact
+from attngen.store.files import read_regular
 
 CUBIN = "kernel.cubin"
 CLASSIFIER = "classifier.cubin"
@@ -62,9 +63,15 @@ def read_file(folder: Path, name: str, checksums: dict[str, str]) -> bytes:
 def read_entry(folder: Path) -> Artifact:
     """Return what is needed to run the kernel of a folder (no texts), or raise DamagedEntryError."""
     checksums = read_checksums(folder)
-    manifest = json.loads(read_file(folder, MANIFEST, checksums))
+    try:
+        manifest = json.loads(read_file(folder, MANIFEST, checksums))
+    except (ValueError, RecursionError) as error:
+        raise DamagedEntryError(f"{MANIFEST} is no JSON ({error})") from None
+    parts = manifest.get("parts", []) if isinstance(manifest, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(r, dict) and isinstance(r.get("name"), str) for r in parts):
+        raise DamagedEntryError(f"{MANIFEST} is not the manifest of a kernel")
     classifier = read_file(folder, CLASSIFIER, checksums) if CLASSIFIER in checksums else None
-    names = [row["name"] for row in manifest.get("parts", ()) if f"{row['name']}.cubin" in checksums]
+    names = [row["name"] for row in parts if f"{row['name']}.cubin" in checksums]
     parts = {name: read_file(folder, f"{name}.cubin", checksums) for name in names}
     return Artifact(read_file(folder, CUBIN, checksums), manifest, classifier, parts=parts)
 
@@ -78,6 +85,6 @@ def verify_entry(folder: Path) -> None:
 
 def _read(folder: Path, name: str) -> bytes:
     try:
-        return (folder / name).read_bytes()
+        return read_regular(folder / name)
     except OSError as error:
         raise DamagedEntryError(f"{name}: {error.strerror}") from error

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from attngen.store.files import read_regular
 from attngen.store.key import digest
 from attngen.store.store import Store, StoreWarning
 
@@ -85,7 +86,7 @@ def _folder(store: Store) -> Path:
 
 def _read(store: Store, package: str) -> bytes | None:
     try:
-        return (_folder(store) / f"{package}.json").read_bytes()
+        return read_regular(_folder(store) / f"{package}.json")
     except OSError:
         return None
 
@@ -101,5 +102,5 @@ def _parse(content: bytes | None) -> Index | None:
             return None
         kernels = tuple(IndexEntry(**kernel) for kernel in fields.pop("kernels"))
         return Index(kernels=kernels, **fields)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -17,6 +17,7 @@ from typing import Any
 
 from attngen import resources
 from attngen.compile.toolchain import toolchain
+from attngen.store.files import read_regular
 from attngen.store.key import digest
 from attngen.store.store import Store
 
@@ -62,7 +63,7 @@ def generator_digest() -> str:
 def read_receipt(store: Store, spec: Path, arches: Iterable[str]) -> Receipt | None:
     """Return the receipt of a build of ``spec`` for ``arches`` if all that it read is unchanged, else None."""
     try:
-        fields = json.loads((store.root / _FOLDER / _name(spec, arches)).read_bytes())
+        fields = json.loads(read_regular(store.root / _FOLDER / _name(spec, arches)))
         expected = fields.pop("digest")
         if digest(fields) != expected:
             return None
@@ -70,7 +71,7 @@ def read_receipt(store: Store, spec: Path, arches: Iterable[str]) -> Receipt | N
         receipt = Receipt(kernels=kernels, **fields)
         unchanged = hash_files(map(Path, receipt.inputs)) == receipt.inputs
         return receipt if unchanged and generator_digest() == receipt.generator else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -4,6 +4,7 @@
 <root>/builds/          what each package holds: index.py
 <root>/receipts/        what proves that a build has nothing to do: receipt.py
 <root>/locks/, tmp/     empty while nobody builds
+<root>/CACHEDIR.TAG     the mark without which nothing is written or removed: mark.py
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from attngen.errors import StoreError
 from attngen.store.entry import DamagedEntryError, files_of, read_checksums, read_entry, read_file, verify_entry
 from attngen.store.files import store_error, sync_folder, write_folder, write_synced
 from attngen.store.lock import Lock
+from attngen.store.mark import KEY, LOCK, TEMPORARY, claim
 
 #: How long to wait for another process to build a kernel; a compile takes seconds.
 LOCK_SECONDS = 600.0
@@ -62,6 +64,7 @@ class Store:
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root if root is not None else default_root()
+        self._claimed = False
 
     def path(self, key: str) -> Path:
         """Return the folder of a key, whether it exists or not."""
@@ -98,7 +101,7 @@ class Store:
 
     def all_keys(self) -> list[str]:
         """Return the keys of all entries, sorted, damaged ones included."""
-        return _names(self.root / "kernels")
+        return [name for name in _names(self.root / "kernels") if KEY.fullmatch(name)]
 
     def verify(self) -> list[Damage]:
         """Check every file of every entry against its checksum and return what is damaged."""
@@ -118,6 +121,7 @@ class Store:
         """
         temporary = self._temporary(key)
         try:
+            self._claim()
             write_folder(temporary, files_of(artifact))
             verify_entry(temporary)
             final = self.path(key)
@@ -222,9 +226,16 @@ class Store:
             raise store_error("remove an entry of", self.root, error) from error
 
     def sweep(self) -> None:
-        """Remove what killed processes left behind: temporary files and locks that nobody holds."""
+        """Remove what killed processes left behind: temporary files and locks that nobody holds.
+
+        Raises StoreError, and touches nothing, where the folder is not a cache of ours.
+        """
+        if not self.root.is_dir():
+            return
         try:
-            left = {name.rpartition("-")[0] for name in _names(self.root / "tmp")} | set(_names(self.root / "locks"))
+            self._claim()
+            left = {key for name in _names(self.root / "tmp") if (key := _key_of_temporary(name))}
+            left |= {name for name in _names(self.root / "locks") if LOCK.fullmatch(name)}
             for key in sorted(left):
                 with self.locked(key, wait=False) as held:
                     if held:
@@ -232,7 +243,13 @@ class Store:
         except OSError:
             pass  # a folder that cannot be written gathers nothing either
 
+    def _claim(self) -> None:
+        if not self._claimed:
+            claim(self.root)
+            self._claimed = True
+
     def _make_folder(self, name: str) -> None:
+        self._claim()
         (self.root / name).mkdir(parents=True, exist_ok=True)
 
     def _temporary(self, key: str) -> Path:
@@ -242,9 +259,9 @@ class Store:
         """Remove what is temporary of a key whose lock we hold: nobody else writes any."""
         for name in _names(self.root / "tmp"):
             path = self.root / "tmp" / name
-            if name.rpartition("-")[0] != key:
+            if _key_of_temporary(name) != key:
                 continue
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
@@ -252,6 +269,12 @@ class Store:
 
 def _hung(path: Path) -> StoreError:
     return StoreError(f"{path} has been held for {LOCK_SECONDS:.0f} s; the process that holds it seems to hang")
+
+
+def _key_of_temporary(name: str) -> str | None:
+    """Return the key in the name of a temporary file of ours, or None for any other name."""
+    match = TEMPORARY.fullmatch(name)
+    return match["key"] if match else None
 
 
 def _names(folder: Path) -> list[str]:

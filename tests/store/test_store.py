@@ -20,6 +20,7 @@ from tests.store.as_user import as_user
 from tests.store.fakes import artifact, builder, key_of
 
 KEY = key_of("one")
+HEX = "0123456789ab"  # the end of a temporary name
 
 
 @pytest.fixture
@@ -302,12 +303,12 @@ def test_sweep_takes_what_nobody_holds(store: Store) -> None:
     store.put(KEY, artifact("one"))
     (store.root / "locks").mkdir(exist_ok=True)
     (store.root / "locks" / key_of("killed")).touch()
-    (store.root / "tmp" / f"{key_of('killed')}-0123").mkdir()
-    (store.root / "tmp" / "builds.fake.json-0123").touch()
-    (store.root / "tmp" / f"{key_of('busy')}-0123").mkdir()
+    (store.root / "tmp" / f"{key_of('killed')}-{HEX}").mkdir()
+    (store.root / "tmp" / f"builds.fake.json-{HEX}").touch()
+    (store.root / "tmp" / f"{key_of('busy')}-{HEX}").mkdir()
     with store.locked(key_of("busy")):
         store.sweep()
-        assert sorted(left_over(store)) == sorted([f"locks/{key_of('busy')}", f"tmp/{key_of('busy')}-0123"])
+        assert sorted(left_over(store)) == sorted([f"locks/{key_of('busy')}", f"tmp/{key_of('busy')}-{HEX}"])
     store.sweep()
     assert left_over(store) == []
     assert store.all_keys() == [KEY]

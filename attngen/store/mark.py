@@ -1,0 +1,97 @@
+"""The mark of a cache folder and the names that belong in it: nothing else is ever removed.
+
+The mark is a ``CACHEDIR.TAG`` (https://bford.info/cachedir/), so that backups leave the cache out, with a line of
+our own. It is written when a cache is first written to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from attngen.errors import StoreError
+
+TAG = "CACHEDIR.TAG"
+
+_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55\n"
+_OWN = b"# The cache of attngen, form 1. 'attngen cache clear' empties it.\n"
+
+_HEX12 = "[0-9a-f]{12}"
+_KEY = "[0-9a-f]{64}"
+_SMALL = r"(?:builds|receipts)\.\w+\.json"
+
+KEY = re.compile(_KEY, re.ASCII)
+LOCK = re.compile(f"(?:{_KEY}|{_SMALL})")
+TEMPORARY = re.compile(f"(?:(?P<key>{_KEY}|{_SMALL})|probe)-{_HEX12}")
+
+#: What each folder of a cache may hold.
+_FOLDERS = {
+    "kernels": KEY,
+    "locks": LOCK,
+    "tmp": TEMPORARY,
+    "builds": re.compile(r"\w+\.json"),
+    "receipts": re.compile(r"[0-9a-f]{32}\.json"),
+}
+_TAG_NAMES = re.compile(rf"{re.escape(TAG)}(?:-{_HEX12})?")
+
+
+def is_marked(root: Path) -> bool:
+    """Return whether a folder carries our mark. OSError if the mark cannot be read."""
+    path = root / TAG
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(_SIGNATURE) + len(_OWN)) == _SIGNATURE + _OWN
+
+
+def claim(root: Path) -> None:
+    """Make sure that a folder is a cache of ours, before anything in it is written or removed.
+
+    A folder that does not exist, is empty, or holds nothing but what a cache holds (one of an earlier version, which
+    had no mark) is marked. Raises StoreError for any other folder and for a cache whose folders are symbolic links,
+    and OSError where the mark cannot be read or written.
+    """
+    if not is_marked(root):
+        root.mkdir(parents=True, exist_ok=True)
+        foreign = _foreign(root)
+        if foreign and not is_marked(root):  # another process may have marked it since
+            raise StoreError(
+                f"{root} is not a cache of attngen: it holds '{foreign}'; nothing in it was touched; "
+                "set ATTNGEN_CACHE to a folder that is empty or does not exist"
+            )
+        temporary = root / f"{TAG}-{secrets.token_hex(6)}"
+        try:
+            temporary.write_bytes(_SIGNATURE + _OWN)
+            os.replace(temporary, root / TAG)
+        finally:
+            temporary.unlink(missing_ok=True)
+    for name in _FOLDERS:
+        if (root / name).is_symlink():
+            raise StoreError(
+                f"{root / name} is a symbolic link, which the cache does not follow; "
+                "set ATTNGEN_CACHE to the folder that shall hold the cache"
+            )
+
+
+def _foreign(root: Path) -> str | None:
+    """Return a name below ``root`` that no cache holds, or None."""
+    for entry in os.scandir(root):
+        if _TAG_NAMES.fullmatch(entry.name) and entry.name != TAG and entry.is_file(follow_symlinks=False):
+            continue
+        allowed = _FOLDERS.get(entry.name)
+        if allowed is None or not entry.is_dir(follow_symlinks=False):
+            return entry.name
+        try:
+            names = os.listdir(entry.path)
+        except FileNotFoundError:
+            continue
+        for name in names:
+            if not allowed.fullmatch(name):
+                return f"{entry.name}/{name}"
+    return None

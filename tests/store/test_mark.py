@@ -1,0 +1,127 @@
+"""What is not the cache's own survives whatever the cache removes."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from attngen.commands.cache import command
+from attngen.errors import StoreError
+from attngen.store.mark import TAG, is_marked
+from attngen.store.store import Store
+from tests.store.fakes import artifact, key_of
+
+FOLDERS = ("", "tmp", "locks", "kernels", "builds", "receipts", "mine")
+HEX = "0123456789ab"
+
+
+def _plant(root: Path, rng: random.Random, outside: Path) -> None:
+    """Put files, folders and links with names near the cache's own below a folder."""
+    stems = ["a-b", "my-project", "notes-2024", f"{key_of('x')[:-1]}-{HEX}", f"{key_of('x')}x", "probe-1", "x.txt"]
+    for _ in range(rng.randint(4, 12)):
+        folder = root / rng.choice(FOLDERS)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{rng.choice(stems)}{rng.choice(['', '-', '~', '.bak'])}"
+        if os.path.lexists(path):
+            continue
+        kind = rng.randrange(3)
+        if kind == 0:
+            path.write_bytes(rng.randbytes(20))
+        elif kind == 1:
+            path.mkdir()
+            (path / "inner").write_bytes(rng.randbytes(20))
+        else:
+            path.symlink_to(outside)
+
+
+def _tree(root: Path) -> dict[str, bytes | str]:
+    """Return what stands below a folder: content of files, targets of links."""
+    found: dict[str, bytes | str] = {}
+    for folder, folders, files in os.walk(root):
+        for name in folders + files:
+            path = Path(folder, name)
+            kind = os.readlink(path) if path.is_symlink() else "folder" if path.is_dir() else path.read_bytes()
+            found[str(path.relative_to(root))] = kind
+    return found
+
+
+def _use_everything(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build, sweep, verify --remove and clear; a refusal is as good."""
+    store = Store(root)
+    steps = (
+        store.require_writable,
+        lambda: store.fetch(key_of("one"), lambda: artifact("one")),
+        store.sweep,
+        lambda: store.remove(key_of("one")),
+    )
+    for step in steps:
+        with suppress(StoreError):
+            step()
+    monkeypatch.setenv("ATTNGEN_CACHE", str(root))
+    for arguments in (["verify", "--remove"], ["clear", "--yes"]):
+        CliRunner().invoke(command, arguments)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_foreign_files_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, marked: bool) -> None:
+    rng = random.Random(seed)
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious-file").write_bytes(b"precious")
+    if marked:
+        Store(root).require_writable()
+    _plant(root, rng, outside)
+    before = _tree(tmp_path)
+    _use_everything(root, monkeypatch)
+    after = _tree(tmp_path)
+    assert {name: after.get(name) for name in before} == before
+    if not marked:
+        assert after == before, "something was written to a folder that is not ours"
+
+
+def test_a_cache_of_an_earlier_version_is_adopted(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.put(key_of("one"), artifact("one"))
+    (tmp_path / TAG).unlink()
+    left = tmp_path / "tmp" / f"{key_of('killed')}-{HEX}"
+    left.mkdir()
+    Store(tmp_path).sweep()
+    assert is_marked(tmp_path)
+    assert not left.exists()
+    assert store.all_keys() == [key_of("one")]
+
+
+def test_links_in_place_of_its_own_folders_are_refused(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    Store(root).require_writable()
+    (root / "tmp").rmdir()
+    kept = outside / f"{key_of('x')}-{HEX}"
+    kept.mkdir(parents=True)
+    (root / "tmp").symlink_to(outside)
+    with pytest.raises(StoreError, match="symbolic link"):
+        Store(root).sweep()
+    assert kept.exists()
+
+
+def test_a_link_with_the_name_of_a_temporary_is_removed_and_not_followed(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("kept")
+    Store(root).require_writable()
+    link = root / "tmp" / f"{key_of('x')}-{HEX}"
+    link.symlink_to(outside)
+    Store(root).sweep()
+    assert not link.is_symlink()
+    assert (outside / "file").read_text() == "kept"
+
+
+def test_the_refusal_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(StoreError, match="holds 'thesis.tex'.*set ATTNGEN_CACHE"):
+        Store(tmp_path).require_writable()
