@@ -23,6 +23,7 @@ constexpr int kStages = 2;  // K and V tiles in flight
 constexpr int kQStages = 2;  // Q tiles in flight
 constexpr int kConsumers = 1;  // warpgroups that multiply
 constexpr int kThreads = 256;
+static_assert(8388607 <= kTileMask && kPartialBit + kConsumers <= kSkippedBit);  // the last tile of the longest sequence
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 256;
 constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
 constexpr int kBoxBytes = 2 * kBoxColumns;
@@ -69,11 +70,12 @@ struct Place {
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// What the scheduler tells of it.
-struct Work : Place {
+// What the scheduler tells of it, in words of 16 bytes. Two stand side by side.
+struct alignas(16) Work : Place {
   Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
 };
-static_assert(sizeof(Work) <= 320);
+static_assert(kWork % sizeof(int4) == 0 && sizeof(Place) == 2 * sizeof(int4) && sizeof(Work) % sizeof(int4) == 0);
+static_assert(kWork % alignof(Work) == 0 && 2 * sizeof(Work) <= 640);
 
 extern __shared__ char shared_memory[];
 

@@ -23,6 +23,7 @@ constexpr int kStages = 2;  // K and V tiles in flight
 constexpr int kQStages = 2;  // Q tiles in flight
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
+static_assert(8388607 <= kTileMask && kPartialBit + kConsumers <= kSkippedBit);  // the last tile of the longest sequence
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
 constexpr int kBoxBytes = 2 * kBoxColumns;
@@ -67,7 +68,7 @@ struct Place {
 struct Work : Place {
   int visible_lo, visible_hi;  // the KV tiles between the first and the last visible key
 };
-static_assert(sizeof(Work) <= 320);
+static_assert(kWork % alignof(Work) == 0 && 2 * sizeof(Work) <= 640);
 
 extern __shared__ char shared_memory[];
 

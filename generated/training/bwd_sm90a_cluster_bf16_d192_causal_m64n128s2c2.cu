@@ -77,9 +77,14 @@ using DsRows = Matrix<16, 1024, 1>;
 struct Step {
   int tile, h;
 };
-constexpr int kPartial = 1 << 20;
+constexpr int kPartial = 1 << 24;
+static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEnd = -1;
 constexpr int kSums = 8;  // places of dQ that are remembered; the warpgroup that adds it is behind by less
+
+static_assert(kStep % alignof(Step) == 0 && kQStages * sizeof(Step) <= 24);
+static_assert(kSumTile % alignof(int) == 0 && kSums * sizeof(int) <= 32);
+static_assert(kLse % sizeof(float4) == 0 && kDelta % sizeof(float4) == 0);
 
 extern __shared__ char shared_memory[];
 

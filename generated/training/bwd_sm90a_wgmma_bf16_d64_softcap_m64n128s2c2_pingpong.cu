@@ -87,7 +87,8 @@ struct Work {
 struct Step {
   int tile, h;
 };
-constexpr int kPartial = 1 << 20;
+constexpr int kPartial = 1 << 24;
+static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
 // Where dQ of a step belongs: its tile of sums. The last step of a tile of keys names its KV head, others -1.
@@ -102,6 +103,12 @@ struct Piece {
   float factor;
 };
 constexpr int kSums = 8;  // places of dQ that are remembered; the warp that adds it is behind by less
+
+static_assert(kWork % alignof(Work) == 0 && 2 * sizeof(Work) <= 64);
+static_assert(kStep % alignof(Step) == 0 && kQStages * sizeof(Step) <= 24);
+static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) <= 64);
+static_assert(kPieceTaken % alignof(Piece) == 0 && 2 * sizeof(Piece) <= 64);
+static_assert(kLse % sizeof(float4) == 0 && kDelta % sizeof(float4) == 0 && kPiece % sizeof(float4) == 0);
 
 extern __shared__ char shared_memory[];
 
