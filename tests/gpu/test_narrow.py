@@ -12,7 +12,7 @@ from attngen.runtime.module import read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.spec import load_spec
 from attngen.store.store import Store
-from attngen.tools.build import Built, Prepared, compile_kernels, prepare
+from attngen.tools.build import BuiltKernel, Prepared, compile_kernels, prepare
 from attngen.tools.trial import try_kernel
 from tests.gpu.family import for_this_gpu
 
@@ -21,7 +21,7 @@ SEED = 32_016
 
 
 @cache
-def compiled() -> tuple[dict[str, Prepared], dict[str, Built], dict[str, str]]:
+def compiled() -> tuple[dict[str, Prepared], dict[str, BuiltKernel], dict[str, str]]:
     """Compile what the cache lacks, all at once."""
     here = {name: for_this_gpu(kernel) for name, kernel in KERNELS.items()}
     built, failures = compile_kernels(list(here.values()), store=Store())
