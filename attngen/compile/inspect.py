@@ -7,6 +7,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from attngen.errors import CompileError
@@ -50,6 +51,13 @@ def tool_version(path: Path) -> str:
         return "unknown"
     match = re.search(r"V(\d+\.\d+\.\d+)", text)
     return match[1] if match else "unknown"
+
+
+@cache
+def tool_release(path: Path) -> tuple[int, ...]:
+    """Return the version of an NVIDIA tool as numbers; () if it says none."""
+    version = tool_version(path)
+    return tuple(map(int, version.split("."))) if version[0].isdigit() else ()
 
 
 def _run_tool(name: str, *options: str, cubin: bytes) -> str:

@@ -129,14 +129,19 @@ def _first_operand(operands: str) -> frozenset[int]:
 
 
 def _written(name: str, operands: str) -> frozenset[int]:
-    register = re.fullmatch(r"R(\d+)", operands.split(",")[0].strip())
+    places = [part.strip() for part in operands.split(",")]
+    if len(places) > 1 and re.fullmatch(r"P[\dT]", places[0]):  # SHFL and LOP3 may write a predicate, too
+        places = places[1:]
+    register = re.fullmatch(r"R(\d+)", places[0])
     if name.startswith(_NO_RESULT) or not register:
         return _NONE
     parts = name.split(".")
     if parts[0] == "LDSM":
         count = int(parts[-1]) if parts[-1] in ("2", "4") else 1
     else:
-        count = max((_WIDE.get(part, 1) for part in parts), default=1)
+        count = max(_WIDE.get(part, 1) for part in parts)
+        if parts[0] == "CS2R" and "32" not in parts:
+            count = 2
     return _registers(int(register[1]), count)
 
 

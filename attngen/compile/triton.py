@@ -20,7 +20,7 @@ from attngen.compile.artifact import Artifact
 from attngen.compile.drivers import min_driver
 from attngen.compile.environment import scrubbed
 from attngen.compile.hazards import lost_addresses, overwritten_operands
-from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, resources_of_log
+from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, resources_of_log, tool_release
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major, without_register_limit
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 #: What is said of a cubin that ptxas compiled wrongly.
 WRONG_CODE = "ptxas compiled the loop wrongly; another tile, or a newer Triton, may help"
 
+#: The assemblers in Triton's wheels.
+_ASSEMBLERS = ("ptxas", "ptxas-blackwell")
 
 #: Kernels of a backward that take nearly all of its time.
 _PRODUCTS = ("dkdv", "dq")
@@ -187,16 +189,23 @@ def _environment(scratch: str, arch: Arch | None = None) -> contextlib.AbstractC
 
 
 def _assembler(arch: Arch | None) -> dict[str, str]:
-    """Return the setting that picks ptxas for ``arch``.
+    """Return the settings that pick ptxas for ``arch``.
 
-    Triton's wheels hold two: ``ptxas`` of CUDA 12 and ``ptxas-blackwell``, of CUDA 13 in newer ones, which those use
-    for Hopper as well. There the older one is better: 13.4 serializes the wgmma of these kernels (C7513) where 12.8
-    and 12.9 do not, and cubins of CUDA 12 load on older drivers.
+    Triton's wheels hold two: ``ptxas``, and a newer ``ptxas-blackwell``. Older wheels use the first for Hopper, newer
+    ones the second. The newest of CUDA 12 is better for these kernels, whichever of the two it is:
+
+    - 12.8 loses the addresses of operands in shared memory where V is narrower than Q and K; 12.9 was not seen to;
+    - 13.4 serializes wgmma (C7513); 12.9 does not;
+    - cubins of CUDA 12 load on older drivers.
     """
     if arch is None or arch.capability >= 100:
         return {}
-    legacy = nvidia_tool("ptxas")
-    return {"TRITON_PTXAS_BLACKWELL_PATH": str(legacy)} if legacy else {}
+    releases = {path: tool_release(path) for name in _ASSEMBLERS if (path := nvidia_tool(name)) is not None}
+    of_cuda_12 = [path for path, release in releases.items() if release[:1] == (12,)]
+    if not of_cuda_12:
+        return {}
+    newest = str(max(of_cuda_12, key=lambda path: releases[path]))
+    return {"TRITON_PTXAS_PATH": newest, "TRITON_PTXAS_BLACKWELL_PATH": newest}
 
 
 @contextlib.contextmanager

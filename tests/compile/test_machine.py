@@ -66,6 +66,22 @@ def test_an_unknown_operation_may_write_four_registers() -> None:
     assert decode(bytes(changed))[at].writes == set(range(min(known), min(known) + 4))
 
 
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("SHFL.BFLY PT, R24, R25, 0x2, 0x1f", {24}),
+        ("LOP3.LUT P0, R7, R5, 0x3, RZ, 0xc0, !PT", {7}),
+        ("CS2R R24, SRZ", {24, 25}),
+        ("CS2R.32 R24, SR_CLOCKLO", {24}),
+        ("ISETP.GT.AND P0, PT, R4, R5, PT", set()),
+        ("LDSM.16.M88.4 R64, [R64+UR40]", {64, 65, 66, 67}),
+    ],
+)
+def test_all_registers_that_are_written(text: str, written: set[int]) -> None:
+    (instruction,) = parse(f"        /*0100*/                   {text} ;")
+    assert instruction.writes == written
+
+
 def test_what_is_no_cubin() -> None:
     for data in (b"", b"no cubin", cubin()[:3000]):
         with pytest.raises(CompileError, match="no ELF file"):
