@@ -113,8 +113,14 @@ class _Grid:
         self._tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         constants = {scalar.name: scalar.const for scalar in plan.variant.scalars if scalar.const is not None}
         scalars = {name: value for name, value in arguments.items() if name not in self._tensors}
+        extents = {
+            extent: self._tensors[tensor.name].shape[axis]
+            for tensor in plan.variant.tensors
+            for axis, extent in enumerate(tensor.shape)
+            if isinstance(extent, str) and tensor.name in self._tensors
+        }
         self._plain: dict[str, Any] = {
-            **constants, **scalars, "b": 0, "h": 0, "hk": 0, "h_lo": 0, "h_hi": 0, "heads": 1, "kv_heads": 1,
+            **extents, **constants, **scalars, "b": 0, "h": 0, "hk": 0, "h_lo": 0, "h_hi": 0, "heads": 1, "kv_heads": 1,
             "seqlen_q": seqlen, "seqlen_k": seqlen, "total_q": seqlen, "total_k": seqlen, "q_start": 0, "kv_start": 0,
         }  # fmt: skip
         first = torch.arange(0, seqlen, plan.tile_m)
