@@ -60,7 +60,7 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     if heads == "packed":
         varying += [factor for factor in constant if "h" in names(factor)]
         constant = [factor for factor in constant if "h" not in names(factor)]
-    if constant and bounds(_product(constant), ranges)[0] >= 0:
+    if constant and _holds(constant) and bounds(_product(constant), ranges)[0] >= 0:
         return Logit(_product(varying), _product([*constant, LOG2E]), scaled)
     if isinstance(grouped, Op) and grouped.op in ("add", "sub"):
         return Logit(_scale_terms(grouped), ONE, scaled)
@@ -178,7 +178,7 @@ def _regroup(node: Expr) -> Expr | None:
     if node.op not in ("mul", "truediv"):
         return None
     constant, varying = _factors(node)
-    if not constant or not varying:
+    if not constant or not varying or not _holds(constant):
         return None
     return mul(_product(varying), _product(constant))
 
@@ -216,6 +216,12 @@ def _reads_integers(node: Op) -> bool:
     return any(argument.type is not Type.FLOAT for argument in node.args)
 
 
+def _holds(factors: list[Expr]) -> bool:
+    """Whether float32 holds the product of the literals among factors, so that it may take their place."""
+    literal = math.prod(f.value for f in factors if isinstance(f, Const))
+    return not math.isfinite(literal) or 2.0**-120 < abs(literal) < 2.0**120
+
+
 def _product(factors: list[Expr]) -> Expr:
     result: Expr = ONE
     literal = math.prod(f.value for f in factors if isinstance(f, Const))
@@ -235,5 +241,7 @@ def _scale_terms(node: Expr) -> Expr:
     if isinstance(node, Op) and node.op in ("add", "sub") and node.type is Type.FLOAT:
         return Op(node.op, tuple(_scale_terms(argument) for argument in node.args), Type.FLOAT)
     constant, varying = _factors(node)
+    if not _holds(constant):
+        return mul(node, LOG2E)
     constant = [*constant, LOG2E]
     return mul(_product(varying), _product(constant)) if varying else _product(constant)

@@ -14,7 +14,9 @@ import torch
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
 from attngen.lang.emit import Binding, Emitted, TensorBinding, emit, emit_many
-from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, walk
+from attngen.lang.folding import fold_logit
+from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, rewrite, walk
+from attngen.lang.literals import fold_literals
 from attngen.lang.printing import canonical
 from attngen.lang.ranges import declared_ranges
 from attngen.lang.targets import Target
@@ -415,6 +417,43 @@ def test_triton_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     source = ASTSource(module.kernel, harness.triton_signature(), constexprs={})
     built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert "tanh.approx.f32" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("exp(100.0)", math.inf), ("exp(1000.0)", math.inf), ("3e38 * 3", math.inf), ("-3e38 * 3", -math.inf),
+        ("1e-46", 0.0), ("1e-30 * 1e-30", 0.0), ("1e-30 * 1e-30 * 1e38", 0.0), ("exp(100.0) * 1e-30", math.inf),
+        ("1e-40", torch.tensor(1e-40).item()), ("0.1", 0.1),
+    ],
+)  # fmt: skip
+def test_literals_are_those_of_float32(source: str, value: float) -> None:
+    folded = rewrite(score_of(source), fold_literals)
+    assert folded == Op("add", (Var("s", Type.FLOAT), Const(value, Type.FLOAT)), Type.FLOAT)
+    with torch.no_grad():
+        assert evaluate(score_of(source), {"s": 0.0}).item() == pytest.approx(value)
+
+
+def score_of(source: str) -> Expr:
+    found = variant(None, f"s + {source}").score
+    assert found is not None
+    return found
+
+
+def test_products_of_literals_that_float32_does_not_hold_stay_apart() -> None:
+    folded = fold_logit(score_of("s * 1e30 * 1e30"), RANGES, fast_math=True)
+    assert not any(isinstance(n, Const) and abs(n.value) > 1e31 for n in walk(folded.value))
+
+
+def test_an_integer_beyond_int32_stands_beside_any(tmp_path: Path) -> None:
+    texts = ("s + (5000000000 if kv > q else kv)", "s + min(kv, 5000000000)", "s + max(kv - 5000000000, q) % 7")
+    exprs = [variant(None, source).score for source in texts]
+    found = harness.run_triton([e for e in exprs if e is not None], tmp_path)
+    for expr, one in zip(exprs, found, strict=True):
+        assert expr is not None
+        seed = exprs.index(expr)
+        wanted = evaluate(expr, {**randoms.indices(), "s": randoms.logits(seed)})
+        torch.testing.assert_close(one, wanted.broadcast_to(one.shape))
 
 
 def test_infinity_is_written_in_both_languages() -> None:
