@@ -6,9 +6,27 @@ import random
 
 import pytest
 
+from attngen.lang import proof
+from attngen.lang.bands import bands
+from attngen.lang.check import compile_variant
+from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Load, Op, Search, Type, Var, rewrite
 from attngen.lang.proof import Proof
-from attngen.lang.simplify import add, ceildiv, floordiv, integer, maximum, minimum, mul, neg, select, simplify, sub
+from attngen.lang.simplify import (
+    Linear,
+    add,
+    ceildiv,
+    floordiv,
+    integer,
+    maximum,
+    minimum,
+    mul,
+    neg,
+    select,
+    simplify,
+    sub,
+)  # fmt: skip
+from attngen.lang.variant import Scalar
 from tests.lang.bruteforce import FACTS, World, const, evaluate, load, op, var
 
 PROOF = Proof(FACTS.of_tiles())
