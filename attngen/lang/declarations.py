@@ -58,6 +58,21 @@ def check_declarations(
         taken.add(tensor.name)
         _check_tensor(tensor, {s.name: s for s in scalars}, field, places)
     extents = {extent for t in tensors for extent in t.shape if isinstance(extent, str)}
+    bounds = [(f"scalars.{s.name}.{part}", getattr(s, part)) for s in scalars for part in ("min", "max")]
+    bounds += [
+        (f"tensors.{t.name}.range.{part}", bound)
+        for t in tensors
+        if t.range is not None
+        for part, bound in zip(("min", "max"), t.range, strict=True)
+    ]
+    for field, bound in bounds:
+        if isinstance(bound, str) and bound not in EXTENTS and bound not in extents:
+            allowed = (*EXTENTS, *sorted(extents))
+            raise SpecError(
+                f"no tensor has an extent '{bound}'{suggest(bound, allowed)} (allowed: a number, {', '.join(allowed)})",
+                location=locate(places, field),
+                field=field,
+            )
     for clash in sorted(extents & {t.name for t in tensors}):
         raise SpecError(
             f"'{clash}' is a tensor and cannot name an extent as well",

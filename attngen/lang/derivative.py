@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from attngen.lang.eager import as_clamp
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, walk
@@ -23,10 +24,15 @@ def differentiate(expr: Expr, wrt: str | Load) -> Expr:
     ``wrt`` is ``s``, the name of a float scalar or of a 0-d float tensor, or one ``Load`` as it stands in ``expr``.
     """
     if isinstance(wrt, Load):
-        return _Derivative(wrt).of(expr) or ZERO
+        return _derivative(expr, wrt)
     leaves = {n for n in walk(expr) if (isinstance(n, Var) and n.name == wrt) or n == Load(wrt, (), Type.FLOAT)}
     assert len(leaves) <= 1
-    return (_Derivative(leaves.pop()).of(expr) or ZERO) if leaves else ZERO
+    return _derivative(expr, leaves.pop()) if leaves else ZERO
+
+
+def _derivative(expr: Expr, leaf: Expr) -> Expr:
+    found = _Derivative(leaf).of(expr)
+    return ZERO if found is None else found.expr()
 
 
 def differentiate_loads(expr: Expr, tensor: str) -> tuple[tuple[Load, Expr], ...]:
@@ -40,30 +46,46 @@ def differentiate_loads(expr: Expr, tensor: str) -> tuple[tuple[Load, Expr], ...
     return tuple((load, slope) for load, slope in pairs if slope != ZERO)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A derivative that is ``value`` where ``live`` holds (None: everywhere), and 0 elsewhere whatever ``value`` is.
+
+    The condition is carried to the end of the chain rule: an infinite derivative of an outer function, as that of a
+    root at 0, makes no NaN of an inner one that is 0 since it was not chosen.
+    """
+
+    value: Expr
+    live: Expr | None = None
+
+    def expr(self) -> Expr:
+        """Return the derivative as one expression."""
+        return self.value if self.live is None else _select(self.live, self.value)
+
+
 class _Derivative:
     """Differentiates by one leaf; None stands for a derivative that is zero everywhere."""
 
     def __init__(self, leaf: Expr) -> None:
         self.leaf = leaf
-        self._known: dict[Expr, Expr | None] = {}
+        self._known: dict[Expr, _Part | None] = {}
 
-    def of(self, node: Expr) -> Expr | None:
+    def of(self, node: Expr) -> _Part | None:
         if node == self.leaf:
-            return ONE
+            return _Part(ONE)
         if not isinstance(node, Op) or node.type is not Type.FLOAT:
             return None
         if node not in self._known:
             self._known[node] = self._rule(node)
         return self._known[node]
 
-    def _rule(self, node: Op) -> Expr | None:
+    def _rule(self, node: Op) -> _Part | None:
         clamp = as_clamp(node)
         if clamp is not None:
             return self._clamp(*clamp)
         match node.op:
             case "select":
                 condition, a, b = node.args
-                return _select(condition, self.of(a), self.of(b))
+                return _choose(condition, self.of(a), self.of(b))
             case "min" | "max":
                 return self._extremum(node)
             case "add" | "sub":
@@ -82,34 +104,34 @@ class _Derivative:
             case _:  # to_float, floor, ceil: constant almost everywhere
                 return None
 
-    def _clamp(self, value: Expr, low: Expr, high: Expr) -> Expr | None:
+    def _clamp(self, value: Expr, low: Expr, high: Expr) -> _Part | None:
         inside = _both(_op("ge", value, low), _op("le", value, high))
         below = _both(_op("lt", low, high), _op("lt", value, low))
-        above = Op("or", (_op("gt", value, high), _op("lt", high, low)), Type.BOOL)
+        above = _either(_op("gt", value, high), _op("lt", high, low))
         parts = [
-            _select(inside, self.of(value), None),
-            _select(below, self.of(low), None),
-            _select(above, self.of(high), None),
+            _choose(inside, self.of(value), None),
+            _choose(below, self.of(low), None),
+            _choose(above, self.of(high), None),
         ]
         return _sum(_sum(parts[0], parts[1]), parts[2])
 
-    def _extremum(self, node: Op) -> Expr | None:
+    def _extremum(self, node: Op) -> _Part | None:
         a, b = node.args
         da, db = self.of(a), self.of(b)
         if da is None and db is None:
             return None
         first, second = ("lt", "gt") if node.op == "min" else ("gt", "lt")
         meet = _times(_sum(da, db), Const(0.5, Type.FLOAT))  # equal arguments share; NaN makes all NaN anyway
-        return _select(_op(first, a, b), da, _select(_op(second, a, b), db, meet))
+        return _choose(_op(first, a, b), da, _choose(_op(second, a, b), db, meet))
 
-    def _quotient(self, node: Op) -> Expr | None:
+    def _quotient(self, node: Op) -> _Part | None:
         a, b = node.args
         da, db = self.of(a), self.of(b)
-        left: Expr | None = None if da is None else _op("truediv", da, b)
+        left = None if da is None else _Part(_op("truediv", da.value, b), da.live)
         right = None if db is None else _neg(_times(db, _op("truediv", node, b)))
         return _sum(left, right)
 
-    def _power(self, node: Op) -> Expr | None:
+    def _power(self, node: Op) -> _Part | None:
         base, exponent = node.args
         inner = self.of(base)
         assert isinstance(exponent, Const)
@@ -135,35 +157,64 @@ def _both(a: Expr, b: Expr) -> Expr:
     return Op("and", (a, b), Type.BOOL)
 
 
-def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
+def _either(a: Expr, b: Expr) -> Expr:
+    return Op("or", (a, b), Type.BOOL)
+
+
+def _not(a: Expr) -> Expr:
+    return Op("not", (a,), Type.BOOL)
+
+
+def _sum(a: _Part | None, b: _Part | None) -> _Part | None:
     if a is None or b is None:
         return b if a is None else a
-    if isinstance(b, Op) and b.op == "neg":
-        return _op("sub", a, b.args[0])
-    return _op("add", a, b)
+    first, second = a.expr(), b.expr()
+    live = None if a.live is None or b.live is None else _either(a.live, b.live)
+    if isinstance(second, Op) and second.op == "neg":
+        return _Part(_op("sub", first, second.args[0]), live)
+    return _Part(_op("add", first, second), live)
 
 
-def _neg(a: Expr | None) -> Expr | None:
-    if isinstance(a, Const):
-        return _number(-a.value)
-    return None if a is None else _op("neg", a)
+def _neg(a: _Part | None) -> _Part | None:
+    if a is None:
+        return None
+    if isinstance(a.value, Const):
+        return _Part(_number(-a.value.value), a.live)
+    return _Part(_op("neg", a.value), a.live)
 
 
-def _times(a: Expr | None, b: Expr) -> Expr | None:
+def _times(a: _Part | None, b: Expr) -> _Part | None:
     """Return a * b for a derivative ``a``; a factor of one vanishes."""
     if a is None:
         return None
-    if a == ONE:
-        return b
-    return a if b == ONE else _op("mul", a, b)
+    if a.value == ONE:
+        return _Part(b, a.live)
+    return a if b == ONE else _Part(_op("mul", a.value, b), a.live)
 
 
-def _select(condition: Expr, a: Expr | None, b: Expr | None) -> Expr | None:
-    if a is None and b is None:
-        return None
+def _choose(condition: Expr, a: _Part | None, b: _Part | None) -> _Part | None:
+    """Return the derivative of a where the condition holds, and that of b elsewhere."""
+    if a is None or b is None:
+        part, chosen = (a, condition) if b is None else (b, _not(condition))
+        if part is None:
+            return None
+        return _Part(part.value, chosen if part.live is None else _both(chosen, part.live))
     if a == b:
         return a
-    return Op("select", (condition, ZERO if a is None else a, ZERO if b is None else b), Type.FLOAT)
+    value = a.value if a.value == b.value else Op("select", (condition, a.value, b.value), Type.FLOAT)
+    if a.live is None and b.live is None:
+        return _Part(value)
+    if a.live is not None and b.live is None:
+        return _Part(value, _either(_not(condition), a.live))
+    if a.live is None and b.live is not None:
+        return _Part(value, _either(condition, b.live))
+    assert a.live is not None
+    assert b.live is not None
+    return _Part(value, Op("select", (condition, a.live, b.live), Type.BOOL))
+
+
+def _select(condition: Expr, value: Expr) -> Expr:
+    return Op("select", (condition, value, ZERO), Type.FLOAT)
 
 
 def _sign(node: Op, x: Expr) -> Expr:

@@ -18,7 +18,7 @@ from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range
 from attngen.lang.targets import Piece, Target
-from attngen.lang.usage import Usage
+from attngen.lang.usage import Usage, deciding
 
 _NO_AXES: frozenset[str] = frozenset()
 #: Which index is inside which extent by what it means; rows and keys are not, as tiles overhang the sequence.
@@ -168,6 +168,7 @@ class _Emission:
         self._taken = {*taken, *_words(names, tensors), *self.dialect.reserved}
         self._inner = inner
         self.usage = Usage(roots, self.axes, inner)
+        self._deciding = deciding(roots)
 
     # --- what is known of a node --------------------------------------------------------------------------
 
@@ -208,6 +209,10 @@ class _Emission:
                 parts = node.args[1:] if node.op == "select" else node.args
                 return node.wide or (node.op != "to_int" and any(map(self.wide, parts)))
         return False
+
+    def exact(self, node: Expr) -> bool:
+        """Whether a quotient or a root must be the nearest float32."""
+        return not self.fast_math or node in self._deciding
 
     # --- writing ------------------------------------------------------------------------------------------
 

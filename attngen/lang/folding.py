@@ -9,8 +9,8 @@ regrouped so that each element is multiplied once by everything that does not de
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from attngen.lang.bands import Heads
 from attngen.lang.derivative import differentiate, differentiate_loads
@@ -18,6 +18,7 @@ from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, walk
 from attngen.lang.ranges import Range
 from attngen.lang.simplify import mul, truediv
+from attngen.lang.usage import decides
 
 #: The raw product of a query row and a key row, before the scale.
 PRODUCT = Var("qk", Type.FLOAT)
@@ -33,10 +34,14 @@ _KEYS = frozenset({"kv", "kv_global"})
 
 @dataclass(frozen=True, slots=True)
 class Logit:
-    """``value * multiplier`` is the logit in units of log2; the multiplier is the same for a whole tile of rows."""
+    """``value * multiplier`` is the logit in units of log2; the multiplier is the same for a whole tile of rows.
+
+    ``natural`` is the logit as it was written, which decides at the same numbers as the score does.
+    """
 
     value: Expr
     multiplier: Expr
+    natural: Expr
 
 
 def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool, heads: Heads = "single") -> Logit:
@@ -46,20 +51,20 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     """
     unit = _product([SOFTMAX_SCALE, LOG2E])
     if score is None:
-        return Logit(PRODUCT, unit)
+        return Logit(PRODUCT, unit, mul(PRODUCT, SOFTMAX_SCALE))
     scaled = rewrite(score, lambda node: mul(PRODUCT, SOFTMAX_SCALE) if node == Var("s", Type.FLOAT) else None)
     if not fast_math:
-        return Logit(scaled, LOG2E)
-    grouped = rewrite(scaled, _regroup)
+        return Logit(scaled, LOG2E, scaled)
+    grouped = _rewrite_values(scaled, _regroup)
     constant, varying = _factors(grouped)
     if heads == "packed":
         varying += [factor for factor in constant if "h" in names(factor)]
         constant = [factor for factor in constant if "h" not in names(factor)]
-    if constant and bounds(_product(constant), ranges)[0] >= 0:
-        return Logit(_product(varying), _product([*constant, LOG2E]))
+    if constant and _holds(constant) and bounds(_product(constant), ranges)[0] >= 0:
+        return Logit(_product(varying), _product([*constant, LOG2E]), scaled)
     if isinstance(grouped, Op) and grouped.op in ("add", "sub"):
-        return Logit(_scale_terms(grouped), ONE)
-    return Logit(grouped, LOG2E)
+        return Logit(_scale_terms(grouped), ONE, scaled)
+    return Logit(grouped, LOG2E, scaled)
 
 
 def split_keys(value: Expr, first: Var, key: Var) -> Expr:
@@ -86,7 +91,7 @@ def split_keys(value: Expr, first: Var, key: Var) -> Expr:
     def _ends_in(node: Expr, lane: Expr) -> bool:
         return node == lane or (isinstance(node, Op) and node.op == "mul" and node.args[0] == lane)
 
-    return rewrite(value, rule)
+    return _rewrite_values(value, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +112,25 @@ def fold_slope(logit: Logit, tensors: Iterable[str] = (), *, fast_math: bool) ->
 
     They are those of the natural logit: without the factor log2(e), which each form of a logit has exactly once.
     """
-    natural = _without_log2e(mul(logit.value, logit.multiplier))
-    loads = tuple(pair for tensor in tensors for pair in differentiate_loads(natural, tensor))
-    slope = differentiate(natural, PRODUCT.name)
+    loads = tuple(pair for tensor in tensors for pair in differentiate_loads(logit.natural, tensor))
+    slope = differentiate(logit.natural, PRODUCT.name)
+    if fast_math:
+        loads = tuple((load, _rewrite_values(by_load, _regroup)) for load, by_load in loads)
     if not _varies(slope):
         return Slope(slope, None, loads)
     if not fast_math:
         return Slope(ONE, slope, loads)
-    constant, varying = _factors(rewrite(slope, _regroup))
+    constant, varying = _slope_factors(_rewrite_values(slope, _regroup))
     return Slope(_product(constant), _product(varying), loads)
+
+
+def _slope_factors(slope: Expr) -> tuple[list[Expr], list[Expr]]:
+    """Return the factors of a derivative, as ``_factors`` does, also those of one that is 0 where a condition fails."""
+    match slope:
+        case Op(op="select", args=(condition, value, Const(value=0.0) as zero), type=Type.FLOAT):
+            constant, varying = _factors(value)
+            return constant, [Op("select", (condition, _product(varying), zero), Type.FLOAT)]
+    return _factors(slope)
 
 
 def is_finite(slope: Expr) -> bool:
@@ -138,16 +153,16 @@ def _divides_by_constant(node: Op) -> bool:
     return node.op == "truediv" and not _varies(node.args[1])
 
 
-def _without_log2e(expr: Expr) -> Expr:
-    plain = rewrite(expr, lambda node: ONE if node == LOG2E else None)
+def _rewrite_values(node: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
+    """Rebuild an expression bottom up as ``ir.rewrite`` does, save what is rounded or compared: that stays as it is.
 
-    def drop_ones(node: Expr) -> Expr | None:
-        match node:
-            case Op(op="mul", args=(a, b)) if node.type is Type.FLOAT and ONE in (a, b):
-                return a if b == ONE else b
-        return None
-
-    return rewrite(plain, drop_ones)
+    There the last bit decides: ``x / n >= 1.0`` and ``x * (1.0 / n) >= 1.0`` are not the same at ``x == n``.
+    """
+    if not isinstance(node, Op) or node.type is not Type.FLOAT or decides(node):
+        return node
+    node = replace(node, args=tuple(_rewrite_values(argument, rule) for argument in node.args))
+    replacement = rule(node)
+    return node if replacement is None else replacement
 
 
 def _varies(node: Expr) -> bool:
@@ -163,7 +178,7 @@ def _regroup(node: Expr) -> Expr | None:
     if node.op not in ("mul", "truediv"):
         return None
     constant, varying = _factors(node)
-    if not constant or not varying:
+    if not constant or not varying or not _holds(constant):
         return None
     return mul(_product(varying), _product(constant))
 
@@ -201,6 +216,12 @@ def _reads_integers(node: Op) -> bool:
     return any(argument.type is not Type.FLOAT for argument in node.args)
 
 
+def _holds(factors: list[Expr]) -> bool:
+    """Whether float32 holds the product of the literals among factors, so that it may take their place."""
+    literal = math.prod(f.value for f in factors if isinstance(f, Const))
+    return not math.isfinite(literal) or 2.0**-120 < abs(literal) < 2.0**120
+
+
 def _product(factors: list[Expr]) -> Expr:
     result: Expr = ONE
     literal = math.prod(f.value for f in factors if isinstance(f, Const))
@@ -220,5 +241,7 @@ def _scale_terms(node: Expr) -> Expr:
     if isinstance(node, Op) and node.op in ("add", "sub") and node.type is Type.FLOAT:
         return Op(node.op, tuple(_scale_terms(argument) for argument in node.args), Type.FLOAT)
     constant, varying = _factors(node)
+    if not _holds(constant):
+        return mul(node, LOG2E)
     constant = [*constant, LOG2E]
     return mul(_product(varying), _product(constant)) if varying else _product(constant)

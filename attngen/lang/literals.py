@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
-from attngen.lang.ir import Const, Expr, Op, Type
+from attngen.lang.ir import Const, Expr, Op, Type, rewrite
+from attngen.lang.parser import FLOAT32_MAX
 from attngen.lang.simplify import make
 
 
@@ -34,11 +36,61 @@ _FUNCTIONS: dict[str, Callable[[float], float]] = {
 _LOGICAL = frozenset({"and", "or", "xor", "not", "select", "eq", "ne"})
 
 
+_SMALLEST_NORMAL = 2.0**-126
+#: Operators that are 0 of arguments that are not 0 only where a float is too small.
+_SCALING = frozenset({"mul", "truediv", "pow", "exp", "exp2"})
+
+
 def fold_literals(node: Expr) -> Expr | None:
     """Return an operator over literals as a literal, one with a literal condition without it (for ``ir.rewrite``).
 
-    None if there is nothing to do.
+    What float32 does not hold becomes inf or 0 at each step, as in a kernel that would compute it. None if there is
+    nothing to do.
     """
+    found = node if isinstance(node, Const) else _folded(node)
+    if isinstance(found, Const) and found.type is Type.FLOAT:
+        value = _float32(found.value)
+        if value != found.value and value == value:
+            found = Const(value, Type.FLOAT)
+    return None if found is node else found
+
+
+def beyond_float32(expr: Expr) -> list[tuple[Expr, float]]:
+    """Return the parts of an expression that are literals of a size which float32 does not hold, and what they become.
+
+    That is inf, or 0 for what is not 0.
+    """
+    found: dict[Expr, float] = {}
+
+    def fold(node: Expr) -> Expr | None:
+        value = fold_literals(node)
+        if not isinstance(value, Const) or value.type is not Type.FLOAT:
+            return value
+        values = [arg.value for arg in node.args if isinstance(arg, Const)] if isinstance(node, Op) else [1.0]
+        if math.isinf(value.value) and all(math.isfinite(v) for v in values):
+            found[node] = value.value
+        scales = isinstance(node, Const) or (isinstance(node, Op) and node.op in _SCALING)
+        small = all(math.isfinite(v) for v in values) and (
+            0 not in values or getattr(node, "op", "") in ("exp", "exp2")
+        )
+        if value.value == 0 and scales and small:
+            found[node] = 0.0
+        return value
+
+    rewrite(expr, fold)
+    return list(found.items())
+
+
+def _float32(value: float) -> float:
+    """Return a number as float32 has it, if it is too large or too small to be a normal one; else the number."""
+    if math.isfinite(value) and abs(value) >= FLOAT32_MAX:
+        return math.copysign(math.inf, value)
+    if 0 < abs(value) < _SMALLEST_NORMAL:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    return value
+
+
+def _folded(node: Expr) -> Expr | None:
     if not isinstance(node, Op):
         return None
     if node.op in _LOGICAL and any(isinstance(a, Const) and a.type is Type.BOOL for a in node.args):
@@ -52,7 +104,9 @@ def fold_literals(node: Expr) -> Expr | None:
             argument = node.args[0]
             assert isinstance(argument, Const)
             return Const(_FUNCTIONS[node.op](argument.value), Type.FLOAT)
-        except (ArithmeticError, ValueError):  # log(-1), exp(1e9): left to the target
+        except OverflowError:
+            return Const(math.inf, Type.FLOAT) if node.op in ("exp", "exp2") else None
+        except (ArithmeticError, ValueError):  # log(-1): left to the target
             return None
     value = make(node.op, *node.args, wide=node.wide)
     return value if isinstance(value, Const) else None

@@ -17,6 +17,9 @@ from attngen.lang.simplify import Linear, integer, linear, make
 
 #: Limits of the search for a proof: replacements in a row, sums looked at, size of an expression.
 _DEPTH, _STEPS, _NODES = 5, 100, 60
+#: Sums looked at for one mask in all, so that a mask of many comparisons, of which each may meet each, takes seconds;
+#: shipped masks take at most 706. What is not proven then is computed in the kernel, or classified.
+_STEPS_OF_ALL = 5_000
 
 
 def _plus(name: str, constant: int = 0) -> Expr:
@@ -59,18 +62,20 @@ class Proof:
         self._numbers = Numbers(facts)
         self._known: dict[tuple[Expr, Expr], bool] = {}
         self._steps = 0
+        self._left = _STEPS_OF_ALL
 
     def at_most(self, x: Expr, y: Expr) -> bool:
         """Return whether ``x <= y`` is certain; both are INT."""
         known = self._known.get((x, y))
         if known is None:
             self._steps = _STEPS
-            large = larger(x, _NODES) or larger(y, _NODES)
-            known = self._known[x, y] = not large and self._less(x, y, _DEPTH)
+            beyond = self._left <= 0 or larger(x, _NODES) or larger(y, _NODES)
+            known = self._known[x, y] = not beyond and self._less(x, y, _DEPTH)
         return known
 
     def _nonnegative(self, total: Linear, depth: int) -> bool:
         self._steps -= 1
+        self._left -= 1
         if self._least(total) >= 0:
             return True
         if depth <= 0 or self._steps < 0:

@@ -34,6 +34,9 @@ class Scope(Protocol):
     def bounds(self, node: Expr) -> tuple[float, float]:
         """Return the inclusive range of a node; infinite where nothing is known."""
 
+    def exact(self, node: Expr) -> bool:
+        """Whether a quotient or a root must be the nearest float32: without ``fast_math``, and where it decides."""
+
     def axes(self, node: Expr) -> frozenset[str]:
         """Return the axes of a tile along which a node varies."""
 

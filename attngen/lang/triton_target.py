@@ -3,6 +3,12 @@
 A scalar condition that meets one that varies over a tile is written ``True & condition``: the interpreter (3.6 to
 3.9) keeps a scalar comparison in the type of what was compared, and would splat it as an integer or a float.
 
+A call passes fp32 scalars, which the interpreter keeps as Python's floats: a comparison of such alone is written with
+``tl.cast``, as it would be Python's bool, which has no ``.to`` and whose ``~`` is a number.
+
+``/`` may be off by two units in the last place (``div.full.f32``) and ``tl.sqrt`` by one; where a quotient or a root
+decides, and everywhere without ``fast_math``, ``tl.div_rn`` and ``tl.sqrt_rn`` round to nearest.
+
 Sources: Triton language reference (integer division and remainder truncate, as in C; comparisons with NaN are
 false; ``tl.minimum`` drops NaN unless told otherwise).
 """
@@ -11,7 +17,8 @@ from __future__ import annotations
 
 import math
 
-from attngen.lang.ir import Const, Expr, Op, Type
+from attngen.lang.ir import Const, Expr, Op, Type, Var
+from attngen.lang.ranges import INT32
 from attngen.lang.targets import Dialect, Piece, Scope, power_factors, power_of_two
 
 # Binding strength in Python's grammar, loosest first.
@@ -20,12 +27,12 @@ _COMPARE, _BITOR, _BITXOR, _BITAND, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range
 _INFIX: dict[str, tuple[str, int]] = {
     "or": ("|", _BITOR), "bitor": ("|", _BITOR), "xor": ("^", _BITXOR), "bitxor": ("^", _BITXOR),
     "and": ("&", _BITAND), "bitand": ("&", _BITAND), "lshift": ("<<", _SHIFT), "rshift": (">>", _SHIFT),
-    "add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT), "truediv": ("/", _PRODUCT),
+    "add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT),
 }  # fmt: skip
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _CALLS = {
     "abs": "tl.abs", "floor": "tl.floor", "ceil": "tl.ceil", "exp": "tl.exp", "exp2": "tl.exp2", "log": "tl.log",
-    "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "sin": "tl.sin", "cos": "tl.cos",
+    "log2": "tl.log2", "rsqrt": "tl.rsqrt", "sin": "tl.sin", "cos": "tl.cos",
     "sigmoid": "tl.sigmoid",
 }  # fmt: skip
 #: What follows a load, so that int and float are always int32 (or int64) and float32.
@@ -46,6 +53,8 @@ class TritonDialect(Dialect):
         if node.type is Type.BOOL:
             return Piece(str(bool(node.value)), _ATOM)
         if node.type is Type.INT:
+            if not INT32[0] <= node.value <= INT32[1]:  # beside an int32, Triton takes every literal for one
+                return Piece(f"tl.cast({int(node.value)}, tl.int64)", _ATOM)
             return Piece(str(int(node.value)), _ATOM if node.value >= 0 else _SIGN)
         value = float(node.value)
         if math.isnan(value):
@@ -61,6 +70,8 @@ class TritonDialect(Dialect):
         if all(isinstance(arg, Const) for arg in node.args):  # no value at build time: Triton needs a tensor
             kind = {Type.FLOAT: "float32", Type.INT: "int32", Type.BOOL: "int1"}[node.args[0].type]
             args = (Piece(f"tl.cast({args[0].text}, tl.{kind})", _ATOM), *args[1:])
+        elif op in _COMPARISONS and all(_plain(arg, scope) for arg in node.args):
+            args = (Piece(f"tl.cast({args[0].text}, tl.float32)", _ATOM), *args[1:])
         if node.type is Type.BOOL and op not in ("not", "to_int") and scope.axes(node):
             args = tuple(
                 self.lifted(piece) if arg.type is Type.BOOL and not scope.axes(arg) else piece
@@ -68,11 +79,15 @@ class TritonDialect(Dialect):
             )
         if node.wide and op != "select" and op not in _COMPARISONS:
             args = self._widened(node, args)
+        if op == "truediv":
+            return self._quotient(node, args[0], args[1], scope)
         if op in _INFIX:
             sign, strength = _INFIX[op]
             return Piece(f"{args[0].within(strength)} {sign} {args[1].within(strength + 1)}", strength)
         if op in _COMPARISONS:  # neither side may be a comparison: Python would chain them
             return Piece(f"{args[0].within(_BITOR)} {_COMPARISONS[op]} {args[1].within(_BITOR)}", _COMPARE)
+        if op == "sqrt":
+            return self._root(node, args[0], scope)
         if op in _CALLS:
             return Piece(f"{_CALLS[op]}({args[0].text})", _ATOM)
         match op:
@@ -96,14 +111,23 @@ class TritonDialect(Dialect):
             case "pow":
                 return self._power(node, scope)
             case "tanh":
-                return self._tanh(args[0], scope)
+                return self._tanh(node, args[0], scope)
             case "silu":
                 x = scope.named(node.args[0])
-                return Piece(f"{x.text} / (1.0 + tl.exp(-{x.text}))", _PRODUCT)
+                return self._quotient(node, x, Piece(f"1.0 + tl.exp(-{x.text})", _SUM), scope)
             case "tan":
                 x = scope.named(node.args[0])
-                return Piece(f"tl.sin({x.text}) / tl.cos({x.text})", _PRODUCT)
+                sine, cosine = (Piece(f"tl.{name}({x.text})", _ATOM) for name in ("sin", "cos"))
+                return self._quotient(node, sine, cosine, scope)
         raise ValueError(f"operator {op!r} has no Triton form")
+
+    def _quotient(self, node: Op, a: Piece, b: Piece, scope: Scope) -> Piece:
+        if scope.exact(node):
+            return Piece(f"tl.div_rn({a.text}, {b.text})", _ATOM)
+        return Piece(f"{a.within(_PRODUCT)} / {b.within(_SIGN)}", _PRODUCT)
+
+    def _root(self, node: Op, x: Piece, scope: Scope) -> Piece:
+        return Piece(f"tl.sqrt{'_rn' if scope.exact(node) else ''}({x.text})", _ATOM)
 
     def _widened(self, node: Op, args: tuple[Piece, ...]) -> tuple[Piece, ...]:
         """Cast one argument to int64, which then promotes the others; a literal adapts by itself."""
@@ -168,19 +192,20 @@ class TritonDialect(Dialect):
                 lambda x: scope.temporary(node, "square", f"{x} * {x}").text,
             )
             result = Piece(" * ".join(factors), _PRODUCT if len(factors) > 1 else _SIGN)
-            return result if power > 0 else Piece(f"1.0 / {result.within(_SIGN)}", _PRODUCT)
+            return result if power > 0 else self._quotient(node, Piece("1.0", _ATOM), result, scope)
         if power == 0.5:
-            return Piece(f"tl.sqrt({base.text})", _ATOM)
+            return self._root(node, base, scope)
         if power == -0.5:
             return Piece(f"tl.rsqrt({base.text})", _ATOM)
         return Piece(f"tl.exp2({power!r} * tl.log2({base.text}))", _ATOM)
 
-    def _tanh(self, x: Piece, scope: Scope) -> Piece:
+    def _tanh(self, node: Op, x: Piece, scope: Scope) -> Piece:
         if scope.fast_math:  # one instruction, relative error 2^-11 (PTX ISA, tanh.approx.f32)
             asm = '"tanh.approx.f32 $0, $1;", "=f,f"'
             return Piece(f"tl.inline_asm_elementwise({asm}, [{x.text}], dtype=tl.float32, is_pure=True, pack=1)", _ATOM)
         # 2 * log2(e); exp2 saturates to 0 and inf, which give -1 and 1
-        return Piece(f"1.0 - 2.0 / (tl.exp2(2.8853900817779268 * {x.within(_SIGN)}) + 1.0)", _SUM)
+        divisor = Piece(f"tl.exp2(2.8853900817779268 * {x.within(_SIGN)}) + 1.0", _SUM)
+        return Piece(f"1.0 - {self._quotient(node, Piece('2.0', _ATOM), divisor, scope).text}", _SUM)
 
     def declare(self, name: str, type: Type, wide: bool, text: str) -> str:
         return f"{name} = {text}"
@@ -220,6 +245,18 @@ class TritonDialect(Dialect):
 
     def search(self, pointer: str, stride: str, length: str, value: str, strict: bool) -> str:
         return f"first_at_least({pointer}, {stride}, {length}, {value}, {strict})"
+
+
+def _plain(node: Expr, scope: Scope) -> bool:
+    """Whether a float is made of literals and fp32 scalars of the call alone, by operators of Python's own."""
+    match node:
+        case Const(type=Type.FLOAT):
+            return True
+        case Var(type=Type.FLOAT):
+            return not scope.axes(node)
+        case Op(op="add" | "sub" | "mul" | "truediv" | "neg", type=Type.FLOAT, args=args):
+            return all(_plain(arg, scope) for arg in args)
+    return False
 
 
 def _not_negative(node: Expr, scope: Scope) -> bool:

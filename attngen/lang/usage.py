@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from attngen.lang.ir import Expr, Load, Op, children
+from attngen.lang.ir import Expr, Load, Op, Type, children
 
 #: A condition and whether it holds.
 Guard = tuple[Expr, bool]
@@ -49,6 +49,28 @@ class Usage:
             self._guards[child] = guards
         else:  # what holds at every use
             self._guards[child] = {guard: None for guard in known if guard in guards}
+
+
+def deciding(roots: Sequence[Expr]) -> frozenset[Expr]:
+    """Return what is rounded or compared, with all parts of it: there the last bit of a float decides."""
+    found: set[Expr] = set()
+
+    def add(node: Expr) -> None:
+        if node not in found:
+            found.add(node)
+            for child in children(node):
+                add(child)
+
+    for node in _parents_first(roots):
+        if decides(node):
+            for child in children(node):
+                add(child)
+    return frozenset(found)
+
+
+def decides(node: Expr) -> bool:
+    """Whether a node makes a condition or a whole number of its arguments."""
+    return isinstance(node, Op) and (node.type is Type.BOOL or node.op in ("floor", "ceil"))
 
 
 def _edges(node: Expr) -> Iterator[tuple[Expr, list[Guard]]]:

@@ -82,6 +82,10 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
     plain = ("b", "h", "hk", "heads", "kv_heads", "seqlen_q", "seqlen_k", "total_q", "total_k", "softmax_scale")
     bound = {name: Binding(name) for name in plain}
     bound["LOG2E"] = Binding(language.log2e)
+    for tensor in plan.variant.tensors:  # an extent that nobody declares is what the first tensor that names it has
+        for axis, extent in enumerate(tensor.shape):
+            if isinstance(extent, str):
+                bound.setdefault(extent, Binding(extent_name(tensor, axis)))
     for scalar in plan.variant.arguments:
         name = argument_name(scalar.name)
         bound[scalar.name] = Binding(f"({name} != 0)" if scalar.dtype == "bool" else name, wide=scalar.dtype == "int64")

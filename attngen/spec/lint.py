@@ -6,7 +6,10 @@ import re
 from dataclasses import dataclass
 
 from attngen.errors import Location
-from attngen.lang.ir import Expr, Load, walk
+from attngen.lang.ir import Const, Expr, Load, Op, walk
+from attngen.lang.literals import beyond_float32
+from attngen.lang.printing import canonical
+from attngen.lang.usage import deciding
 from attngen.spec.expand import KernelSpec, repeats
 from attngen.spec.loading import DeclaredVariant, Spec
 from attngen.spec.presets import preset_names
@@ -35,6 +38,7 @@ def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
         declared = spec.variants[name]
         found.extend(_unused_declarations(declared))
         found.extend(_idle_gradients(declared))
+        found.extend(_floats(declared))
         if kernels and name not in used:
             found.append(Remark(f"variant '{name}' is used by no kernel", declared.location))
         if name in preset_names() and not _is_preset(spec, name):
@@ -62,6 +66,42 @@ def _idle_gradients(declared: DeclaredVariant) -> list[Remark]:
         for tensor in variant.tensors
         if tensor.grad and tensor.name in _read(variant.mask) - differentiable
     ]
+
+
+def _floats(declared: DeclaredVariant) -> list[Remark]:
+    """Return a remark for each number that float32 does not hold, and each quotient of integers that decides."""
+    variant = declared.variant
+    found = []
+    for field, root in (("mask", variant.mask), ("score", variant.score), ("sink", variant.sink)):
+        if root is None:
+            continue
+        place = declared.tree.locate(("variants", variant.name, field), key=True)
+        found += [
+            Remark(f"{field} of variant '{variant.name}': {canonical(part)} is {value!r} in float32", place)
+            for part, value in beyond_float32(root)
+        ]
+        found += [
+            Remark(
+                f"{field} of variant '{variant.name}': {canonical(part)} is rounded to float32 before it is "
+                "compared or rounded to an integer; '//' divides integers exactly",
+                place,
+            )
+            for decisive in [deciding([root])]
+            for part in dict.fromkeys(walk(root))
+            if part in decisive and _divides_integers(part)
+        ]
+    return found
+
+
+def _divides_integers(node: Expr) -> bool:
+    return (
+        isinstance(node, Op)
+        and node.op == "truediv"
+        and all(
+            (isinstance(arg, Op) and arg.op == "to_float") or (isinstance(arg, Const) and float(arg.value).is_integer())
+            for arg in node.args
+        )
+    )
 
 
 def _read(expression: Expr) -> set[str]:

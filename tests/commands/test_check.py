@@ -105,6 +105,21 @@ def test_a_gradient_that_is_0_is_told(tmp_path):
     assert [line for line in run(path).stderr.splitlines() if "grad" in line] == [f"warning: {path}{says}"]
 
 
+def test_floats_that_round_or_leave_float32_are_told(tmp_path):
+    text = (
+        "schema: 1\narch: sm90a\nvariants:\n  odd:\n    mask: floor(kv / 48) == q // 48 or kv / 2.5 < 1.0\n"
+        "    score: s + exp(100.0) - 1e-46 + 1e-30 * 1e-30 + kv / 48\nkernels:\n  - {variant: odd, head_dim: 64}\n"
+    )
+    path = write(tmp_path, text)
+    assert run(path).stderr.splitlines() == [
+        f"warning: {path}:5: mask of variant 'odd': kv / 48.0 is rounded to float32 before it is compared or "
+        "rounded to an integer; '//' divides integers exactly",
+        f"warning: {path}:6: score of variant 'odd': exp(100.0) is inf in float32",
+        f"warning: {path}:6: score of variant 'odd': 1e-46 is 0.0 in float32",
+        f"warning: {path}:6: score of variant 'odd': 1e-30 * 1e-30 is 0.0 in float32",
+    ]
+
+
 def test_a_tile_that_the_plan_would_choose_anyway(tmp_path):
     text = "schema: 1\narch: sm90a\nkernels:\n  - {variant: full, head_dim: 64}\n"
     tile = json.loads(run(write(tmp_path, text), "--json").stdout)["specs"][0]["kernels"][0]["tile"]

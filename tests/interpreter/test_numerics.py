@@ -92,6 +92,42 @@ def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str) ->
     assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 16) == ()
 
 
+#: Monotone tensors along an extent that no scalar declares: it is that of the tensor at the call.
+NAMED_EXTENTS = {
+    "one axis": 'mask: "doc[q] == doc[kv]", tensors: {doc: {dtype: int32, shape: [n], monotone: {axis: 0}}}',
+    "the second": (
+        'mask: "q >= kv and doc[hk, q] == doc[hk, kv]", '
+        "tensors: {doc: {dtype: int64, shape: [hk, n], monotone: {axis: 1}}, "
+        "other: {dtype: int32, shape: [n], range: {min: 0}}}"
+    ),
+}
+
+
+@sampled(variant=NAMED_EXTENTS, layout=LAYOUTS)
+def test_an_extent_that_nobody_declares(interpreter: Interpreter, variant: str, layout: str) -> None:
+    declared = f"variants:\n  odd: {{{variant}}}\n"
+    assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 18) == ()
+
+
+#: Scalars of the call in float32, which the interpreter keeps as Python's floats, where they decide.
+SCALAR_CONDITIONS = {
+    "an integer": "s * int(x >= 1.5)",
+    "not": "s if not x >= 1.5 else -s",
+    "a float": "s + float(x >= y / 3)",
+    "equal": "s if (x >= 1.5) == (y < 2 * x) else 0.5 * s",
+    "exclusive": "s if (x > y) ^ (kv > 3) else 0.5 * s",
+    "in int64": "s + (5000000000 if x > y else kv) / 5000000000",
+    "beyond int32": "s + min(kv + 5000000000, 5000000007) % 7",
+}
+
+
+@sampled(score=SCALAR_CONDITIONS)
+def test_conditions_of_scalars(interpreter: Interpreter, score: str) -> None:
+    scalars = "{x: {type: float32, min: 0, max: 3}, y: {type: float32, min: 0, max: 3}}"
+    declared = f'variants:\n  odd: {{score: "{score}", scalars: {scalars}}}\n'
+    assert interpreter.call("problems", spec("odd", declared=declared), 19) == ()
+
+
 def test_a_bound_may_be_the_largest_integer(interpreter: Interpreter) -> None:
     """Rounding it up to a tile must not wrap around, which would make every tile a full one."""
     declared = 'variants:\n  odd: {mask: "kv < 5 or kv >= window", scalars: {window: {type: int32, min: 1}}}\n'
@@ -126,6 +162,8 @@ SCORES = {
     ),
     "functions": 'score: "max(s, 0.1 * s) + log2(1 + exp(-abs(s))) + tanh(s) * cos(s) + sqrt(abs(s)) ** 3"\n',
     "silu of a bias": 'score: "s + silu(bias[hk]) * min(q, kv)"\n    tensors: {bias: {dtype: float32, shape: [hk]}}\n',
+    "a root of what is not chosen": 'score: "s + sqrt(s * s + 1.0 if kv % 2 == 0 else 0.0)"\n',
+    "a root of what is flat": 'score: "s + sqrt(max(s, 0.5) - 0.5) * min(max(s, 0.0), 0.0)"\n',
     "no softmax input": 'score: "1.0 * (q - kv)"\n',
 }
 

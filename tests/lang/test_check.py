@@ -204,6 +204,11 @@ def test_ranges_may_name_extents() -> None:
         (Scalar("x", "int32", default=0, min=1), "0 is below min"),
         (Scalar("x", "int32", const=1, default=1), "a constant takes no default"),
         (Scalar("x", "int32", max="seqlen k"), "name of an extent"),
+        (
+            Scalar("x", "int32", max="seqlen"),
+            r"scalars\.x\.max: no tensor has an extent 'seqlen'; did you mean 'seqlen_",
+        ),
+        (Scalar("x", "int32", min="n"), r"scalars\.x\.min: no tensor has an extent 'n' \(allowed: a number, b, h"),
         (Scalar("x", "int32", grad=True), "has a gradient"),
         (Scalar("x", "fp32", const=1.0, grad=True), "has a gradient"),
     ],
@@ -231,6 +236,7 @@ def test_scalars(scalar: Scalar, message: str) -> None:
         (Tensor("x", "int32", ("b",), range=(3, 2)), "min 3 exceeds max 2"),
         (Tensor("x", "int32", ("b",), range=(0.5, 2)), "must be an integer, got 0.5"),
         (Tensor("x", "int32", ("b",), grad=True), "a tensor of int32 has no gradient"),
+        (Tensor("x", "int32", ("n",), range=(0, "m")), r"tensors\.x\.range\.max: no tensor has an extent 'm'"),
     ],
 )
 def test_tensors(tensor: Tensor, message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 
@@ -114,3 +116,39 @@ def test_each_element_that_is_read_counts_once() -> None:
 
 def test_nothing_depends_on_an_unknown_name() -> None:
     assert differentiate(score("s + 1.0"), "nope") == ZERO == Const(0.0, Type.FLOAT)
+
+
+#: Functions that have an infinite derivative somewhere, of what may be flat or not be chosen there.
+_OUTER = ["sqrt({})", "({}) ** 0.5", "({}) ** 1.5", "log({})", "log2({})", "1.0 / max({}, 0.25)", "exp({})", "{}"]
+_INNER = [
+    "max({}, 0.0)", "min({}, 1.0)", "clamp({}, 0.0, 1.0)", "abs({})", "{} * {} if {} > 0 else 0.0",
+    "({}) ** 2 if kv % 2 == 0 else 0.0", "0.0 if {} < 0 else {}", "max(min({}, 2.0), 0.0) + max({}, 0.0)",
+    "clamp({}, 0.0, x)", "max({}, x) - x", "-min({}, 0.0)", "{} if kv < 2 else max({}, 0.0) if kv < 4 else 1.0",
+]  # fmt: skip
+
+
+def test_what_is_flat_or_not_chosen_takes_no_part_in_an_infinite_derivative() -> None:
+    """Wherever torch's derivative is finite, ours is the same: no 0 * inf anywhere along the chain."""
+    random = Random(7)
+    f64 = torch.float64
+    numbers = torch.tensor([-2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0], dtype=f64)[:, None].repeat(1, 6)
+    compared = 0
+    for _ in range(400):
+        text = "s"
+        for _ in range(random.randint(1, 2)):
+            inner, outer = random.choice(_INNER), random.choice(_OUTER)
+            text = outer.replace("{}", "(" + inner.replace("{}", f"({text})") + ")")
+            if random.random() < 0.3:
+                text = f"({text}) * s"
+        expr = score(text)
+        s = numbers.clone().requires_grad_()
+        env = {"kv": torch.arange(6), "x": torch.tensor(1.0, dtype=f64)}
+        value = torch.broadcast_to(evaluate(expr, {**env, "s": s}, float_dtype=f64), s.shape)
+        if not value.requires_grad:
+            continue
+        (wanted,) = torch.autograd.grad(value, s, torch.ones_like(value), allow_unused=True, materialize_grads=True)
+        found = evaluate(differentiate(expr, "s"), {**env, "s": s.detach()}, float_dtype=f64).broadcast_to(s.shape)
+        finite = wanted.isfinite()
+        compared += int(finite.sum())
+        torch.testing.assert_close(found[finite], wanted[finite], rtol=1e-9, atol=1e-9, msg=text)
+    assert compared > 10_000

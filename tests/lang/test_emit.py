@@ -14,10 +14,13 @@ import torch
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
 from attngen.lang.emit import Binding, Emitted, TensorBinding, emit, emit_many
-from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var
+from attngen.lang.folding import fold_logit
+from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, rewrite, walk
+from attngen.lang.literals import fold_literals
 from attngen.lang.printing import canonical
 from attngen.lang.ranges import declared_ranges
 from attngen.lang.targets import Target
+from attngen.lang.usage import decides
 from attngen.lang.variant import Scalar, Tensor, Variant
 from tests.lang import harness, randoms
 
@@ -245,16 +248,51 @@ def test_int64_where_int32_may_overflow() -> None:
 def test_fast_math() -> None:
     assert "tanh.approx.f32" in score("20 * tanh(s / 20)", fast_math=True).result
     exact = score("20 * tanh(s / 20)").result
-    assert exact == "20.0 * (1.0 - 2.0 / (tl.exp2(2.8853900817779268 * (s / 20.0)) + 1.0))"
+    scaled = "tl.div_rn(s, 20.0)"
+    assert exact == f"20.0 * (1.0 - tl.div_rn(2.0, tl.exp2(2.8853900817779268 * {scaled}) + 1.0))"
     assert "tanh_approx(" in score("20 * tanh(s / 20)", Target.CUDA, fast_math=True).result
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("s if s / 3 >= 1.0 else 0.0", "tl.where(tl.div_rn(s, 3.0) >= 1.0, s, 0.0)"),
+        ("floor(s / 3)", "tl.floor(tl.div_rn(s, 3.0))"),
+        ("ceil(s * 2 ** -1)", "tl.ceil(s * 0.5)"),
+        ("floor((abs(s) + 1) ** -1)", "tl.floor(tl.div_rn(1.0, element_value))"),
+        ("floor(sqrt(abs(s)))", "tl.floor(tl.sqrt_rn(tl.abs(s)))"),
+        ("floor(abs(s) ** 0.5)", "tl.floor(tl.sqrt_rn(abs_s))"),
+        ("s / 3 + floor(s)", "s / 3.0 + tl.floor(s)"),
+        ("s / 3 if s > 0 else 0.0", "tl.where(s > 0.0, s / 3.0, 0.0)"),
+        ("max(s / 3, 0.0)", "tl.maximum(s / 3.0, 0.0, propagate_nan=tl.PropagateNan.ALL)"),
+    ],
+)
+def test_quotients_and_roots_are_exact_where_they_decide(source: str, wanted: str) -> None:
+    assert score(source, fast_math=True).result == wanted
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_that_decides_divides_inexactly(seed: int) -> None:
+    expr = randoms.expression(seed, kind="float", depth=4, logit=True)
+    deciding = [part for part in walk(expr) if decides(part)]
+    for part in deciding:  # alone, so that nothing else makes it exact
+        emitted = emit_many(
+            [part], Target.TRITON, harness.triton_bindings(), harness.tensor_bindings(), ranges=harness.RANGES,
+            fast_math=True,
+        )  # fmt: skip
+        text = "\n".join((*emitted.hoisted, *emitted.body, emitted.results[0]))
+        assert not any(isinstance(node, ast.Div) for node in ast.walk(ast.parse(text))), canonical(part)
+        assert "tl.sqrt(" not in text
 
 
 def test_powers() -> None:
     assert score("s ** 2").result == "s * s"
     assert score("s ** 5").body == ("square = s * s", "square_2 = square * square")
     assert score("s ** 5").result == "s * square_2"
-    assert score("(abs(s) + 1) ** -1").result.startswith("1.0 / ")
-    assert score("abs(s) ** 0.5").result.startswith("tl.sqrt(")
+    assert score("(abs(s) + 1) ** -1").result.startswith("tl.div_rn(1.0, ")
+    assert score("(abs(s) + 1) ** -1", fast_math=True).result.startswith("1.0 / ")
+    assert score("abs(s) ** 0.5").result.startswith("tl.sqrt_rn(")
+    assert score("abs(s) ** 0.5", fast_math=True).result.startswith("tl.sqrt(")
     assert "tl.exp2(1.5 * tl.log2(" in score("abs(s) ** 1.5").result
 
 
@@ -379,6 +417,43 @@ def test_triton_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     source = ASTSource(module.kernel, harness.triton_signature(), constexprs={})
     built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert "tanh.approx.f32" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("exp(100.0)", math.inf), ("exp(1000.0)", math.inf), ("3e38 * 3", math.inf), ("-3e38 * 3", -math.inf),
+        ("1e-46", 0.0), ("1e-30 * 1e-30", 0.0), ("1e-30 * 1e-30 * 1e38", 0.0), ("exp(100.0) * 1e-30", math.inf),
+        ("1e-40", torch.tensor(1e-40).item()), ("0.1", 0.1),
+    ],
+)  # fmt: skip
+def test_literals_are_those_of_float32(source: str, value: float) -> None:
+    folded = rewrite(score_of(source), fold_literals)
+    assert folded == Op("add", (Var("s", Type.FLOAT), Const(value, Type.FLOAT)), Type.FLOAT)
+    with torch.no_grad():
+        assert evaluate(score_of(source), {"s": 0.0}).item() == pytest.approx(value)
+
+
+def score_of(source: str) -> Expr:
+    found = variant(None, f"s + {source}").score
+    assert found is not None
+    return found
+
+
+def test_products_of_literals_that_float32_does_not_hold_stay_apart() -> None:
+    folded = fold_logit(score_of("s * 1e30 * 1e30"), RANGES, fast_math=True)
+    assert not any(isinstance(n, Const) and abs(n.value) > 1e31 for n in walk(folded.value))
+
+
+def test_an_integer_beyond_int32_stands_beside_any(tmp_path: Path) -> None:
+    texts = ("s + (5000000000 if kv > q else kv)", "s + min(kv, 5000000000)", "s + max(kv - 5000000000, q) % 7")
+    exprs = [variant(None, source).score for source in texts]
+    found = harness.run_triton([e for e in exprs if e is not None], tmp_path)
+    for expr, one in zip(exprs, found, strict=True):
+        assert expr is not None
+        seed = exprs.index(expr)
+        wanted = evaluate(expr, {**randoms.indices(), "s": randoms.logits(seed)})
+        torch.testing.assert_close(one, wanted.broadcast_to(one.shape))
 
 
 def test_infinity_is_written_in_both_languages() -> None:

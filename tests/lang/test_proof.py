@@ -6,9 +6,27 @@ import random
 
 import pytest
 
+from attngen.lang import proof
+from attngen.lang.bands import bands
+from attngen.lang.check import compile_variant
+from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Load, Op, Search, Type, Var, rewrite
 from attngen.lang.proof import Proof
-from attngen.lang.simplify import add, ceildiv, floordiv, integer, maximum, minimum, mul, neg, select, simplify, sub
+from attngen.lang.simplify import (
+    Linear,
+    add,
+    ceildiv,
+    floordiv,
+    integer,
+    maximum,
+    minimum,
+    mul,
+    neg,
+    select,
+    simplify,
+    sub,
+)  # fmt: skip
+from attngen.lang.variant import Scalar
 from tests.lang.bruteforce import FACTS, World, const, evaluate, load, op, var
 
 PROOF = Proof(FACTS.of_tiles())
@@ -116,3 +134,20 @@ def test_what_is_proved_holds(seed: int) -> None:
 def _value(expr: Expr, env: dict, world: World) -> float:
     wide = rewrite(expr, lambda n: Op(n.op, n.args, n.type, True) if isinstance(n, Op) else None)
     return evaluate(wide, env, world.arrays)
+
+
+def test_a_mask_of_many_comparisons_takes_no_more_steps_than_all_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = 0
+    step = Proof._nonnegative
+
+    def counted(self: Proof, total: Linear, depth: int) -> bool:
+        nonlocal taken
+        taken += 1
+        return step(self, total, depth)
+
+    monkeypatch.setattr(Proof, "_nonnegative", counted)
+    terms = [f"(q_pos - kv < w * {i} and kv // w != q // w + {i} and kv < x - {i})" for i in range(1, 30)]
+    variant = compile_variant("v", " or ".join(terms), scalars=[Scalar("w", "int32", min=1), Scalar("x", "int32")])
+    found = bands(variant.mask, Facts.of(variant))
+    assert found.visible
+    assert proof._STEPS_OF_ALL <= taken < 1.5 * proof._STEPS_OF_ALL

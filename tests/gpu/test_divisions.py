@@ -1,0 +1,71 @@
+"""Quotients that decide are exact in kernels of both languages, with ``fast_math`` and without: at every boundary.
+
+``x * (1 / n)`` is less than 1 at ``x == n`` for n = 41, 47, 55 and others: whole rows or keys are then wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import attngen
+from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.registry import Package, package_of_kernels, registry
+from attngen.spec import load_spec
+from attngen.store.store import Store
+from attngen.tools.build import compile_kernels, plans, prepare
+from tests.gpu.family import for_this_gpu
+
+SPEC = Path(__file__).with_name("divisions.yaml")
+ROWS = 128
+_PLANS = [plan for _, plan in plans(load_spec(SPEC))]
+_PAIRS = [
+    (forward.name, backward.name)
+    for forward in _PLANS
+    for backward in _PLANS
+    if (forward.direction, backward.direction) == ("forward", "backward") and forward.variant == backward.variant
+]
+
+
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Compile what the cache lacks, by the names of the plans for sm90a."""
+    here = [for_this_gpu(kernel) for kernel in prepare(load_spec(SPEC))]
+    store = Store()
+    built, failures = compile_kernels(here, store=store)
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    found = [read_kernel(store.path(built[kernel.plan.name].key)) for kernel in here]
+    return dict(zip((plan.name for plan in _PLANS), found, strict=True))
+
+
+@pytest.fixture
+def only(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Make one forward and one backward known, and no other kernel."""
+    before: list[Package] = [found for rank, found in registry.packages() if rank == "loaded"]
+    registry.clear()
+    registry.add(package_of_kernels([kernels()[name] for name in request.param], "tests/gpu/divisions"))
+    yield kernels()[request.param[0]].variant.name
+    registry.clear()
+    for other in before:
+        registry.add(other)
+
+
+@pytest.mark.parametrize("only", _PAIRS, indirect=True, ids=[" ".join(pair) for pair in _PAIRS])
+def test_every_divisor(only: str) -> None:
+    """A wrong decision changes a row, or a key of all rows, by far more than bf16 rounds."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, ROWS, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    above = torch.randn_like(q)
+    for n in range(1, ROWS):
+        results = []
+        for backend in (None, "reference"):
+            given = [t.clone().requires_grad_() for t in (q, k, v)]
+            out = attngen.attention(*given, variant=only, n=n, backend=backend)
+            out.backward(above)
+            results.append([out, *(t.grad for t in given)])
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05, msg=f"n = {n}")
