@@ -163,7 +163,10 @@ def fused_gradients(
     groups = call.heads // call.kv_heads
     varlen, dtype = call.layout == "varlen", given["q"].dtype
     for b, one in _sequences(call, leaves["q"], leaves["k"], leaves["v"]):
-        take = (lambda t, b=b, one=one: t[one.rows] if varlen else t[b])
+
+        def take(t, b=b, one=one):
+            return t[one.rows] if varlen else t[b]
+
         above, stored = (take(given_.float()).transpose(0, 1) for given_ in (dout, given["out"]))
         lse, above_lse = (t[:, one.rows] if varlen else t[b] for t in (given["lse"], dlse))
         rows_see = torch.isfinite(lse)[..., None]
@@ -198,7 +201,9 @@ def fused_gradients(
             for gradient in gradients:
                 if gradient is not None:
                     total[name] += gradient.nan_to_num(nan=0.0)
-    return {name: gradient.to(given[name].dtype if name in "qkv" else gradient.dtype) for name, gradient in total.items()}
+    return {
+        name: gradient.to(given[name].dtype if name in "qkv" else gradient.dtype) for name, gradient in total.items()
+    }
 
 
 def _place(call: Call, into: Tensor, rows: Tensor, name: str, sequence: int) -> None:

@@ -1,9 +1,10 @@
 """The numerical contract of a kernel: how far from the float64 reference it may be, and what must be exact.
 
 Check 1: the largest error is at most twice that of plain PyTorch in the same dtype (three times with a score of one's
-own), plus the rounding of the output and of exp2. A score of one's own can make logits so large that plain PyTorch, which
-rounds them to 16 bits, measures nothing, or overflows; the arithmetic of a fused kernel is a yardstick beside it there. Check 2: the root mean square error is at most 1.2 times that of
-SDPA, or of plain PyTorch where SDPA has no kernel. Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN,
+own), plus the rounding of the output and of exp2. A score of one's own can make logits so large that plain PyTorch,
+which rounds them to 16 bits, measures nothing or overflows; the arithmetic of a fused kernel is a yardstick beside it,
+and there alone. Check 2: the root mean square error is at most 1.2 times that of SDPA, or of plain PyTorch where SDPA
+has no kernel; with a score, of all yardsticks together. Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN,
 and a dead row, which sees no key, is exactly 0 with a log-sum-exp of exactly −inf, or of its sink.
 """
 
@@ -148,7 +149,7 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
 
 
 def largest_logit(draws: Sequence[Fused]) -> float:
-    """Return the largest scored logit that matters, whose rounding in float32 is an error of an exponent; 0 for none."""
+    """Return the largest scored logit that matters, whose rounding in float32 is an error of an exponent."""
     return max((one.logits for one in draws), default=0.0)
 
 

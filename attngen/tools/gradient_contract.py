@@ -86,11 +86,11 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
         stored = out.detach().to(q.dtype).contiguous()
         row_errors = _row_errors(call, leaves, finite, dout, out.detach(), stored, loud)
         stored_lse = lse.detach().float().contiguous()
-        given = {"q": q, "k": k, "v": v, "out": stored, "lse": stored_lse}
+        taken = {"q": q, "k": k, "v": v, "out": stored, "lse": stored_lse}
         draws = range(0 if call.variant.score is None else DRAWS)
         with torch.no_grad():
             forwards = tuple(fused(call, q, k, v, draw) for draw in draws)
-            backwards = tuple(fused_gradients(call, given, dout, dlse, names, draw) for draw in draws)
+            backwards = tuple(fused_gradients(call, taken, dout, dlse, names, draw) for draw in draws)
     return ExpectedGradients(
         stored, stored_lse, dout, dlse, truth, plain, dead, row_errors, backwards, forwards,
     )  # fmt: skip
@@ -134,7 +134,11 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
         peers = [one[name].double() - truth for one in (*wanted.fused, *plain)]
         factor, units = (SCORED_MAX_ERROR_FACTOR, _UNITS) if name in "qkv" else (OWN_MAX_ERROR_FACTOR, 64)
         rounding = torch.finfo(found.dtype).eps + units * _FLOAT32_UNIT + exponent
-        allowed = factor * max(largest(one.abs()) for one in peers) + rounding * largest(truth.abs()) + wanted.row_errors.get(name, 0.0)
+        allowed = (
+            factor * max(largest(one.abs()) for one in peers)
+            + rounding * largest(truth.abs())
+            + wanted.row_errors.get(name, 0.0)
+        )
         pair = (largest(error), allowed)
         if pair[0] * worst[1] >= worst[0] * pair[1]:
             worst = pair

@@ -51,7 +51,8 @@ def test_specs_are_of_all_kinds() -> None:
     texts = [legal(seed).text for seed in ALL[:600]]
     wanted = (
         "dense", "varlen", "bf16", "fp16", "fp32", "backward", "sink:", "dropout: true", "grad: true", "tanh",
-        "-inf", "monotone", "int64", "int16", "const:", "total_q", "total_k", "q_global", "kv_global", "extent_", "exp(",
+        "-inf", "monotone", "int64", "int16", "const:", "total_q", "total_k", "q_global", "kv_global", "extent_",
+        "exp(",
         "log(", "sqrt(", " / ", "** 3", "pack_gqa: true", "persistent: false", "producer: 0", "pingpong", "cooperative",
         "softmax: lazy", "softmax: exact_max", "order: natural", "epilogue: direct", "deterministic: true",
         "fast_math: false", "alignment: element", "tile_map: always", "loads: pointer", "backend: cuda",

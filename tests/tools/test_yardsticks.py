@@ -1,12 +1,13 @@
 """The limits of ``verify``: a right kernel keeps them whatever its score is, and planted faults exceed them.
 
-The kernels here are models in float32, tile by tile, with the roundings that real ones have: probabilities and dS in the
+The kernels here are models in float32, tile by tile, with the roundings of real ones: probabilities and dS in the
 dtype of q, exponents in units of log2, an approximate tanh.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -22,14 +23,14 @@ from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.reference import names_of
 from attngen.tools.cases import Case
-from attngen.tools.contract import Tally, deviation, expected
+from attngen.tools.contract import Expected, Tally, deviation
 from attngen.tools.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
 from attngen.tools.inputs import Inputs
 from attngen.tools.trial import prepare_case
 
 LOG2E = 1.4426950408889634
 TILE = 16
-SEEDS = range(20)
+SEEDS, QUICK = range(20), range(3)
 CASES = (
     Case("ragged", (23,) * 2, (37,) * 2),
     Case("more queries than keys", (25,), (9,), heads=1),
@@ -38,8 +39,8 @@ CASES = (
 
 #: Scores that make logits large, that overflow 16 bits, that sharpen, and that are approximated.
 SCORES = (
-    ("s * 8.0", "fp16"), ("s * 30.0", "fp16"), ("s * 2000.0", "fp16"), ("s * 40000.0", "fp16"),
-    ("100.0 * exp(2.0 * s)", "fp16"), ("s - 4.0 * abs(q - kv)", "fp16"), ("s * s * s", "fp16"), ("s + 900.0", "fp16"),
+    ("s * 8.0", "fp16"), ("s * 30.0", "fp16"), ("s * 2000.0", "fp16"), ("s * 20000.0", "fp16"),
+    ("8.0 * exp(s)", "fp16"), ("s - 4.0 * abs(q - kv)", "fp16"), ("s * s * s", "fp16"), ("s + 900.0", "fp16"),
     ("50.0 * tanh(s / 5.0)", "fp16"), ("s * 30.0", "bf16"), ("s * s * 0.5", "bf16"), ("s * 8.0", "fp32"),
     ("s * 100.0", "fp32"), ("s + 900.0", "fp32"), ("s * 0.5", "fp16"), ("s * 0.5", "fp32"),
 )  # fmt: skip
@@ -53,6 +54,17 @@ class Fault:
     scale: float = 1.0
     dropped: int | None = None  # a tile of keys
     lse: float = 0.0
+
+
+RIGHT = Fault()
+FAULTS = {
+    "a key too many": Fault(edge=1),
+    "a key too few": Fault(edge=-1),
+    "no scale": Fault(scale=32**0.5),
+    "a dropped tile": Fault(dropped=0),
+}
+#: Scores are computed in float32, whatever q holds, so that no rounding to 16 bits excuses a log-sum-exp.
+A_THOUSANDTH = Fault(lse=1e-3)
 
 
 @cache
@@ -80,7 +92,8 @@ class Model:
         assert self.variant.score is not None
         value = evaluate(self.variant.score, {**names, "s": s}).reshape(rows, keys)
         if "tanh" in str(self.variant.score):  # as coarse as the hardware's
-            value = 50 * (torch.round(value / 50 * 2**11) / 2**11) if not grad else value
+            mantissa, exponent = torch.frexp(value)
+            value = torch.ldexp(torch.round(mantissa * 2**11) / 2**11, exponent) if not grad else value
         seen = evaluate(self.variant.mask, names).reshape(rows, keys).clone()
         if self.fault.dropped is not None:
             seen[:, self.fault.dropped * TILE : (self.fault.dropped + 1) * TILE] = False
@@ -128,30 +141,45 @@ class Model:
         )  # fmt: skip
 
 
-def forwards(score: str, dtype: str, seed: int, fault: Fault = Fault()) -> Tally:  # noqa: B008
-    found = []
-    for index, case in enumerate(CASES):
-        inputs, call, wanted = prepare_case(kernel(score, dtype), case, "cpu", 100 * seed + index)
-        found.append(deviation(call, *Model(score, dtype, call, inputs, fault).forward(), wanted))
-    return Tally(found)
+@cache
+def forward_cases(score: str, dtype: str, seed: int) -> list[tuple[Inputs, Call, Expected]]:
+    return [prepare_case(kernel(score, dtype), case, "cpu", 100 * seed + i) for i, case in enumerate(CASES)]
 
 
-def backwards(score: str, dtype: str, seed: int, fault: Fault = Fault()) -> Tally:  # noqa: B008
+@cache
+def backward_cases(score: str, dtype: str, seed: int) -> list[tuple[Inputs, Call, ExpectedGradients]]:
     found = []
-    for index, case in enumerate(CASES):
-        inputs, call, _ = prepare_case(kernel(score, dtype), case, "cpu", 100 * seed + index)
+    for inputs, call, _ in forward_cases(score, dtype, seed):
         generator = torch.Generator().manual_seed(seed)
-        wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, generator)
-        with torch.enable_grad():
-            given = Model(score, dtype, call, inputs, fault).backward(wanted)
-        found.append(gradient_deviation(call, given, wanted))
-    return Tally(found)
+        found.append((inputs, call, expected_gradients(call, inputs.q, inputs.k, inputs.v, generator)))
+    return found
+
+
+def forwards(score: str, dtype: str, seed: int, fault: Fault = RIGHT) -> Tally:
+    return Tally(
+        [
+            deviation(call, *Model(score, dtype, call, inputs, fault).forward(), wanted)
+            for inputs, call, wanted in forward_cases(score, dtype, seed)
+        ]
+    )
+
+
+def backwards(score: str, dtype: str, seed: int, fault: Fault = RIGHT) -> Tally:
+    with torch.enable_grad():
+        return Tally(
+            [
+                gradient_deviation(call, Model(score, dtype, call, inputs, fault).backward(wanted), wanted)
+                for inputs, call, wanted in backward_cases(score, dtype, seed)
+            ]
+        )
 
 
 def excess(tally: Tally) -> str:
     """Return what exceeds its limit, in words; empty if nothing does."""
     parts = [f"{d.max_error:.1e} > {d.max_allowed:.1e}" for d in tally.deviations if not d.max_error <= d.max_allowed]
-    parts += [f"lse {d.lse_error:.1e} > {d.lse_allowed:.1e}" for d in tally.deviations if not d.lse_error <= d.lse_allowed]
+    parts += [
+        f"lse {d.lse_error:.1e} > {d.lse_allowed:.1e}" for d in tally.deviations if not d.lse_error <= d.lse_allowed
+    ]
     parts += [text for d in tally.deviations for text in d.wrong]
     if not tally.rmse <= tally.rmse_allowed:
         parts.append(f"rmse {tally.rmse:.2e} > {tally.rmse_allowed:.2e}")
@@ -159,40 +187,42 @@ def excess(tally: Tally) -> str:
     return "; ".join(parts)
 
 
-@pytest.mark.parametrize(("score", "dtype"), SCORES)
-def test_a_right_forward_passes_with_every_seed(score: str, dtype: str) -> None:
-    assert {seed: text for seed in SEEDS if (text := excess(forwards(score, dtype, seed)))} == {}
+def judge(score: str, dtype: str, seeds: range) -> None:
+    """Right kernels pass with every seed, and none with a fault does."""
+    refused, missed = {}, []
+    for seed in seeds:
+        for name, run in (("forward", forwards), ("backward", backwards)):
+            if text := excess(run(score, dtype, seed)):
+                refused[name, seed] = text
+            missed += [(name, seed, fault) for fault in FAULTS if run(score, dtype, seed, FAULTS[fault]).ok]
+    assert (refused, missed) == ({}, [])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from more, and other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("score", "dtype"), SCORES)
-def test_a_right_backward_passes_with_every_seed(score: str, dtype: str) -> None:
-    assert {seed: text for seed in SEEDS if (text := excess(backwards(score, dtype, seed)))} == {}
+def test_limits_admit_right_kernels_and_no_others(score: str, dtype: str) -> None:
+    judge(score, dtype, QUICK)
 
 
-FAULTS = {
-    "a key too many": Fault(edge=1),
-    "a key too few": Fault(edge=-1),
-    "no scale": Fault(scale=32**0.5),
-    "a dropped tile": Fault(dropped=0),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("score", "dtype"), SCORES)
-def test_a_wrong_forward_fails_with_every_seed(score: str, dtype: str, fault: Fault) -> None:
-    assert [seed for seed in SEEDS if forwards(score, dtype, seed, fault).ok] == []
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-@pytest.mark.parametrize(("score", "dtype"), SCORES)
-def test_a_wrong_backward_fails_with_every_seed(score: str, dtype: str, fault: Fault) -> None:
-    assert [seed for seed in SEEDS if backwards(score, dtype, seed, fault).ok] == []
+def test_limits_hold_with_every_seed(score: str, dtype: str) -> None:
+    judge(score, dtype, SEEDS)
 
 
 @pytest.mark.parametrize(
-    ("score", "dtype"), [("s * 8.0", "fp16"), ("s * s * 0.5", "bf16"), ("s * 8.0", "fp32"), ("s * 0.5", "fp16")]
+    ("score", "dtype"), [("s * 2.0", "fp16"), ("s * s * 0.5", "bf16"), ("s * 2.0", "fp32"), ("s * 0.5", "fp16")]
 )
 def test_a_log_sum_exp_that_is_off_by_a_thousandth_fails(score: str, dtype: str) -> None:
-    """Scores are computed in float32, whatever q holds: no rounding to 16 bits excuses it."""
-    assert [seed for seed in SEEDS if forwards(score, dtype, seed, Fault(lse=2e-3)).ok] == []
-    assert [seed for seed in SEEDS if not excess(forwards(score, dtype, seed, Fault(lse=2e-3))).startswith("lse")] == []
+    for seed in SEEDS[:8]:
+        found = forwards(score, dtype, seed, A_THOUSANDTH)
+        assert not found.ok
+        assert excess(found).startswith("lse")
