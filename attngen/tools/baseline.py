@@ -163,11 +163,8 @@ def fused_gradients(
     groups = call.heads // call.kv_heads
     varlen, dtype = call.layout == "varlen", given["q"].dtype
     for b, one in _sequences(call, leaves["q"], leaves["k"], leaves["v"]):
-
-        def take(t, b=b, one=one):
-            return t[one.rows] if varlen else t[b]
-
-        above, stored = (take(given_.float()).transpose(0, 1) for given_ in (dout, given["out"]))
+        place = one.rows if varlen else b
+        above, stored = (t[place].float().transpose(0, 1) for t in (dout, given["out"]))
         lse, above_lse = (t[:, one.rows] if varlen else t[b] for t in (given["lse"], dlse))
         rows_see = torch.isfinite(lse)[..., None]
         above = torch.where(one.visible.any(dim=-1)[..., None], above, 0.0)

@@ -4,8 +4,8 @@ Check 1: the largest error is at most twice that of plain PyTorch in the same dt
 own), plus the rounding of the output and of exp2. A score of one's own can make logits so large that plain PyTorch,
 which rounds them to 16 bits, measures nothing or overflows; the arithmetic of a fused kernel is a yardstick beside it,
 and there alone. Check 2: the root mean square error is at most 1.2 times that of SDPA, or of plain PyTorch where SDPA
-has no kernel; with a score, of all yardsticks together. Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN,
-and a dead row, which sees no key, is exactly 0 with a log-sum-exp of exactly −inf, or of its sink.
+has no kernel; with a score, of all yardsticks together. Checks 3 and 4: nothing but dead rows is infinite, nothing is
+NaN, and a dead row, which sees no key, is exactly 0 with a log-sum-exp of exactly −inf, or of its sink.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from attngen.errors import AttngenError
 from attngen.spec import load_spec_text
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import available_cores
+from attngen.store.receipt import generator_digest
 from attngen.store.store import Store
 from attngen.tools.build import Prepared, compile_kernels
 from tests.fuzz.legal import legal
@@ -20,6 +21,8 @@ from tests.gpu import generated
 
 PLANNED = range(200)
 ALL = range(2000)
+#: Specs that are compiled in each run: a kernel takes 2 to 8 s of a core, a spec has one or two.
+SAMPLE = 12
 
 
 def planned(seeds: range) -> list[Planned]:
@@ -89,6 +92,16 @@ def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.fuzz.trials.legal", lambda seed, error=error: Broken(error))
         found.append((plan_one(1, False).verdict, plan_one(1, False).problem))
     assert found == [("plan refuses", "no"), ("traceback", "KeyError: 'n'")]
+
+
+def sample() -> range:
+    """Return other seeds for each state of the generator's code: a change meets specs that no change before it met."""
+    return range(first := int(generator_digest()[:8], 16) % len(ALL), first + SAMPLE)
+
+
+def test_a_sample_compiles(tmp_path: Path) -> None:
+    specs = planned(sample())
+    assert refused(specs) + uncompiled([kernel for spec in specs for kernel in spec.kernels], tmp_path) == []
 
 
 @pytest.mark.exhaustive

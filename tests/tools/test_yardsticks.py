@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
+from attngen.lang.variant import Tensor as Tensor_
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.reference import names_of
@@ -226,3 +227,22 @@ def test_a_log_sum_exp_that_is_off_by_a_thousandth_fails(score: str, dtype: str)
         found = forwards(score, dtype, seed, A_THOUSANDTH)
         assert not found.ok
         assert excess(found).startswith("lse")
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_the_arithmetic_of_a_fused_backward_is_right(layout: str, dropout: bool) -> None:
+    """Learned biases, sinks, groups of heads, used keys, empty sequences: close to float64 in float32."""
+    learned = [Tensor_("bias", "fp32", ("h", "seqlen_q"), grad=True), Tensor_("sinks", "fp32", ("h",), grad=True)]
+    variant = compile_variant(
+        "x", "q_pos >= kv", "s * 2.0 + bias[h, q]", (), learned, sink="sinks[h]", dropout=dropout
+    )  # fmt: skip
+    dense = Case("dense", (20,) * 2, (33,) * 2, heads=4, kv_heads=2, used=(33, 5))
+    case = dense if layout == "dense" else Case("packed", (13, 0, 3), (13, 7, 0), heads=4, kv_heads=2)
+    subject = SimpleNamespace(dtype="fp32", head_dim_qk=32, head_dim_v=16, variant=variant, layout=layout)
+    inputs, call, _ = prepare_case(subject, case, "cpu", 3)
+    wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(1))
+    assert set(wanted.truth) == {"q", "k", "v", "bias", "sinks"}
+    for draw in wanted.fused:
+        for name, truth in wanted.truth.items():
+            assert (draw[name].double() - truth).abs().max() < 2e-6 * truth.abs().max()
