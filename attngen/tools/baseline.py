@@ -1,13 +1,19 @@
-"""What others compute on the same inputs in the same dtype: the yardsticks of a kernel's error."""
+"""What others compute on the same inputs in the same dtype: the yardsticks of a kernel's error.
+
+``plain`` rounds after every step, as PyTorch does. ``fused`` rounds where a fused kernel of a score of one's own does:
+logits stay in float32, and probabilities are rounded beside a reference of their row.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attngen.lang.eager import evaluate
 from attngen.runtime.arguments import Call
@@ -59,6 +65,152 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
         stays = kept(call, one.index, slice(0, scores.shape[1]), keys)
         weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
     return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
+
+
+#: Relative error of the hardware's tanh (PTX ISA, tanh.approx.f32), which kernels use with ``fast_math``.
+_TANH_ERROR = 2.0**-11
+
+#: A probability below this is too small to matter, whatever its logit.
+_NEGLIGIBLE = 2.0**-24
+
+
+class _ApproximateTanh(TorchFunctionMode):
+    """Meanwhile, tanh is off by as much as the hardware's: all alike in the first draw, at random in the others."""
+
+    def __init__(self, draw: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self._draw, self._generator = draw, generator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is not torch.tanh:
+            return found
+        noise = 1.0 if self._draw == 0 else 2 * _uniform(found.shape, self._generator).to(found) - 1
+        return found * (1 + _TANH_ERROR * noise)
+
+
+def _uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.rand(tuple(shape), generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What a fused kernel's arithmetic gives, and the largest scored logit of a probability that matters."""
+
+    out: Tensor
+    lse: Tensor
+    logits: float
+
+
+def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int) -> Fused:
+    """Return what a fused kernel's arithmetic gives: shapes as ``plain``; other draws round otherwise."""
+    generator = torch.Generator().manual_seed(draw)
+    logits = [0.0]
+
+    def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
+        scores = _fused_logits(call, one, one.q.float() @ one.k.float().transpose(1, 2), call.tensors, draw, generator)
+        summed = torch.logsumexp(_with_sink(call, scores, one.names, call.tensors), dim=-1)
+        matter = torch.exp(scores - torch.where(summed == -math.inf, 0.0, summed)[..., None]) > _NEGLIGIBLE
+        logits.append(float(scores[matter].abs().max()) if matter.any() else 0.0)
+        # Kernels keep the maximum of some tile, so that the largest probability is rounded as well.
+        shift = summed - 0.7 * _uniform(summed.shape, generator).to(summed)
+        shift = torch.where(summed == -math.inf, 0.0, shift)[..., None]
+        weights = _dropped(call, one, torch.exp(scores - shift)).to(one.q.dtype).float()
+        total = torch.exp(summed[..., None] - shift)
+        return (weights @ one.v.float() / torch.where(total == 0, 1.0, total)).to(one.q.dtype), summed
+
+    return Fused(*_over_sequences(call, q, k, v, attend), max(logits))
+
+
+def _fused_logits(
+    call: Call, one: _Sequence, products: Tensor, tensors: Mapping[str, Tensor], draw: int, generator: torch.Generator
+) -> Tensor:
+    """Return the logits (h, rows, keys) of float32 products; -inf where nothing is seen."""
+    scores = products * call.scale
+    if call.variant.score is not None:
+        with _ApproximateTanh(draw, generator):
+            scores = evaluate(call.variant.score, {**one.names, "s": scores}, tensors, guard=one.visible)
+    return torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
+
+
+def _dropped(call: Call, one: _Sequence, weights: Tensor) -> Tensor:
+    """Return probabilities (h, rows, keys), or their gradients, after dropout."""
+    if not call.variant.dropout:
+        return weights
+    stays = kept(call, one.index, slice(0, weights.shape[1]), weights.shape[2])
+    return torch.where(stays, weights * rate_of(call)[1], 0.0)
+
+
+def fused_gradients(
+    call: Call,
+    given: Mapping[str, Tensor],
+    dout: Tensor,
+    dlse: Tensor,
+    names: Sequence[str],
+    draw: int,
+) -> dict[str, Tensor]:
+    """Return the gradients of a fused backward by q, k, v and the variant's tensors ``names``.
+
+    ``given`` holds q, k, v, and what the forward stored: out, and lse in float32. Probabilities are recomputed from
+    the latter, D is a sum of products with the former, and P and dS are rounded to q's dtype.
+    """
+    generator = torch.Generator().manual_seed(draw)
+    leaves = {name: given[name].detach().float() for name in "qkv"}
+    own = dict(call.tensors) | {name: call.tensors[name].detach().float().requires_grad_() for name in names}
+    total = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()} | {
+        name: torch.zeros_like(own[name]) for name in names
+    }
+    groups = call.heads // call.kv_heads
+    varlen, dtype = call.layout == "varlen", given["q"].dtype
+    for b, one in _sequences(call, leaves["q"], leaves["k"], leaves["v"]):
+        place = one.rows if varlen else b
+        above, stored = (t[place].float().transpose(0, 1) for t in (dout, given["out"]))
+        lse, above_lse = (t[:, one.rows] if varlen else t[b] for t in (given["lse"], dlse))
+        rows_see = torch.isfinite(lse)[..., None]
+        above = torch.where(one.visible.any(dim=-1)[..., None], above, 0.0)
+        with torch.enable_grad():
+            products = (one.q @ one.k.transpose(1, 2)).requires_grad_()
+            scores = _fused_logits(call, one, products, own, draw, generator)
+        p = torch.where(rows_see, torch.exp(scores.detach() - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)
+        dropped = _dropped(call, one, p).to(dtype).float()
+        delta = ((above * stored).sum(-1) - torch.where(torch.isfinite(lse), above_lse, 0.0))[..., None]
+        ds = p * (_dropped(call, one, above @ one.v.transpose(1, 2)) - delta)
+        learned = [own[name] for name in names]
+        with torch.enable_grad():
+            found = gradients_of((scores,), [products, *learned], (ds,))
+            sinks: Sequence[Tensor | None] = [None] * len(learned)
+            if call.variant.sink is not None and names:
+                value = evaluate(call.variant.sink, one.names, own).float().broadcast_to(*lse.shape[:1], 1, 1)[..., 0]
+                weight = torch.where(torch.isfinite(lse), torch.exp(value.detach() - lse.nan_to_num(neginf=0.0)), 0.0)
+                sinks = gradients_of((value.expand_as(lse),), learned, (-weight * delta[..., 0],))
+        slopes = torch.zeros_like(ds) if found[0] is None else found[0]
+        rounded = slopes.nan_to_num(nan=0.0).to(dtype).float()
+        # whatever the derivative of the score leaves of the scale is a factor of the finished products
+        parts = {
+            "q": rounded @ one.k,
+            "k": rounded.transpose(1, 2) @ one.q,
+            "v": dropped.transpose(1, 2) @ above,
+        }
+        for name, part in parts.items():
+            rows = part if name == "q" else part.unflatten(0, (-1, groups)).sum(1)
+            _place(call, total[name], rows.transpose(0, 1), name, b)
+        for name, *gradients in zip(names, found[1:], sinks, strict=True):
+            for gradient in gradients:
+                if gradient is not None:
+                    total[name] += gradient.nan_to_num(nan=0.0)
+    return {
+        name: gradient.to(given[name].dtype if name in "qkv" else gradient.dtype) for name, gradient in total.items()
+    }
+
+
+def _place(call: Call, into: Tensor, rows: Tensor, name: str, sequence: int) -> None:
+    """Add the gradients of one sequence's rows (rows, heads, d) where they belong."""
+    _, _, q_start, k_start = lengths(call)[sequence]
+    if call.layout == "varlen":
+        start = q_start if name == "q" else k_start
+        into[start : start + rows.shape[0]] += rows
+    else:
+        into[sequence, : rows.shape[0]] += rows
 
 
 def gradients_of(

@@ -1,14 +1,17 @@
 """The numerical contract of a kernel: how far from the float64 reference it may be, and what must be exact.
 
 Check 1: the largest error is at most twice that of plain PyTorch in the same dtype (three times with a score of one's
-own), plus the rounding of the output and of exp2. Check 2: the root mean square error is at most 1.2 times that of
-SDPA, or of plain PyTorch where SDPA has no kernel. Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN,
-and a dead row, which sees no key, is exactly 0 with a log-sum-exp of exactly −inf, or of its sink.
+own), plus the rounding of the output and of exp2. A score of one's own can make logits so large that plain PyTorch,
+which rounds them to 16 bits, measures nothing or overflows; the arithmetic of a fused kernel is a yardstick beside it,
+and there alone. Check 2: the root mean square error is at most 1.2 times that of SDPA, or of plain PyTorch where SDPA
+has no kernel; with a score, of all yardsticks together. Checks 3 and 4: nothing but dead rows is infinite, nothing is
+NaN, and a dead row, which sees no key, is exactly 0 with a log-sum-exp of exactly −inf, or of its sink.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,13 +19,19 @@ from torch import Tensor
 
 from attngen.runtime.arguments import Call
 from attngen.runtime.reference import lengths, reference
-from attngen.tools.baseline import plain, sdpa
+from attngen.tools.baseline import Fused, fused, plain, sdpa
 
 MAX_ERROR_FACTOR, SCORED_MAX_ERROR_FACTOR = 2.0, 3.0
 RMSE_FACTOR = 1.2
 
 #: What float32 arithmetic itself is exact to: exp2 is approximate (PTX ISA, ex2.approx.f32: 2 units in the last place).
 _FLOAT32_UNIT = 2.0**-23
+
+#: How often a score is computed as fused kernels do, with other roundings each time.
+DRAWS = 2
+
+#: Where rounding to the dtype changes a logit by more than this, plain PyTorch is no yardstick.
+_LOGIT_ROUNDING = 1 / 16
 
 #: Relative error of a log-sum-exp that float32 accumulation of exact products, exp2 and log2 explain.
 LSE_TOLERANCE = 2e-5
@@ -38,6 +47,7 @@ class Expected:
     plain_lse: Tensor
     peer_out: Tensor | None  # SDPA's
     rows: Tensor  # bool, as lse: rows that some sequence has
+    fused: tuple[Fused, ...] = ()  # of a variant with a score
     blind: Tensor | None = None  # bool, as lse: rows that see no key; None where their log-sum-exp tells, as it is −inf
 
     @property
@@ -52,7 +62,8 @@ def expected(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Expected:
         out, lse = reference(call, q, k, v, compute=torch.float64)
         plain_out, plain_lse = plain(call, q, k, v)
         blind = None if call.variant.sink is None else rows_without_keys(call, q, k, v)
-        return Expected(out, lse, plain_out, plain_lse, sdpa(call, q, k, v), _rows(call, lse), blind)
+        draws = () if call.variant.score is None else tuple(fused(call, q, k, v, draw) for draw in range(DRAWS))
+        return Expected(out, lse, plain_out, plain_lse, sdpa(call, q, k, v), _rows(call, lse), draws, blind)
 
 
 def rows_without_keys(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,29 +122,40 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
     live = wanted.rows & ~dead
     summed = wanted.rows & (wanted.lse != -math.inf)
     found, truth = by_row(out)[live].double(), by_row(wanted.out)[live]
-    plain_error = (by_row(wanted.plain_out)[live].double() - truth).abs()
     peer = wanted.plain_out if wanted.peer_out is None else wanted.peer_out
-    peer_error = by_row(peer)[live].double() - truth
+    draws = [by_row(one.out)[live].double() - truth for one in wanted.fused]
+    peers = draws + ([by_row(peer)[live].double() - truth] if measures(wanted.fused, out.dtype) else [])
+    limits = draws + ([by_row(wanted.plain_out)[live].double() - truth] if measures(wanted.fused, out.dtype) else [])
     error = (found - truth).abs()
-    scored = call.variant.score is not None
-    factor = SCORED_MAX_ERROR_FACTOR if scored else MAX_ERROR_FACTOR
-    rounding = torch.finfo(out.dtype).eps + 2 * _FLOAT32_UNIT
+    factor = MAX_ERROR_FACTOR if call.variant.score is None else SCORED_MAX_ERROR_FACTOR
+    exponent = largest_logit(wanted.fused)
+    rounding = torch.finfo(out.dtype).eps + 2 * _FLOAT32_UNIT * (1 + exponent)
     lse_error = (lse[summed].double() - wanted.lse[summed]).abs()
-    lse_allowed = LSE_TOLERANCE * (1 + largest(wanted.lse[summed].abs()))
-    if scored:  # its functions may be approximate, as those of plain PyTorch round
-        lse_allowed += factor * largest((wanted.plain_lse[summed].double() - wanted.lse[summed]).abs())
+    # The functions of a score may be approximate.
+    lse_errors = [largest((one.lse[summed].double() - wanted.lse[summed]).abs()) for one in wanted.fused]
+    lse_allowed = LSE_TOLERANCE * (1 + largest(wanted.lse[summed].abs())) + factor * max(lse_errors, default=0.0)
     return Deviation(
         max_error=largest(error),
-        max_allowed=factor * largest(plain_error) + rounding * largest(truth.abs()),
+        max_allowed=factor * max(largest(limit.abs()) for limit in limits) + rounding * largest(truth.abs()),
         lse_error=largest(lse_error),
         lse_allowed=lse_allowed,
         squares=float(error.square().sum()),
-        peer_squares=float(peer_error.square().sum()),
-        truth_squares=float(truth.square().sum()),
+        peer_squares=sum(float(one.square().sum()) for one in peers),
+        truth_squares=(1 + exponent**2) * float(truth.square().sum()),
         elements=error.numel(),
         dead_rows=int(dead.sum()),
         wrong=_inexact(by_row(out), lse, dead, live, summed),
     )
+
+
+def largest_logit(draws: Sequence[Fused]) -> float:
+    """Return the largest scored logit that matters, whose rounding in float32 is an error of an exponent."""
+    return max((one.logits for one in draws), default=0.0)
+
+
+def measures(draws: Sequence[Fused], dtype: torch.dtype) -> bool:
+    """Whether plain PyTorch is a yardstick: its logits, rounded to the dtype, are still about what they are."""
+    return torch.finfo(dtype).eps / 2 * largest_logit(draws) <= _LOGIT_ROUNDING
 
 
 def largest(values: Tensor) -> float:

@@ -1,7 +1,8 @@
 """The numerical contract of a backward kernel: its gradients against autograd of the float64 reference.
 
 Checks 1 and 2 with the factor of gradients: the largest error is at most three times that of plain PyTorch's autograd
-in the same dtype, plus the rounding of the result; for a variant's own tensors, twenty times. The root mean square
+in the same dtype, plus the rounding of the result; for a variant's own tensors, twenty times. With a score of one's own
+the arithmetic of a fused backward is a yardstick beside it, as in ``contract``. The root mean square
 error is at most 1.2 times its. Check 5: a row that sees no key has a dQ of exactly 0. Rows of no sequence, and keys
 behind the used ones, have gradients of exactly 0.
 """
@@ -18,8 +19,17 @@ from torch import Tensor
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers, differentiable
 from attngen.runtime.reference import lengths, reference
-from attngen.tools.baseline import gradients_of, plain_gradients
-from attngen.tools.contract import SCORED_MAX_ERROR_FACTOR, Deviation, exact_float32, largest, rows_without_keys
+from attngen.tools.baseline import Fused, fused, fused_gradients, gradients_of, plain_gradients
+from attngen.tools.contract import (
+    DRAWS,
+    SCORED_MAX_ERROR_FACTOR,
+    Deviation,
+    exact_float32,
+    largest,
+    largest_logit,
+    measures,
+    rows_without_keys,
+)
 
 #: An element of a variant's own tensor sums over all pairs that read it, and so over the roundings of O and of the
 #: log-sum-exp, which plain PyTorch does not take from memory.
@@ -42,6 +52,8 @@ class ExpectedGradients:
     plain: Mapping[str, Tensor]
     dead: Tensor  # as lse: rows that see no key
     row_errors: Mapping[str, float]  # what gradients lose with D = rowsum(dO * O)
+    fused: tuple[Mapping[str, Tensor], ...] = ()  # as ``plain``, of a variant with a score
+    forwards: tuple[Fused, ...] = ()  # of the same draws
 
 
 def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> ExpectedGradients:
@@ -73,9 +85,14 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
         plain = plain_gradients(call, q, k, v, dout, dlse, names)
         stored = out.detach().to(q.dtype).contiguous()
         row_errors = _row_errors(call, leaves, finite, dout, out.detach(), stored, loud)
+        stored_lse = lse.detach().float().contiguous()
+        taken = {"q": q, "k": k, "v": v, "out": stored, "lse": stored_lse}
+        draws = range(0 if call.variant.score is None else DRAWS)
+        with torch.no_grad():
+            forwards = tuple(fused(call, q, k, v, draw) for draw in draws)
+            backwards = tuple(fused_gradients(call, taken, dout, dlse, names, draw) for draw in draws)
     return ExpectedGradients(
-        stored, lse.detach().float().contiguous(), dout, dlse, truth, plain, dead,
-        row_errors,
+        stored, stored_lse, dout, dlse, truth, plain, dead, row_errors, backwards, forwards,
     )  # fmt: skip
 
 
@@ -109,19 +126,26 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
     elements = 0
     # Probabilities are taken from a log-sum-exp of float32, whose rounding is an error of the exponent.
     exponent = 2 * _FLOAT32_UNIT * largest(wanted.lse[torch.isfinite(wanted.lse)].abs())
+    logit = largest_logit(wanted.forwards)
+    plain = [wanted.plain] if measures(wanted.forwards, buffers.q.dtype) else []
     for name, found in results.items():
         truth = wanted.truth[name]
-        error, plain_error = (found.double() - truth).abs(), (wanted.plain[name].double() - truth).abs()
+        error = (found.double() - truth).abs()
+        peers = [one[name].double() - truth for one in (*wanted.fused, *plain)]
         factor, units = (SCORED_MAX_ERROR_FACTOR, _UNITS) if name in "qkv" else (OWN_MAX_ERROR_FACTOR, 64)
         rounding = torch.finfo(found.dtype).eps + units * _FLOAT32_UNIT + exponent
-        allowed = factor * largest(plain_error) + rounding * largest(truth.abs()) + wanted.row_errors.get(name, 0.0)
+        allowed = (
+            factor * max(largest(one.abs()) for one in peers)
+            + rounding * largest(truth.abs())
+            + wanted.row_errors.get(name, 0.0)
+        )
         pair = (largest(error), allowed)
         if pair[0] * worst[1] >= worst[0] * pair[1]:
             worst = pair
         if name in "qkv":
             squares += float(error.square().sum())
-            peer_squares += float(plain_error.square().sum())
-            truth_squares += _UNITS**2 * float(truth.square().sum())
+            peer_squares += sum(float(one.square().sum()) for one in peers)
+            truth_squares += (_UNITS**2 + logit**2) * float(truth.square().sum())
             elements += error.numel()
     return Deviation(
         max_error=worst[0],

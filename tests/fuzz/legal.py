@@ -211,6 +211,9 @@ def _backward_fields(chance: random.Random, variant: Fields, backend: str) -> Fi
     if chance.random() < 0.2 and backend == "cuda":
         fields["backward"] = {"backend": "triton"}
     elif chance.random() < 0.15 and backend == "triton":
-        gradient = {"tile": {"m": chance.choice((32, 64)), "n": chance.choice((32, 64))}, "warps": chance.choice((4, 8))}
+        gradient = {
+            "tile": {"m": chance.choice((32, 64)), "n": chance.choice((32, 64))},
+            "warps": chance.choice((4, 8)),
+        }
         fields["backward"] = {chance.choice(("dkdv", "dq")): gradient}
     return fields

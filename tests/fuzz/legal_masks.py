@@ -113,9 +113,12 @@ class Masks:
         in_keys = {"range": {"min": 0, "max": "seqlen_k"}} if self.chance.random() < 0.4 and dtype != "int16" else {}
         kind = self.chance.choice(("row", "row", "batch_row", "head_row", "head", "kv_head", "batch", "global", "one"))
         if kind == "row":
-            return f"{declared.tensor('start', dtype, [declared.length('seqlen_q')], **declared.monotone(0), **in_keys)}[q]"
+            length = declared.length("seqlen_q")
+            return f"{declared.tensor('start', dtype, [length], **declared.monotone(0), **in_keys)}[q]"
         if kind == "batch_row":
-            name = declared.tensor("start", dtype, ["b", declared.length("seqlen_q")], **declared.monotone(1), **in_keys)
+            name = declared.tensor(
+                "start", dtype, ["b", declared.length("seqlen_q")], **declared.monotone(1), **in_keys
+            )
             return f"{name}[b, q]"
         if kind == "head_row":
             name = declared.tensor("start", dtype, ["h", "seqlen_q"], **declared.monotone(1), **in_keys)
@@ -144,7 +147,9 @@ class Masks:
     def ranges(self) -> str:
         """Return several intervals, as sink tokens, global tokens and windows make them."""
         count = self.chance.choice((2, 2, 3, 4, 6))
-        return " or ".join(f"({self.band()})" if self.chance.random() < 0.7 else f"kv < {self.declared.reach()}" for _ in range(count))
+        return " or ".join(
+            f"({self.band()})" if self.chance.random() < 0.7 else f"kv < {self.declared.reach()}" for _ in range(count)
+        )
 
     def modular(self) -> str:
         """Return what repeats along the keys, the queries or their difference."""
@@ -159,7 +164,7 @@ class Masks:
                 f"({row} + kv) % {self.chance.choice((3, 5))} != 1",
                 f"({row} * 7 + kv * 3) % 5 != 0",
                 f"({row} ^ kv) & 3 != 2",
-                f"(kv >> 4) & 1 == (q >> 4) & 1",
+                "(kv >> 4) & 1 == (q >> 4) & 1",
                 f"(kv + h) % {self.chance.choice((2, 3, 4))} == 0 or kv == {row}",
             )
         )

@@ -123,7 +123,9 @@ class Scores:
 
     def condition(self) -> str:
         """Return a condition, most without tensors."""
-        family = self.chance.choice((self.masks.modular, self.masks.modular, self.masks.band, self.masks.uniform, self.masks.condition))
+        family = self.chance.choice(
+            (self.masks.modular, self.masks.modular, self.masks.band, self.masks.uniform, self.masks.condition)
+        )
         return f"({family()})"
 
     # --- numbers --------------------------------------------------------------------------------------------

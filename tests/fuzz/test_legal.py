@@ -12,6 +12,7 @@ from attngen.errors import AttngenError
 from attngen.spec import load_spec_text
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import available_cores
+from attngen.store.receipt import generator_digest
 from attngen.store.store import Store
 from attngen.tools.build import Prepared, compile_kernels
 from tests.fuzz.legal import legal
@@ -20,6 +21,8 @@ from tests.gpu import generated
 
 PLANNED = range(200)
 ALL = range(2000)
+#: Specs that are compiled in each run: a kernel takes 2 to 8 s of a core, a spec has one or two.
+SAMPLE = 12
 
 
 def planned(seeds: range) -> list[Planned]:
@@ -51,7 +54,8 @@ def test_specs_are_of_all_kinds() -> None:
     texts = [legal(seed).text for seed in ALL[:600]]
     wanted = (
         "dense", "varlen", "bf16", "fp16", "fp32", "backward", "sink:", "dropout: true", "grad: true", "tanh",
-        "-inf", "monotone", "int64", "int16", "const:", "total_q", "total_k", "q_global", "kv_global", "extent_", "exp(",
+        "-inf", "monotone", "int64", "int16", "const:", "total_q", "total_k", "q_global", "kv_global", "extent_",
+        "exp(",
         "log(", "sqrt(", " / ", "** 3", "pack_gqa: true", "persistent: false", "producer: 0", "pingpong", "cooperative",
         "softmax: lazy", "softmax: exact_max", "order: natural", "epilogue: direct", "deterministic: true",
         "fast_math: false", "alignment: element", "tile_map: always", "loads: pointer", "backend: cuda",
@@ -88,6 +92,16 @@ def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.fuzz.trials.legal", lambda seed, error=error: Broken(error))
         found.append((plan_one(1, False).verdict, plan_one(1, False).problem))
     assert found == [("plan refuses", "no"), ("traceback", "KeyError: 'n'")]
+
+
+def sample() -> range:
+    """Return other seeds for each state of the generator's code: a change meets specs that no change before it met."""
+    return range(first := int(generator_digest()[:8], 16) % len(ALL), first + SAMPLE)
+
+
+def test_a_sample_compiles(tmp_path: Path) -> None:
+    specs = planned(sample())
+    assert refused(specs) + uncompiled([kernel for spec in specs for kernel in spec.kernels], tmp_path) == []
 
 
 @pytest.mark.exhaustive

@@ -175,7 +175,7 @@ def describe(rows: Sequence[Row]) -> list[str]:
 
 def seeds_of(text: str) -> range:
     """Return the seeds of ``a:b``, from a up to b, or of a count."""
-    first, colon, last = text.rpartition(":")
+    first, _colon, last = text.rpartition(":")
     return range(int(first or 0), int(last))
 
 

@@ -21,10 +21,22 @@ _INTEGERS = (
     "byte[q_global]", "tiny[h, place % 5]", "doc[b, max(q_pos, 0)]",
 )  # fmt: skip
 _FLOATS = (
-    "s", "s", "gain", "cap", "bias", "half[h]", "wide[h, kv]", "table[place]", "wide[h, kv // 2]", "table[byte[q] % 16]",
+    "s", "s", "gain", "cap", "bias", "half[h]", "wide[h, kv]", "table[place]", "wide[h, kv // 2]",
+    "table[byte[q] % 16]",
 )  # fmt: skip
 _CONDITIONS = ("flag", "True", "False", "pad[b, kv]", "kv <= q_pos", "near(kv)", "h == 2", "pad[b, q]")
-_DIVISORS = ("3", "-4", "16", "window", "stride", "seqlen_k", "heads", "max(kv, 1)", "-max(doc[b, kv], 2)", "(q & 7) + 1")
+_DIVISORS = (
+    "3",
+    "-4",
+    "16",
+    "window",
+    "stride",
+    "seqlen_k",
+    "heads",
+    "max(kv, 1)",
+    "-max(doc[b, kv], 2)",
+    "(q & 7) + 1",
+)
 _ROUGH = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "silu", "rsqrt", "sin", "cos", "tan")
 
 
@@ -54,8 +66,12 @@ class Phrases:
         if kind < 0.4:
             sort = self.chance.choice(("int", "int", "float"))
             count = self.chance.choice((1, 1, 2))
-            ops: list[ast.cmpop] = [self.chance.choice((ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq))() for _ in range(count)]
-            return ast.Compare(self.node(sort, d), ops, [self.node(self.chance.choice((sort, "int")), d) for _ in range(count)])
+            ops: list[ast.cmpop] = [
+                self.chance.choice((ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq))() for _ in range(count)
+            ]
+            return ast.Compare(
+                self.node(sort, d), ops, [self.node(self.chance.choice((sort, "int")), d) for _ in range(count)]
+            )
         if kind < 0.6:
             op: ast.boolop = self.chance.choice((ast.And, ast.Or))()
             return ast.BoolOp(op, [self.condition(d) for _ in range(self.chance.choice((2, 2, 3)))])

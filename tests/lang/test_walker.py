@@ -1,4 +1,4 @@
-"""Two evaluators of the language that share nothing: torch's, and the emitted Triton, against a walk in plain Python."""
+"""Evaluators that share nothing: eager torch and the emitted Triton against a walk in plain Python."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def kinds() -> dict[str, str]:
     """Return what each name holds, by the words of docs/language.md."""
     dtypes = {s.name: s.dtype for s in randoms.SCALARS} | {t.name: t.dtype for t in randoms.TENSORS}
     of_dtype = {"bool": "bool", "fp32": "float", "fp16": "float", "bf16": "float"}
-    return {name: "int" for name in randoms.indices()} | {"s": "float"} | {
+    return dict.fromkeys(randoms.indices(), "int") | {"s": "float"} | {
         name: of_dtype.get(dtype, "int") for name, dtype in dtypes.items()
     }  # fmt: skip
 
@@ -95,7 +95,9 @@ def eager(one: Subject, dtype: torch.dtype) -> torch.Tensor:
     return evaluate(one.expr, names, randoms.tensors(one.seed), dtype).broadcast_to(SHAPE)
 
 
-def disagreements(one: Subject, found: torch.Tensor, real: type[np.floating[Any]], count: int, within: float) -> list[str]:
+def disagreements(
+    one: Subject, found: torch.Tensor, real: type[np.floating[Any]], count: int, within: float
+) -> list[str]:
     """Return where values differ from the walker's by more than ``within``, relatively; exactly equal with 0."""
     wrong = []
     for place, walker in walkers(one.seed, count, real):
@@ -197,7 +199,12 @@ def test_nan_passes_where_the_language_says() -> None:
 
 def test_a_planted_fault_is_found() -> None:
     """The comparison is not blind: a wrong operator, anywhere, is seen by one of a few seeds."""
-    for right, wrong in (("kv // -4", "-(kv // 4)"), ("kv % -4", "kv % 4"), ("kv <= q", "kv < q"), ("q >> 1", "q // 3")):
+    for right, wrong in (
+        ("kv // -4", "-(kv // 4)"),
+        ("kv % -4", "kv % 4"),
+        ("kv <= q", "kv < q"),
+        ("q >> 1", "q // 3"),
+    ):
         kind = "bool" if "<" in right else "int"
         expr = compiled(wrong, kind)
         assert expr is not None
