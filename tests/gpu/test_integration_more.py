@@ -212,11 +212,13 @@ def test_a_causal_bias_that_falls_back(only: Package) -> None:
 
 @only_package("sdpa")
 @pytest.mark.parametrize(("dims", "dtype"), [(d, t) for d in DIMS for t in DTYPES] + [
-    ((64, 64), torch.float32), ((128, 128), torch.float32),
+    ((64, 64), torch.float32)
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["full", "causal_top_left", "allowed", "bias"])
 def test_sdpa_at_other_head_dims(kind: str, dims: tuple[int, int], dtype: torch.dtype, only: Package) -> None:
     inputs = of_dims(257, 300, dims, dtype, heads_first=True)
+    if dtype == torch.float32 and kind == "allowed":
+        pytest.skip("no shipped spec has its backward in float32")
     options: dict[str, Any] = {"is_causal": kind == "causal_top_left"}
     if kind == "allowed":
         options["attn_mask"] = torch.rand(257, 300, device="cuda") < 0.6
