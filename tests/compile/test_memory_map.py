@@ -35,6 +35,8 @@ def kernel(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool, layou
     mask, tensors = BOUNDS[bounds]
     variant = f"variants:\n  own:\n    mask: {mask!r}\n" + (f"    {tensors}\n" if tensors else "")
     fields = {"pack_gqa": str(pack_gqa).lower(), "layout": layout, "tile": f"{{m: {64 * consumers}, n: 64}}"}
+    if pack_gqa and bounds is None:  # a tile map lists the tiles of single heads
+        fields["tile_map"] = "never"
     return planned("own", backend="cuda", declared=variant, **fields)
 
 
