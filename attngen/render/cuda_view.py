@@ -58,7 +58,7 @@ class CudaView:
     regions: tuple[RegionView, ...]
     swizzle: int
     region_bytes: Mapping[str, int]
-    last_tile: int
+    tile_bits: int
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
     uses_kv_tiles: bool
@@ -136,7 +136,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         ),
         swizzle={64: 1, 32: 2}[hopper.box_columns],
         region_bytes={region.name: region.bytes for region in hopper.shared},
-        last_tile=(MAX_SEQLEN - 1) // plan.tile_n,
+        tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans=uses("hk", spans) and not plan.pack_gqa,
         uses_kv_tiles=uses("kv_tiles", spans),

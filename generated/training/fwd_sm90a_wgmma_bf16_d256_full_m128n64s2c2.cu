@@ -22,7 +22,11 @@ constexpr int kStages = 2;  // K and V tiles in flight
 constexpr int kQStages = 1;  // Q tiles in flight
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
-static_assert(16777215 <= kTileMask && kPartialBit + kConsumers <= kSkippedBit);  // the last tile of the longest sequence
+// What consumers are told of a KV tile, in one word: its number, a bit for each that needs the mask, and a bit for each
+// that sees nothing of it.
+constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
 constexpr int kBoxBytes = 2 * kBoxColumns;

@@ -17,7 +17,7 @@ import pytest
 from attngen.compile import Artifact, compile_source, cuda
 from attngen.compile.cuda import compile_text, planned_wgmma
 from attngen.compile.inspect import count_instructions, parameter_places
-from attngen.compile.triton import MAX_SPILLS
+from attngen.compile.speed import MAX_SPILLS
 from attngen.errors import CompileError
 from attngen.plan import Plan
 from attngen.render import render

@@ -7,8 +7,8 @@ import pytest
 from attngen.compile import compile_source, cuda
 from attngen.compile.cuda import PINGPONG_SPILLS, max_spills, planned_wgmma
 from attngen.compile.inspect import Resources, count_instructions, parameter_places
-from attngen.compile.triton import MAX_SPILLS
-from attngen.errors import CompileError
+from attngen.compile.speed import MAX_SPILLS
+from attngen.errors import ChoiceError
 from attngen.render import render
 from tests.plan.specs import planned
 
@@ -72,5 +72,8 @@ def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> 
 def test_what_would_be_slow_is_refused_with_the_way_out(head_dim: int, resources: Resources, reason: str) -> None:
     plan = planned(passes="backward", backward=None, head_dim=head_dim)
     assert plan.backend == "cuda"
-    with pytest.raises(CompileError, match=rf"{reason}.*'backward: {{backend: triton}}' or 'allow: \["):
+    with pytest.raises(
+        ChoiceError, match=rf"{reason}.*leave tile, stages and warps to the plan, .*'allow: \["
+    ) as caught:
         cuda._check(plan, b"", resources)
+    assert caught.value.slow == (resources.serialized_wgmma, resources.spills)

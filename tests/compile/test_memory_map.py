@@ -11,7 +11,6 @@ from attngen.errors import CompileError
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.plan import Plan
 from attngen.render import render
-from attngen.resources import templates_dir
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
 from tests.sampling import sampled
@@ -84,39 +83,19 @@ def test_records_of_backwards_are_aligned(head_dim: int, deterministic: bool, la
 # --- packed words ---------------------------------------------------------------------------------------------
 
 
-def packed_bits(consumers: int) -> dict[str, range]:
-    """Return the bits of a word that tells consumers of a tile, as the header has them."""
-    text = (templates_dir() / "cuda" / "include" / "schedule.cuh").read_text()
-    found = re.search(r"kPartialBit = (\d+), kSkippedBit = (\d+);", text)
-    assert found is not None
-    partial, skipped = map(int, found.groups())
-    return {
-        "tile": range(partial),
-        "partial": range(partial, partial + consumers),
-        "skipped": range(skipped, skipped + consumers),
-    }
-
-
 @pytest.mark.parametrize("consumers", [1, 2, 3])
-def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consumers: int) -> None:
-    bits = packed_bits(consumers)
-    assert ((MAX_SEQLEN - 1) // 16).bit_length() <= len(bits["tile"])
-    taken = [bit for part in bits.values() for bit in part]
-    assert len(set(taken)) == len(taken)
-    assert max(taken) < 32
-
-
-@pytest.mark.parametrize("tile_n", [16, 64])
-def test_sources_say_which_tile_is_the_last(tile_n: int) -> None:
-    """The longest sequence of the smallest tiles fits; one tile more would not."""
-    plan = planned("sliding_window", backend="cuda", tile=f"{{m: 192, n: {tile_n}}}")
+@pytest.mark.parametrize("tile_n", [16, 32, 64])
+def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consumers: int, tile_n: int) -> None:
+    plan = planned("sliding_window", backend="cuda", tile=f"{{m: {64 * consumers}, n: {tile_n}}}")
     source = render(plan)
-    last = (MAX_SEQLEN - 1) // tile_n
-    assert f"static_assert({last} <= kTileMask" in source.text
-    to_ptx(source)
-    beyond = source.text.replace(f"static_assert({last} <=", f"static_assert({2 ** len(packed_bits(3)['tile'])} <=")
+    found = re.search(r"kTileMask = \(1 << (\d+)\) - 1;.*\n.*kPartialBit = (\d+), kSkippedBit", source.text)
+    assert found is not None
+    mask_bits, partial_bit = map(int, found.groups())
+    assert (MAX_SEQLEN - 1) // tile_n < 2**mask_bits <= 2**partial_bit
+    to_ptx(source)  # which asserts that the flags of all consumers fit above
+    crowded = source.text.replace(f"kPartialBit = {partial_bit},", f"kPartialBit = {33 - 2 * consumers},")
     with pytest.raises(CompileError, match="static assertion failed"):
-        to_ptx(replace(source, text=beyond))
+        to_ptx(replace(source, text=crowded))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

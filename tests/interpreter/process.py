@@ -28,7 +28,7 @@ class Interpreter:
         assert self._process.stdout is not None
         pickle.dump((f"tests.interpreter.remote:{function}", arguments), self._process.stdin)
         self._process.stdin.flush()
-        ok, value, _ = pickle.load(self._process.stdout)
+        ok, value, _, _ = pickle.load(self._process.stdout)
         if not ok:
             raise value
         return value

@@ -3,12 +3,6 @@
 
 #include "types.cuh"
 
-// What consumers are told of a KV tile, in one word: its number, a bit for each consumer that needs the mask, and a bit
-// for each that sees nothing of it. Numbers have 26 bits, as many as the longest sequence has tiles of 16 keys, the
-// smallest; the bits of three consumers fill the rest.
-constexpr int kPartialBit = 26, kSkippedBit = 29;
-constexpr int kTileMask = (1 << kPartialBit) - 1;
-
 // Finds the unit (batch x head) and the query tile of an index: the units of one section share L2, longest tiles first.
 __device__ __forceinline__ void place_tile(
     int index, int q_tiles, int units, int section, int& unit, int& q_tile) {
