@@ -120,7 +120,7 @@ def test_some_tiles_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) ->
     )
     found = plan(kernel)
     (whole,) = efficiency(found, [4096], scalars_of(found.variant, {}))
-    monkeypatch.setattr(visits_module, "_WORK", 2**26)
+    monkeypatch.setattr(visits_module, "_WORK", 2**25)
     (some,) = efficiency(found, [4096], scalars_of(found.variant, {}))
     assert whole.complete
     assert not some.complete
