@@ -75,11 +75,6 @@ def read_indexes(store: Store) -> list[Index]:
     return [index for name in names if (index := read_index(store, name))]
 
 
-def remove_index(store: Store, package: str) -> None:
-    """Forget a package; its kernels stay until they are cleared."""
-    (_folder(store) / f"{package}.json").unlink(missing_ok=True)
-
-
 def _folder(store: Store) -> Path:
     return store.root / _FOLDER
 

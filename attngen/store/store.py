@@ -3,6 +3,7 @@
 <root>/kernels/<key>/   kernel.cubin manifest.json source.py ptx ttgir SHA256SUMS
 <root>/builds/          what each package holds: index.py
 <root>/receipts/        what proves that a build has nothing to do: receipt.py
+<root>/refusals/        plans whose machine code was not taken: refusals.py
 <root>/locks/, tmp/     empty while nobody builds
 <root>/CACHEDIR.TAG     the mark without which nothing is written or removed: mark.py
 """
@@ -23,7 +24,7 @@ from attngen.errors import StoreError
 from attngen.store.entry import DamagedEntryError, files_of, read_checksums, read_entry, read_file, verify_entry
 from attngen.store.files import store_error, sync_folder, write_folder, write_synced
 from attngen.store.lock import Lock
-from attngen.store.mark import KEY, LOCK, TEMPORARY, claim
+from attngen.store.mark import FOLDERS, KEY, LOCK, TEMPORARY, claim
 
 #: How long to wait for another process to build a kernel; a compile takes seconds.
 LOCK_SECONDS = 600.0
@@ -224,6 +225,23 @@ class Store:
                 self._remove_temporaries(key)
         except OSError as error:
             raise store_error("remove an entry of", self.root, error) from error
+
+    def forget(self) -> None:
+        """Remove what builds remember beside the kernels: indexes, receipts and refusals, damaged ones too.
+
+        Raises StoreError, and removes nothing, where the folder is not a cache of ours.
+        """
+        if not self.root.is_dir():
+            return
+        try:
+            self._claim()
+            for folder in ("builds", "receipts", "refusals"):
+                for name in _names(self.root / folder):
+                    path = self.root / folder / name
+                    if FOLDERS[folder].fullmatch(name) and (path.is_symlink() or not path.is_dir()):
+                        path.unlink(missing_ok=True)
+        except OSError as error:
+            raise store_error("empty the cache", self.root, error) from error
 
     def sweep(self) -> None:
         """Remove what killed processes left behind: temporary files and locks that nobody holds.
