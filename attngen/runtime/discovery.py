@@ -70,7 +70,7 @@ def _package_of_index(path: Path) -> Package:
 def _package_of_build(store: Any, index: Any) -> Package:
     sources: dict[str, tuple[Callable[[], Kernel], ...]] = {}
     for entry in index.kernels:
-        sources[entry.variant] = (*sources.get(entry.variant, ()), reader(store.path(entry.key)))
+        sources[entry.variant] = (*sources.get(entry.variant, ()), reader(store.path(entry.key), sealed=True))
     return Package(index.package, str(store.root), sources, dict(index.inputs))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
+from attngen.files import read_regular
 from attngen.lang.variant import Variant
 from attngen.runtime.module import Kernel, read_kernel
 
@@ -69,7 +70,7 @@ class Package:
         """Return the file of the spec that differs from what the build read, or None. A file that is gone is none."""
         for path, digest in self.inputs.items():
             try:
-                content = Path(path).read_bytes()
+                content = read_regular(Path(path))
             except OSError:
                 continue
             if sha256(content).hexdigest() != digest:
@@ -247,9 +248,9 @@ def _constant(kernel: Kernel) -> Callable[[], Kernel]:
     return lambda: kernel
 
 
-def reader(folder: Path) -> Callable[[], Kernel]:
-    """Return what reads the kernel of a folder when it is first asked for."""
-    return lambda: read_kernel(folder)
+def reader(folder: Path, *, sealed: bool = False) -> Callable[[], Kernel]:
+    """Return what reads the kernel of a folder when it is first asked for; see ``read_kernel``."""
+    return lambda: read_kernel(folder, sealed=sealed)
 
 
 def _discovery() -> Any:

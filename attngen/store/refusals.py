@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from attngen.errors import StoreError
-from attngen.store.files import read_regular
+from attngen.files import read_regular
 from attngen.store.store import Store
 
 if TYPE_CHECKING:
