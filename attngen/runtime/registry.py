@@ -24,6 +24,14 @@ from attngen.runtime.module import Kernel, read_kernel
 RANKS = ("loaded", "installed", "built")
 
 
+#: What helps where none of a package's kernels can be read.
+_REMEDIES = {
+    "loaded": "put its folder in place again, and load it",
+    "installed": "reinstall it",
+    "built": "'attngen cache verify' shows which; 'attngen build' of its spec makes them anew",
+}
+
+
 class SpecChangedWarning(UserWarning):
     """A spec was edited after its kernels were built, so that calls run the earlier version."""
 
@@ -208,14 +216,14 @@ class Registry:
     def _unknown(self, name: str, package: str | None) -> NoKernelError:
         """Return the error for a name that nothing stands for: what there is, and the lines that would add it."""
         known: dict[str, set[str]] = {}
-        for _, found in self.packages():
+        broken = []  # packages that have the variant, and no kernel of it that can be read
+        for rank, found in self.packages():
             known.setdefault(found.name, set()).update(found.variants)
-        owners = [owner for owner, variants in known.items() if name in variants and package in (None, owner)]
-        if owners:
-            listed = ", ".join(f"'{owner}'" for owner in sorted(owners))
+            if name in found.variants and package in (None, found.name):
+                broken.append(f"  {rank} package '{found.name}' ({found.origin}): {_REMEDIES[rank]}")
+        if broken:
             return NoKernelError(
-                f"the kernels of variant '{name}' in package {listed} are damaged or missing in "
-                "the cache; 'attngen cache verify' shows which; 'attngen build' of the spec makes them anew"
+                "\n".join([f"the kernels of variant '{name}' are damaged, missing, or of another version:", *broken])
             )
         if package is None:
             where, nearest = "", suggest(name, set().union(*known.values()))

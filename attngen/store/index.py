@@ -103,6 +103,8 @@ def _parse(content: bytes | None) -> Index | None:
     texts = [index.package, index.spec, index.spec_hash]
     for kernel in kernels:
         texts += [kernel.name, kernel.key, kernel.variant, kernel.arch, kernel.backend]
-    if not isinstance(index.inputs, dict) or not all(isinstance(text, str) for text in (*texts, *index.inputs.values())):
+    if not isinstance(index.inputs, dict) or not all(
+        isinstance(text, str) for text in (*texts, *index.inputs.values())
+    ):
         return None
     return index if all(KEY.fullmatch(kernel.key) for kernel in kernels) else None

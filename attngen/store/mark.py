@@ -16,6 +16,9 @@ from attngen.errors import StoreError
 
 TAG = "CACHEDIR.TAG"
 
+#: Modes of what the cache makes: others never write to it, whatever the umask leaves them; see trust.py.
+FOLDER_MODE, FILE_MODE = 0o755, 0o644
+
 _SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55\n"
 _OWN = b"# The cache of attngen, form 1. 'attngen cache clear' empties it.\n"
 
@@ -59,7 +62,7 @@ def claim(root: Path) -> None:
     and OSError where the mark cannot be read or written.
     """
     if not is_marked(root):
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         foreign = _foreign(root)
         if foreign and not is_marked(root):  # another process may have marked it since
             raise StoreError(
