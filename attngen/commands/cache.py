@@ -8,7 +8,7 @@ import click
 
 from attngen import cli
 from attngen.commands.output import counted, print_json, print_table
-from attngen.store.index import read_indexes, remove_index
+from attngen.store.index import read_indexes
 from attngen.store.store import Store
 
 
@@ -73,8 +73,7 @@ def clear(unused: bool, yes: bool) -> None:
             f"Remove {counted(len(keys), 'entry', 'entries')} ({size / 1e6:.1f} MB) of {store.root}?", abort=True
         )
     if not unused:
-        for index in read_indexes(store):
-            remove_index(store, index.package)
+        store.forget()
     for key in keys:
         store.remove(key)
     store.sweep()

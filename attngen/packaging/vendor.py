@@ -21,7 +21,7 @@ ROOTS = ("errors", "runtime.debug", "runtime.dispatch", "runtime.shipped", "runt
 LEFT_OUT = frozenset({"runtime.discovery"})
 
 #: Parts of attngen that may be copied: none of them imports anything but torch, cuda-bindings and the standard library.
-COPIED = frozenset({"errors", "dtypes", "arch", "formats", "lang", "runtime"})
+COPIED = frozenset({"errors", "dtypes", "arch", "files", "formats", "lang", "runtime"})
 
 _FOLDER = Path(attngen.__file__).parent
 _IMPORT = re.compile(r"from attngen[\w.]* import")

@@ -70,18 +70,25 @@ def _package_of_index(path: Path) -> Package:
 def _package_of_build(store: Any, index: Any) -> Package:
     sources: dict[str, tuple[Callable[[], Kernel], ...]] = {}
     for entry in index.kernels:
-        sources[entry.variant] = (*sources.get(entry.variant, ()), reader(store.path(entry.key)))
+        sources[entry.variant] = (*sources.get(entry.variant, ()), reader(store.path(entry.key), sealed=True))
     return Package(index.package, str(store.root), sources, dict(index.inputs))
 
 
 def built_packages() -> dict[str, Package]:
-    """Return the packages that this user has built, by name; none where the part that builds is not installed."""
+    """Return the packages that this user has built, by name; none where the part that builds is not installed.
+
+    A cache to which others could have written is passed over with a warning.
+    """
     try:
-        from attngen.store import Store
+        from attngen.store import Store, StoreWarning
         from attngen.store.index import read_indexes
+        from attngen.store.trust import distrust
     except ImportError:
         return {}
     store = Store()
+    if reason := distrust(store.root):
+        warnings.warn(reason, StoreWarning, stacklevel=2)
+        return {}
     return {index.package: _package_of_build(store, index) for index in read_indexes(store)}
 
 
@@ -89,10 +96,14 @@ def builds_stamp() -> int | None:
     """Return what changes whenever an index is written: each is renamed into the folder of all."""
     try:
         from attngen.store import default_root
+        from attngen.store.trust import distrust
     except ImportError:
         return None
+    root = default_root()
+    if distrust(root):
+        return None  # as long as it is, there is nothing to look for again
     try:
-        return (default_root() / "builds").stat().st_mtime_ns
+        return (root / "builds").stat().st_mtime_ns
     except OSError:
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -12,10 +11,12 @@ from typing import Any
 
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import dtype as dtype_row
-from attngen.errors import AttngenError, LoadError
-from attngen.formats import MANIFEST_FORMAT, VERSION
+from attngen.errors import LoadError
+from attngen.files import read_regular
+from attngen.formats import VERSION
 from attngen.lang.variant import Variant
 from attngen.runtime.driver import REMEDY, Driver
+from attngen.runtime.manifest import check_manifest, read_manifest
 from attngen.runtime.packing import Layout, lay_out
 
 
@@ -99,47 +100,39 @@ class Kernel:
     ) -> None:
         """``cubin``, ``classifier`` and ``parts`` return the images; ``origin`` says in messages where it is from.
 
-        Raises LoadError for a manifest of another format or without a required entry.
+        Raises LoadError for a manifest of another format, one without a required entry, or of wrong types.
         """
-        found = manifest.get("format")
-        if found != MANIFEST_FORMAT:
-            raise LoadError(
-                f"{origin}: manifest format {found or 'unknown'}, but this version of attngen reads format "
-                f"{MANIFEST_FORMAT}; {REMEDY}"
-            )
+        check_manifest(manifest, origin)
         self.manifest = manifest
         self.origin = origin
         self._cubin = cubin
         self._classifier = classifier
         self._part_images = parts or {}
-        try:
-            self.name: str = manifest["name"]
-            self.package: str = manifest["package"]
-            self.variant_name: str = manifest["variant"]["name"]
-            self.arch = _arch(manifest["arch"], origin)
-            self.dtype: str = manifest["dtype"]
-            self.head_dim_qk: int = manifest["head_dim_qk"]
-            self.head_dim_v: int = manifest["head_dim_v"]
-            self.layout: str = manifest["layout"]
-            self.direction: str = manifest["direction"]
-            self.section_keys: int = manifest["section_keys"]
-            self.section_heads: int = manifest.get("section_heads", 1)
-            self.backend: str = manifest["backend"]
-            self.loads: str = manifest["loads"]
-            self.persistent = bool(manifest.get("persistent"))
-            self.pack_gqa = bool(manifest.get("pack_gqa"))
-            self.tile_m: int = manifest["tile_m"]
-            self.tile_n: int = manifest["tile_n"]
-            self.sum_columns: int = manifest.get("sum_columns", 0)  # of dQ, if it is added up in global memory
-            self.ordered = bool(manifest.get("ordered"))  # which it is in a fixed order
-            self.reproducible = self.ordered or not self.sum_columns  # dQ, dK and dV have the same bits on every run
-            self.shared_memory: int = manifest["resources"]["shared_memory"]
-            self.entry = Entry(
-                manifest["symbol"], manifest["parameters"], manifest["threads"], self.shared_memory, self._image
-            )
-        except KeyError as error:
-            raise LoadError(f"{origin}: the manifest lacks {error}; {REMEDY}") from None
-        self.element_bytes = dtype_row(self.dtype).bytes
+        self.name: str = manifest["name"]
+        self.package: str = manifest["package"]
+        self.variant_name: str = manifest["variant"]["name"]
+        self.arch = _arch(manifest["arch"], origin)
+        self.dtype: str = manifest["dtype"]
+        self.head_dim_qk: int = manifest["head_dim_qk"]
+        self.head_dim_v: int = manifest["head_dim_v"]
+        self.layout: str = manifest["layout"]
+        self.direction: str = manifest["direction"]
+        self.section_keys: int = manifest["section_keys"]
+        self.section_heads: int = manifest.get("section_heads", 1)
+        self.backend: str = manifest["backend"]
+        self.loads: str = manifest["loads"]
+        self.persistent = bool(manifest.get("persistent"))
+        self.pack_gqa = bool(manifest.get("pack_gqa"))
+        self.tile_m: int = manifest["tile_m"]
+        self.tile_n: int = manifest["tile_n"]
+        self.sum_columns: int = manifest.get("sum_columns", 0)  # of dQ, if it is added up in global memory
+        self.ordered = bool(manifest.get("ordered"))  # which it is in a fixed order
+        self.reproducible = self.ordered or not self.sum_columns  # dQ, dK and dV have the same bits on every run
+        self.shared_memory: int = manifest["resources"]["shared_memory"]
+        self.entry = Entry(
+            manifest["symbol"], manifest["parameters"], manifest["threads"], self.shared_memory, self._image
+        )
+        self.element_bytes = _element_bytes(self.dtype, origin)
 
     def __repr__(self) -> str:
         return f"Kernel({self.full_name})"
@@ -154,7 +147,7 @@ class Kernel:
         """The variant that the kernel computes; LoadError if the manifest is damaged."""
         try:
             return Variant.from_dict(self.manifest["variant"])
-        except (AttngenError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever its expressions do to the parser
             raise LoadError(f"{self.origin}: the manifest's variant cannot be read: {error}") from error
 
     @cached_property
@@ -169,18 +162,14 @@ class Kernel:
         row = self.manifest.get("classifier")
         if not row:
             return None
-        shared = (row.get("resources") or {}).get("shared_memory", row.get("shared_memory", 0))
-        threads = row.get("threads") or 32 * row["num_warps"]
+        shared = (row.get("resources") or {}).get("shared_memory", 0)
         image = self._classifier_image if self._classifier is not None else self._image
-        return Entry(row["symbol"], row["parameters"], threads, shared, image)
+        return Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """What a backward launches, in order; none of a forward. LoadError for a manifest that lacks something."""
-        try:
-            return tuple(Part(self, row, self._image_of(row)) for row in self.manifest.get("parts", ()))
-        except KeyError as error:
-            raise LoadError(f"{self.origin}: the manifest lacks {error}; {REMEDY}") from None
+        """What a backward launches, in order; none of a forward."""
+        return tuple(Part(self, row, self._image_of(row)) for row in self.manifest.get("parts", ()))
 
     def _image_of(self, row: Mapping[str, Any]) -> Callable[[], bytes]:
         read = self._part_images.get(row["name"])
@@ -197,8 +186,6 @@ class Kernel:
     def map_axes(self) -> tuple[bool, bool]:
         """Whether the tile map differs between batch entries, and between heads."""
         axes = self.manifest.get("tile_map") or {}
-        if axes is True:
-            return True, True
         return bool(axes.get("batch", True)), bool(axes.get("heads", True))
 
     def _image(self) -> bytes:
@@ -225,6 +212,13 @@ def _arch(name: str, origin: str) -> Arch:
     return ARCHES[name]
 
 
+def _element_bytes(name: str, origin: str) -> int:
+    try:
+        return dtype_row(name).bytes
+    except KeyError:
+        raise LoadError(f"{origin}: the manifest's dtype '{name}' is not known to attngen {VERSION}") from None
+
+
 def _number(value: Any) -> bool | int | float:
     """Read a number of a manifest, in which infinities are spelled out."""
     return math.inf * value["inf"] if isinstance(value, dict) else value
@@ -241,31 +235,21 @@ def _verified(read: Callable[[], bytes], expected: str | None, name: str) -> byt
     return image
 
 
-def read_kernel(folder: Path) -> Kernel:
+def read_kernel(folder: Path, *, sealed: bool = False) -> Kernel:
     """Return the kernel of a folder that holds ``manifest.json``, ``kernel.cubin`` and maybe ``classifier.cubin``.
 
-    Raises LoadError for a folder without a readable manifest.
+    ``sealed`` demands checksums of all of them in ``SHA256SUMS``, as entries of the cache have. Raises LoadError for a
+    folder without a sound manifest.
     """
-    path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LoadError(f"{folder} holds no manifest.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"{path} cannot be read: {error}") from error
-    if not isinstance(manifest, dict):
-        raise LoadError(f"{path} is no manifest")
-    classifier = folder / "classifier.cubin"
+    images = {path.stem: _reader(path) for path in sorted(folder.glob("*.cubin"))}
     return Kernel(
-        manifest,
-        (folder / "kernel.cubin").read_bytes,
-        classifier.read_bytes if classifier.is_file() else None,
+        read_manifest(folder, sealed=sealed),
+        images.pop("kernel", _reader(folder / "kernel.cubin")),
+        images.pop("classifier", None),
         origin=str(folder),
-        parts={path.stem: path.read_bytes for path in _part_files(folder, manifest)},
+        parts=images,
     )
 
 
-def _part_files(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
-    """Return the cubins of a backward's kernels, but for the one that is the kernel's own."""
-    files = [folder / f"{row.get('name')}.cubin" for row in manifest.get("parts", ())]
-    return [path for path in files if path.is_file()]
+def _reader(path: Path) -> Callable[[], bytes]:
+    return lambda: read_regular(path)

@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
+from attngen.files import read_regular
 from attngen.lang.variant import Variant
 from attngen.runtime.module import Kernel, read_kernel
 
 #: Names of the three ranks, as messages say them, in the order of the search.
 RANKS = ("loaded", "installed", "built")
+
+
+#: What helps where none of a package's kernels can be read.
+_REMEDIES = {
+    "loaded": "put its folder in place again, and load it",
+    "installed": "reinstall it",
+    "built": "'attngen cache verify' shows which; 'attngen build' of its spec makes them anew",
+}
 
 
 class SpecChangedWarning(UserWarning):
@@ -69,7 +78,7 @@ class Package:
         """Return the file of the spec that differs from what the build read, or None. A file that is gone is none."""
         for path, digest in self.inputs.items():
             try:
-                content = Path(path).read_bytes()
+                content = read_regular(Path(path))
             except OSError:
                 continue
             if sha256(content).hexdigest() != digest:
@@ -207,14 +216,14 @@ class Registry:
     def _unknown(self, name: str, package: str | None) -> NoKernelError:
         """Return the error for a name that nothing stands for: what there is, and the lines that would add it."""
         known: dict[str, set[str]] = {}
-        for _, found in self.packages():
+        broken = []  # packages that have the variant, and no kernel of it that can be read
+        for rank, found in self.packages():
             known.setdefault(found.name, set()).update(found.variants)
-        owners = [owner for owner, variants in known.items() if name in variants and package in (None, owner)]
-        if owners:
-            listed = ", ".join(f"'{owner}'" for owner in sorted(owners))
+            if name in found.variants and package in (None, found.name):
+                broken.append(f"  {rank} package '{found.name}' ({found.origin}): {_REMEDIES[rank]}")
+        if broken:
             return NoKernelError(
-                f"the kernels of variant '{name}' in package {listed} are damaged or missing in "
-                "the cache; 'attngen cache verify' shows which; 'attngen build' of the spec makes them anew"
+                "\n".join([f"the kernels of variant '{name}' are damaged, missing, or of another version:", *broken])
             )
         if package is None:
             where, nearest = "", suggest(name, set().union(*known.values()))
@@ -247,9 +256,9 @@ def _constant(kernel: Kernel) -> Callable[[], Kernel]:
     return lambda: kernel
 
 
-def reader(folder: Path) -> Callable[[], Kernel]:
-    """Return what reads the kernel of a folder when it is first asked for."""
-    return lambda: read_kernel(folder)
+def reader(folder: Path, *, sealed: bool = False) -> Callable[[], Kernel]:
+    """Return what reads the kernel of a folder when it is first asked for; see ``read_kernel``."""
+    return lambda: read_kernel(folder, sealed=sealed)
 
 
 def _discovery() -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.errors import LoadError
+from attngen.files import read_regular
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import Package, reader, registry
@@ -58,8 +59,8 @@ def _read_index(folder: Path) -> Mapping[str, Any]:
     """Return the index of a folder, in forms that this runtime reads. Raises LoadError."""
     path = folder / INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        index = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path} cannot be read: {error}; reinstall the package") from error
     if not isinstance(index, dict):
         raise LoadError(f"{path} is no index of a package; reinstall it")

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from attngen.compile.artifact import Artifact
-from attngen.store.files import read_regular
+from attngen.files import read_regular
 
 CUBIN = "kernel.cubin"
 CLASSIFIER = "classifier.cubin"

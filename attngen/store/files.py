@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from attngen.errors import StoreError
+from attngen.store.mark import FILE_MODE, FOLDER_MODE
 
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and wait until the disk has it."""
-    with open(path, "xb") as file:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. OSError for anything else: opening a pipe would wait for its writer."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read()
 
 
 def sync_folder(path: Path) -> None:
@@ -40,8 +32,8 @@ def sync_folder(path: Path) -> None:
 
 
 def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write a new folder of files and wait until the disk has all of them."""
-    path.mkdir(parents=True)
+    """Write a new folder of files, below one that exists, and wait until the disk has all of them."""
+    path.mkdir(FOLDER_MODE)
     for name, data in files.items():
         write_synced(path / name, data)
     sync_folder(path)

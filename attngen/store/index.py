@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attngen.store.files import read_regular
+from attngen.files import read_regular
 from attngen.store.key import digest
+from attngen.store.mark import KEY
 from attngen.store.store import Store, StoreWarning
 
 #: Version of the form of an index; another one is ignored with a warning.
@@ -75,11 +76,6 @@ def read_indexes(store: Store) -> list[Index]:
     return [index for name in names if (index := read_index(store, name))]
 
 
-def remove_index(store: Store, package: str) -> None:
-    """Forget a package; its kernels stay until they are cleared."""
-    (_folder(store) / f"{package}.json").unlink(missing_ok=True)
-
-
 def _folder(store: Store) -> Path:
     return store.root / _FOLDER
 
@@ -101,6 +97,14 @@ def _parse(content: bytes | None) -> Index | None:
         if digest(fields) != expected or fields.pop("format") != INDEX_FORMAT:
             return None
         kernels = tuple(IndexEntry(**kernel) for kernel in fields.pop("kernels"))
-        return Index(kernels=kernels, **fields)
+        index = Index(kernels=kernels, **fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+    texts = [index.package, index.spec, index.spec_hash]
+    for kernel in kernels:
+        texts += [kernel.name, kernel.key, kernel.variant, kernel.arch, kernel.backend]
+    if not isinstance(index.inputs, dict) or not all(
+        isinstance(text, str) for text in (*texts, *index.inputs.values())
+    ):
+        return None
+    return index if all(KEY.fullmatch(kernel.key) for kernel in kernels) else None

@@ -16,24 +16,28 @@ from attngen.errors import StoreError
 
 TAG = "CACHEDIR.TAG"
 
+#: Modes of what the cache makes: others never write to it, whatever the umask leaves them; see trust.py.
+FOLDER_MODE, FILE_MODE = 0o755, 0o644
+
 _SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55\n"
 _OWN = b"# The cache of attngen, form 1. 'attngen cache clear' empties it.\n"
 
 _HEX12 = "[0-9a-f]{12}"
 _KEY = "[0-9a-f]{64}"
-_SMALL = r"(?:builds|receipts)\.\w+\.json"
+_SMALL = rf"(?:(?:builds|receipts)\.\w+|refusals\.{_KEY})\.json"
 
 KEY = re.compile(_KEY, re.ASCII)
 LOCK = re.compile(f"(?:{_KEY}|{_SMALL})")
 TEMPORARY = re.compile(f"(?:(?P<key>{_KEY}|{_SMALL})|probe)-{_HEX12}")
 
 #: What each folder of a cache may hold.
-_FOLDERS = {
+FOLDERS = {
     "kernels": KEY,
     "locks": LOCK,
     "tmp": TEMPORARY,
     "builds": re.compile(r"\w+\.json"),
     "receipts": re.compile(r"[0-9a-f]{32}\.json"),
+    "refusals": re.compile(rf"{_KEY}\.json"),
 }
 _TAG_NAMES = re.compile(rf"{re.escape(TAG)}(?:-{_HEX12})?")
 
@@ -58,7 +62,7 @@ def claim(root: Path) -> None:
     and OSError where the mark cannot be read or written.
     """
     if not is_marked(root):
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         foreign = _foreign(root)
         if foreign and not is_marked(root):  # another process may have marked it since
             raise StoreError(
@@ -71,7 +75,7 @@ def claim(root: Path) -> None:
             os.replace(temporary, root / TAG)
         finally:
             temporary.unlink(missing_ok=True)
-    for name in _FOLDERS:
+    for name in FOLDERS:
         if (root / name).is_symlink():
             raise StoreError(
                 f"{root / name} is a symbolic link, which the cache does not follow; "
@@ -84,7 +88,7 @@ def _foreign(root: Path) -> str | None:
     for entry in os.scandir(root):
         if _TAG_NAMES.fullmatch(entry.name) and entry.name != TAG and entry.is_file(follow_symlinks=False):
             continue
-        allowed = _FOLDERS.get(entry.name)
+        allowed = FOLDERS.get(entry.name)
         if allowed is None or not entry.is_dir(follow_symlinks=False):
             return entry.name
         try:

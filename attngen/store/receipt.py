@@ -17,7 +17,7 @@ from typing import Any
 
 from attngen import resources
 from attngen.compile.toolchain import toolchain
-from attngen.store.files import read_regular
+from attngen.files import read_regular
 from attngen.store.key import digest
 from attngen.store.store import Store
 

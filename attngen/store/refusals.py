@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from attngen.errors import StoreError
+from attngen.files import read_regular
 from attngen.store.store import Store
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ FOLDER = "refusals"
 def read_refusal(store: Store, key: str) -> Refused | None:
     """Return why the kernel of a key was not taken, or None if nothing is known against it."""
     try:
-        fields = json.loads((store.root / FOLDER / f"{key}.json").read_bytes())
-    except (OSError, ValueError):
+        fields = json.loads(read_regular(store.root / FOLDER / f"{key}.json"))
+    except (OSError, ValueError, RecursionError):
         return None
     from attngen.plan.model import Refused
 
@@ -35,7 +36,7 @@ def read_refusal(store: Store, key: str) -> Refused | None:
             str(fields["reason"]),
             None if slow is None else (bool(slow[0]), int(slow[1])),
         )
-    except (TypeError, KeyError, ValueError, IndexError):
+    except (TypeError, KeyError, ValueError, IndexError, OverflowError):
         return None
 
 

@@ -3,6 +3,7 @@
 <root>/kernels/<key>/   kernel.cubin manifest.json source.py ptx ttgir SHA256SUMS
 <root>/builds/          what each package holds: index.py
 <root>/receipts/        what proves that a build has nothing to do: receipt.py
+<root>/refusals/        plans whose machine code was not taken: refusals.py
 <root>/locks/, tmp/     empty while nobody builds
 <root>/CACHEDIR.TAG     the mark without which nothing is written or removed: mark.py
 """
@@ -23,7 +24,8 @@ from attngen.errors import StoreError
 from attngen.store.entry import DamagedEntryError, files_of, read_checksums, read_entry, read_file, verify_entry
 from attngen.store.files import store_error, sync_folder, write_folder, write_synced
 from attngen.store.lock import Lock
-from attngen.store.mark import KEY, LOCK, TEMPORARY, claim
+from attngen.store.mark import FOLDER_MODE, FOLDERS, KEY, LOCK, TEMPORARY, claim
+from attngen.store.trust import distrust
 
 #: How long to wait for another process to build a kernel; a compile takes seconds.
 LOCK_SECONDS = 600.0
@@ -121,11 +123,11 @@ class Store:
         """
         temporary = self._temporary(key)
         try:
-            self._claim()
+            self._make_folder("tmp")
             write_folder(temporary, files_of(artifact))
             verify_entry(temporary)
             final = self.path(key)
-            final.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folder("kernels")
             if final.exists():
                 os.rename(final, self._temporary(key))  # whoever reads it now keeps its open files
             os.rename(temporary, final)
@@ -145,8 +147,9 @@ class Store:
         Of many processes that ask for one key at once, one builds and the others wait for it and read; with
         ``wait=False`` None is returned instead, so that the caller can do other work first. A kernel that cannot
         be kept is returned all the same, with a warning. Raises StoreError where a process holds the key for
-        longer than a compile can take, and whatever ``build`` raises.
+        longer than a compile can take or where others may write to the cache, and whatever ``build`` raises.
         """
+        self.require_trusted()
         artifact, _ = self.read(key)
         if artifact is not None:
             return Fetched(artifact, "cached")
@@ -225,6 +228,23 @@ class Store:
         except OSError as error:
             raise store_error("remove an entry of", self.root, error) from error
 
+    def forget(self) -> None:
+        """Remove what builds remember beside the kernels: indexes, receipts and refusals, damaged ones too.
+
+        Raises StoreError, and removes nothing, where the folder is not a cache of ours.
+        """
+        if not self.root.is_dir():
+            return
+        try:
+            self._claim()
+            for folder in ("builds", "receipts", "refusals"):
+                for name in _names(self.root / folder):
+                    path = self.root / folder / name
+                    if FOLDERS[folder].fullmatch(name) and (path.is_symlink() or not path.is_dir()):
+                        path.unlink(missing_ok=True)
+        except OSError as error:
+            raise store_error("empty the cache", self.root, error) from error
+
     def sweep(self) -> None:
         """Remove what killed processes left behind: temporary files and locks that nobody holds.
 
@@ -243,14 +263,20 @@ class Store:
         except OSError:
             pass  # a folder that cannot be written gathers nothing either
 
+    def require_trusted(self) -> None:
+        """Raise StoreError where others than this user and root could have written what would be run."""
+        if reason := distrust(self.root):
+            raise StoreError(reason)
+
     def _claim(self) -> None:
         if not self._claimed:
+            self.require_trusted()
             claim(self.root)
             self._claimed = True
 
     def _make_folder(self, name: str) -> None:
         self._claim()
-        (self.root / name).mkdir(parents=True, exist_ok=True)
+        (self.root / name).mkdir(FOLDER_MODE, exist_ok=True)
 
     def _temporary(self, key: str) -> Path:
         return self.root / "tmp" / f"{key}-{secrets.token_hex(6)}"

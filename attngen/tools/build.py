@@ -86,6 +86,7 @@ def build(
     """
     start = time.perf_counter()
     path, store = Path(spec), store or Store()
+    store.require_trusted()
     known = _known(path, arches, store)
     if known is not None:
         kernels = known[1]

@@ -137,6 +137,7 @@ class Compiles:
 
     def run(self, prepared: Sequence[Prepared], jobs: int | None) -> None:
         """Find or compile kernels, whose names differ. Raises CompileError where a compiler is not installed."""
+        self.store.require_trusted()
         found = [self._find(Task.of(kernel)) for kernel in prepared]
         missing = [task for task in found if task is not None]
         self.observer.planned(len(prepared), len(missing))

@@ -182,7 +182,9 @@ def write_kernel(folder: Path, manifest: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True)
     (folder / "kernel.cubin").write_bytes(image)
     full = {**manifest, "sha256": sha256(image).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(full))
+    data = json.dumps(full).encode()
+    (folder / "manifest.json").write_bytes(data)
+    (folder / "SHA256SUMS").write_text(f"{sha256(data).hexdigest()}  manifest.json\n")
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from hashlib import sha256
 from importlib import metadata
@@ -15,6 +16,7 @@ import torch
 
 import attngen
 from attngen.errors import CallError, LoadError, NoKernelError
+from attngen.formats import VERSION
 from attngen.runtime import registry as registry_module
 from attngen.runtime.registry import BrokenKernelWarning, Package, SpecChangedWarning, package_of_kernels, registry
 from tests.runtime.support import kernel, manifest_of, variant, window_variant, write_build, write_kernel
@@ -152,8 +154,39 @@ def test_a_broken_kernel_is_passed_over() -> None:
     store = write_build("own", variant(), variant())
     first = json.loads((store.root / "builds" / "own.json").read_text())["kernels"][0]["key"]
     (store.path(first) / "manifest.json").write_text("{")
-    with pytest.warns(BrokenKernelWarning, match="package 'own': .*cannot be read"):
+    with pytest.warns(BrokenKernelWarning, match="package 'own': .*manifest.json is damaged"):
         assert len(registry.find("causal").kernels) == 1
+
+
+@pytest.mark.parametrize("rank", ["loaded", "installed", "built"])
+@pytest.mark.parametrize("name", ["causal", "own/causal"])
+def test_a_package_whose_kernels_are_all_broken_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, name: str
+) -> None:
+    """It is not "no kernel of variant 'causal' is built; did you mean 'causal'?"; the cache is named where it is it."""
+    if rank == "built":
+        write_build("own", variant())
+        (manifest,) = (tmp_path / "cache").glob("kernels/*/manifest.json")
+        remedy, other = "'attngen cache verify'.*'attngen build'", "reinstall"
+    else:
+        folder = tmp_path / "wheel"
+        manifest = write_kernel(folder / "kernels" / "k0", manifest_of(variant(), package="own")) / "manifest.json"
+        rows = [{"name": "k0", "variant": "causal"}]
+        index = {"format": 1, "manifest": 1, "schema": 1, "attngen": VERSION, "package": "own", "kernels": rows}
+        (folder / "package.json").write_text(json.dumps(index))
+        if rank == "installed":
+            install(monkeypatch, point("own", folder))
+            remedy, other = "reinstall it", "cache"
+        else:
+            attngen.load(folder)
+            remedy, other = "put its folder in place again", "cache"
+    manifest.write_text("{")
+    with pytest.warns(BrokenKernelWarning), pytest.raises(NoKernelError) as caught:
+        registry.find(name)
+    message = str(caught.value).replace(str(tmp_path), "")
+    assert re.search(f"variant 'causal' are damaged, missing.*\n  {rank} package 'own' .*{remedy}", message)
+    assert other not in message
+    assert "did you mean" not in message
 
 
 def test_a_damaged_variant_is_a_load_error(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ _NOBODY = 65534
 
 
 def as_user(function: Callable[[], T], root: Path, *, writable: bool = False) -> T:
-    """Return what ``function`` returns in a child process to which ``root`` is readable, and maybe writable."""
+    """Return what ``function`` returns in a child process to which ``root`` is readable, and maybe its own."""
     for path in (root, *root.rglob("*")):
-        if writable:
-            path.chmod(0o777)
-        else:
+        if writable and os.getuid() == 0:
+            os.chown(path, _NOBODY, _NOBODY)
+        elif not writable:
             path.chmod(0o555 if path.is_dir() else 0o444)
     parents = [path for path in root.parents if path.stat().st_uid == os.getuid() and path != Path("/")]
     modes = [path.stat().st_mode for path in parents]

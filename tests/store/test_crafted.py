@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from attngen.store.index import read_index
+from attngen.store.refusals import read_refusal
 from attngen.store.store import Store, StoreWarning
 from tests.store.fakes import artifact, key_of
 
@@ -59,3 +60,18 @@ def test_a_pipe_in_place_of_an_index_does_not_hang(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StoreWarning)
         assert read_index(store, "mine") is None
+
+
+@pytest.mark.parametrize("content", [*CRAFTED, b'{"slow": [1, 1e999], "name": "", "backend": "", "reason": ""}'])
+def test_a_crafted_refusal_is_ignored(tmp_path: Path, content: bytes) -> None:
+    store = Store(tmp_path)
+    store.write("refusals", f"{KEY}.json", content)
+    assert read_refusal(store, KEY) is None
+
+
+def test_a_pipe_in_place_of_a_refusal_does_not_hang(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.write("refusals", f"{KEY}.json", b"{}")
+    (tmp_path / "refusals" / f"{KEY}.json").unlink()
+    os.mkfifo(tmp_path / "refusals" / f"{KEY}.json")
+    assert read_refusal(store, KEY) is None

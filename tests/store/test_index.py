@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attngen.store import Store, StoreWarning
-from attngen.store.index import Index, IndexEntry, read_index, read_indexes, remove_index, write_index
+from attngen.store.index import Index, IndexEntry, read_index, read_indexes, write_index
 from attngen.store.receipt import Receipt, generator_digest, hash_files, read_receipt, write_receipt
 
 ENTRY = IndexEntry("fwd_causal", "ab" * 32, "causal", "sm90a", "triton")
@@ -28,9 +28,9 @@ def test_index_there_and_back(store: Store) -> None:
     assert read_index(store, "mine") == INDEX
     write_index(store, replace(INDEX, package="other"))
     assert [index.package for index in read_indexes(store)] == ["mine", "other"]
-    remove_index(store, "mine")
-    remove_index(store, "mine")
-    assert [index.package for index in read_indexes(store)] == ["other"]
+    store.forget()
+    store.forget()
+    assert [index.package for index in read_indexes(store)] == []
 
 
 def test_an_equal_index_is_not_written_again(store: Store) -> None:

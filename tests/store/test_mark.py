@@ -12,11 +12,16 @@ from click.testing import CliRunner
 
 from attngen.commands.cache import command
 from attngen.errors import StoreError
+from attngen.plan.model import Refused
+from attngen.store.index import Index, write_index
+from attngen.store.mark import FOLDERS as OWN_FOLDERS
 from attngen.store.mark import TAG, is_marked
+from attngen.store.receipt import Receipt, write_receipt
+from attngen.store.refusals import write_refusal
 from attngen.store.store import Store
 from tests.store.fakes import artifact, key_of
 
-FOLDERS = ("", "tmp", "locks", "kernels", "builds", "receipts", "mine")
+FOLDERS = ("", "tmp", "locks", "kernels", "builds", "receipts", "refusals", "mine")
 HEX = "0123456789ab"
 
 
@@ -125,3 +130,47 @@ def test_the_refusal_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(StoreError, match="holds 'thesis.tex'.*set ATTNGEN_CACHE"):
         Store(tmp_path).require_writable()
+
+
+def _cache_of_everything(root: Path) -> Store:
+    """A cache as builds leave it: a kernel, an index, a receipt, a refusal."""
+    store = Store(root)
+    store.put(key_of("one"), artifact("one"))
+    write_index(store, Index("mine", "/spec.yaml", "hash", {}, ()))
+    write_receipt(store, Path("/spec.yaml"), ["sm90a"], Receipt({}, "generator", "mine", ()))
+    write_refusal(store, key_of("two"), Refused("two", "cuda", "40 B of spills"))
+    return store
+
+
+def test_clearing_leaves_nothing_but_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "cache"
+    store = _cache_of_everything(root)
+    assert {folder.name for folder in root.iterdir() if folder.is_dir()} == set(OWN_FOLDERS)
+    for folder in ("builds", "refusals"):
+        name = "damaged.json" if folder == "builds" else f"{key_of('three')}.json"
+        os.mkfifo(root / folder / name)
+    monkeypatch.setenv("ATTNGEN_CACHE", str(root))
+    assert CliRunner().invoke(command, ["clear", "--yes"]).exit_code == 0
+    assert [path.name for path in root.rglob("*") if not path.is_dir()] == [TAG]
+    assert store.all_keys() == []
+
+
+def test_a_cache_with_refusals_of_an_earlier_version_is_adopted(tmp_path: Path) -> None:
+    _cache_of_everything(tmp_path)
+    (tmp_path / TAG).unlink()
+    left = tmp_path / "tmp" / f"refusals.{key_of('killed')}.json-{HEX}"
+    left.touch()
+    Store(tmp_path).sweep()
+    assert is_marked(tmp_path)
+    assert not left.exists()
+
+
+def test_clearing_a_folder_that_is_no_cache_removes_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _cache_of_everything(tmp_path)
+    (tmp_path / TAG).unlink()
+    (tmp_path / "thesis.tex").touch()
+    before = _tree(tmp_path)
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path))
+    result = CliRunner().invoke(command, ["clear", "--yes"])
+    assert isinstance(result.exception, StoreError)
+    assert _tree(tmp_path) == before

@@ -1,0 +1,24 @@
+"""Reading files that others may have made: what is no regular file is an error, never a wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file. OSError for anything else: opening a pipe would wait for its writer."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    except ValueError as error:  # a NUL byte in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    with open(descriptor, "rb") as file:
+        return file.read()

@@ -1,0 +1,36 @@
+"""Whose kernels may run: those of a folder that nobody but this user and root can write to, as ssh asks of its keys."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from pathlib import Path
+
+from attngen.store.mark import FOLDERS
+
+
+def distrust(root: Path) -> str | None:
+    """Return why nothing of a cache must be run, and what to do about it; None for a sound or an absent folder.
+
+    The folder, to which a symbolic link may lead, and its own ones must belong to this user or to root, and neither
+    group nor others may write to them. Root, who owns nothing that is mounted into a container, takes any owner.
+    """
+    for path in (root, *(root / name for name in FOLDERS)):
+        try:
+            found = os.stat(path)
+        except OSError:
+            continue  # it is not there, or cannot be read either
+        user = os.geteuid()
+        if user != 0 and found.st_uid not in (0, user):
+            return (
+                f"the cache {root} is not used: {path} belongs to another user (uid {found.st_uid}), whose kernels "
+                "would run as you; set ATTNGEN_CACHE to a folder of your own"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return (
+                f"the cache {root} is not used: others than its owner may write to {path} "
+                f"(mode {stat.S_IMODE(found.st_mode):04o}), and what they put there would run as you; run "
+                f"'chmod -R go-w {shlex.quote(str(root))}', or set ATTNGEN_CACHE to a folder of your own"
+            )
+    return None

@@ -1,0 +1,125 @@
+"""Whose cache is used: ours or root's, to which nobody else may write."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from attngen.errors import NoKernelError, StoreError
+from attngen.runtime.registry import registry
+from attngen.store import Store, StoreWarning
+from attngen.store.mark import FOLDERS
+from attngen.store.trust import distrust
+from attngen.tools.build import build
+from tests.runtime.support import variant, write_build
+from tests.store.fakes import artifact, key_of
+
+KEY = key_of("one")
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache with a build in it."""
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "the cache"))
+    registry.clear()
+    store = write_build("own", variant())
+    store.put(KEY, artifact("one"))
+    yield store.root
+    registry.clear()
+
+
+def use(root: Path, tmp_path: Path) -> None:
+    """Demand that nothing of the cache is run, and that the reason is given with what helps."""
+    registry.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with pytest.raises(NoKernelError):
+                registry.find("causal")
+            assert not registry.refresh_if_built()
+    assert [warning.category for warning in caught] == [StoreWarning], "it is said once"
+    assert str(root) in str(caught[0].message)
+    assert "set ATTNGEN_CACHE to a folder of your own" in str(caught[0].message)
+    (tmp_path / "spec.yaml").write_text(
+        "schema: 1\npackage: mine\narch: sm90a\nkernels: [{variant: causal, head_dim: 64}]\n"
+    )
+    steps: tuple[Callable[[Store], object], ...] = (
+        lambda store: store.fetch(KEY, lambda: artifact("one")),
+        lambda store: store.put(KEY, artifact("one")),
+        lambda store: store.write("builds", "own.json", b"{}"),
+        lambda store: store.forget(),
+        lambda store: build(tmp_path / "spec.yaml", store=store),
+    )
+    for step in steps:
+        with pytest.raises(StoreError, match="is not used"):
+            step(Store(root))
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777])
+def test_what_others_may_write_to_is_not_used(root: Path, tmp_path: Path, folder: str, mode: int) -> None:
+    (root / folder).mkdir(exist_ok=True)
+    (root / folder).chmod(mode)
+    use(root, tmp_path)
+    reason = distrust(root)
+    assert reason is not None
+    remedy = reason[reason.index("'chmod") + 1 :].split("', or")[0]
+    assert shlex.split(remedy)[-1] == str(root)
+    subprocess.run(remedy, shell=True, check=True)
+    assert registry.refresh_if_built()
+    assert registry.find("causal").package == "own"
+
+
+@pytest.mark.parametrize(
+    ("user", "owner", "used"),
+    [(1000, 1000, True), (1000, 0, True), (1000, 1001, False), (0, 0, True), (0, 1001, True)],
+)
+def test_the_owner_is_oneself_or_root(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, owner: int, used: bool
+) -> None:
+    real = os.stat
+
+    def owned(path: Path, **named: bool) -> os.stat_result:
+        found = list(real(path, **named))
+        found[4] = owner
+        return os.stat_result(found)
+
+    monkeypatch.setattr("attngen.store.trust.os.stat", owned)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    if used:
+        assert distrust(root) is None
+        assert registry.find("causal").package == "own"
+        assert Store(root).fetch(KEY, lambda: artifact("one")) is not None
+    else:
+        assert "belongs to another user (uid 1001)" in str(distrust(root))
+        use(root, tmp_path)
+
+
+def test_a_link_to_ones_own_folder_is_followed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    monkeypatch.setenv("ATTNGEN_CACHE", str(link))
+    assert registry.find("causal").package == "own"
+    Store().put(key_of("two"), artifact("two"))
+    assert key_of("two") in Store(root).all_keys()
+    root.chmod(0o777)
+    use(link, tmp_path)
+
+
+def test_what_the_cache_makes_is_its_owners_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = Store(tmp_path / "new")
+        store.put(KEY, artifact("one"))
+        store.write("builds", "own.json", b"{}")
+    finally:
+        os.umask(before)
+    assert distrust(store.root) is None
+    for path in (store.root, *store.root.rglob("*")):
+        assert path.name == "CACHEDIR.TAG" or not path.stat().st_mode & 0o022, path
