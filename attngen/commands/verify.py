@@ -42,7 +42,8 @@ def command(
     """Run every kernel of a spec on ragged shapes with fresh inputs, and compare it with the float64 reference.
 
     Results and tile maps start as garbage, and all that lies behind a sequence's end is NaN. Kernels that the cache
-    lacks are compiled. A kernel that crashes is named, and the others run on in a fresh process. Without a GPU, fp16 and fp32 kernels run in Triton's interpreter. Exits 1 if a kernel fails,
+    lacks are compiled. A kernel that crashes is named, and the others run on in a fresh process. Without a GPU, fp16
+    and fp32 kernels run in Triton's interpreter. Exits 1 if a kernel fails,
     or if none could be run.
     """
     if find_spec("torch") is None:

@@ -34,10 +34,10 @@ from attngen.spec.fields import (
     Many,
     MaskExpression,
     OneOrMany,
+    PackageName,
     ScalarDType,
     SymbolName,
     TensorDType,
-    PackageName,
     VariantName,
 )
 from attngen.spec.quoting import show

@@ -40,9 +40,9 @@ RESERVED: frozenset[str] = declarations.RESERVED | frozenset(_CPP.split()) | fro
 
 #: Modules that programs import beside a package, which would hide them: attngen, and what it needs or runs with.
 _BESIDE = (
-    "attngen click cuda cupy cupy_backends cupyx editables flash_attn hatchling hypothesis jinja2 jsonschema markupsafe "
-    "matplotlib mypy numpy nvidia packaging pip platformdirs pydantic pydantic_core pytest rich ruff setuptools torch "
-    "transformers triton xdist yaml"
+    "attngen click cuda cupy cupy_backends cupyx editables flash_attn hatchling hypothesis jinja2 jsonschema "
+    "markupsafe matplotlib mypy numpy nvidia packaging pip platformdirs pydantic pydantic_core pytest rich ruff "
+    "setuptools torch transformers triton xdist yaml"
 )
 
 #: Names that a package may not take. ``test`` belongs to Python, though ``stdlib_module_names`` leaves it out.
