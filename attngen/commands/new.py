@@ -50,12 +50,12 @@ _EXAMPLE = """\
 def scaffold(name: str, preset: str | None, file: str) -> str:
     """Return the text of a spec with the one variant ``name``: a copy of a preset, or an example to change.
 
-    Raises SpecError for a name that a variant may not have, and for a preset that does not exist.
+    Raises SpecError for a name that a variant or a package may not have, and for a preset that does not exist.
     """
-    from attngen.spec.names import check_variant_name
+    from attngen.spec.names import check_package_name
 
     try:
-        check_variant_name(name)
+        check_package_name(name)
     except ValueError as error:
         raise SpecError(str(error), field="NAME") from error
     body = _EXAMPLE.format(name=name) if preset is None else _copy_of(preset, name)

@@ -6,7 +6,6 @@ build. ``attngen package`` writes such a project itself, so that there is one wa
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,9 +20,6 @@ from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import sizes_of
 from attngen.runtime.discovery import ENTRY_POINTS
 from attngen.tools.build import Observer
-
-#: Modules that a package would hide from whoever imports them.
-_TAKEN = frozenset({"attngen", "torch", "triton", "cuda", "cupy", "numpy"}) | sys.stdlib_module_names
 
 
 class AttngenHook(BuildHookInterface):
@@ -99,8 +95,6 @@ class AttngenHook(BuildHookInterface):
 
     def _clash(self, module: str, taken: dict[str, str]) -> str | None:
         """Return who else has the name of a module, or None."""
-        if module in _TAKEN:
-            return "which others import by that name"
         if module in taken:
             return f"as that of {taken[module]}"
         for folder in (Path(self.root), Path(self.root, "src")):

@@ -62,6 +62,7 @@ def _pattern(pattern: str) -> WithJsonSchema:
 
 
 VariantName = Annotated[str, PlainValidator(names.check_variant_name), _pattern(names.VARIANT_PATTERN)]
+PackageName = Annotated[str, PlainValidator(names.check_package_name), _pattern(names.VARIANT_PATTERN)]
 SymbolName = Annotated[str, PlainValidator(names.check_symbol), _pattern(names.SYMBOL_PATTERN)]
 LetName = Annotated[str, PlainValidator(names.check_let_name), _pattern(names.LET_PATTERN)]
 

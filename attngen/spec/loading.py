@@ -214,7 +214,7 @@ def _package_of(path: Path) -> str:
     """Return the package that a file's name stands for."""
     stem = path.name.split(".")[0].replace("-", "_").lower()
     try:
-        return names.check_variant_name(stem)
+        return names.check_package_name(stem)
     except ValueError as error:
         raise SpecError(
             f"missing, and the file's name gives none: {error}", location=Location(str(path), 1), field="package"

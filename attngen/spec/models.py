@@ -34,6 +34,7 @@ from attngen.spec.fields import (
     Many,
     MaskExpression,
     OneOrMany,
+    PackageName,
     ScalarDType,
     SymbolName,
     TensorDType,
@@ -261,7 +262,7 @@ class SpecModel(Model):
     """A whole spec file."""
 
     version: Annotated[int, WithJsonSchema({"const": SCHEMA})] = Field(alias="schema")
-    package: VariantName | None = Field(default=None, description="name when shipped; left out: the file's name")
+    package: PackageName | None = Field(default=None, description="name when shipped; left out: the file's name")
     arch: OneOrMany[ArchName] | None = Field(default=None, description="targets of every kernel that names none")
     include: OneOrMany[Annotated[str, Field(min_length=1, max_length=255)]] | None = Field(
         default=None, description="spec files, relative to this one, whose variants may be used here"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import sys
 import unicodedata
 
 from attngen.lang import declarations
@@ -37,6 +38,16 @@ _CPP = (
 #: Names that a scalar, a tensor or a let value may not take: those of the language, of a call, and of C++.
 RESERVED: frozenset[str] = declarations.RESERVED | frozenset(_CPP.split()) | frozenset(keyword.kwlist)
 
+#: Modules that programs import beside a package, which would hide them: attngen, and what it needs or runs with.
+_BESIDE = (
+    "attngen click cuda cupy cupy_backends cupyx editables flash_attn hatchling hypothesis jinja2 jsonschema "
+    "markupsafe matplotlib mypy numpy nvidia packaging pip platformdirs pydantic pydantic_core pytest rich ruff "
+    "setuptools torch transformers triton xdist yaml"
+)
+
+#: Names that a package may not take. ``test`` belongs to Python, though ``stdlib_module_names`` leaves it out.
+TAKEN: frozenset[str] = sys.stdlib_module_names | frozenset(_BESIDE.split()) | {"test"}
+
 
 def _check(name: object, pattern: str, what: str) -> str:
     if not isinstance(name, str):
@@ -58,6 +69,17 @@ def check_variant_name(name: object) -> str:
     )
     if "__" in name or name in keyword.kwlist:
         raise ValueError(f"found {name!r}; allowed: no Python keyword and no '__'")
+    return name
+
+
+def check_package_name(name: object) -> str:
+    """Return the name of a package, or raise ValueError with what is allowed."""
+    name = check_variant_name(name)
+    if name in TAKEN:
+        raise ValueError(
+            f"'{name}' is a module that programs import, which the package would hide; "
+            f"allowed: a name of its own, such as 'attngen_{name}'"
+        )
     return name
 
 

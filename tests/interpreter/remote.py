@@ -27,7 +27,7 @@ from attngen.tools.trial import try_backward, try_kernel
 
 prepare_process()
 
-HEADER = "schema: 1\npackage: test\narch: [sm90a]\n"
+HEADER = "schema: 1\npackage: tested\narch: [sm90a]\n"
 
 Spoil = Callable[["Ready"], None]
 

@@ -202,7 +202,7 @@ def test_what_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         make(empty, tmp_path / "dist")
     for name in ("json", "attngen", "torch"):
         clash = write_spec(tmp_path, SPEC.replace("attngen_small", name), "clash.yaml")
-        with pytest.raises(PackageError, match=f"clash.yaml: its package would be '{name}', which others import"):
+        with pytest.raises(SpecError, match=f"clash.yaml:3: package: '{name}' is a module that programs import"):
             make(clash, tmp_path / "dist")
     with monkeypatch.context() as patch:
         patch.setenv("HATCH_BUILD_NO_HOOKS", "1")

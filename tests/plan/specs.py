@@ -12,7 +12,7 @@ def kernel_spec(variant: str = "causal", *, arch: str = "sm90a", declared: str =
     triton = {"backward": "{backend: triton}"} if fields.get("passes") == "backward" else {"backend": "triton"}
     given = {"head_dim": 64, **fields, **{name: value for name, value in triton.items() if name not in fields}}
     lines = "".join(f"    {name}: {value}\n" for name, value in given.items() if value is not None)
-    text = f"schema: 1\npackage: test\narch: [{arch}]\nkernels:\n  - variant: {variant}\n{lines}{declared}"
+    text = f"schema: 1\npackage: tested\narch: [{arch}]\nkernels:\n  - variant: {variant}\n{lines}{declared}"
     (spec,) = expand(load_spec_text(text, "test.yaml"))
     return spec
 

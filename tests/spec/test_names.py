@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from attngen.errors import SpecError
-from attngen.spec import load_spec, load_spec_text
+from attngen.spec import load_spec, load_spec_text, names
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 HOSTILE = [
     "../x", "..", ".", "/etc/passwd", "a/b", "a\\b", "C:x", "con.", "x\0y", "x\x00", "a\nb", "a\r\nb", "a\n",
@@ -55,6 +63,40 @@ def test_hostile_names(template, name):
 def test_reserved_names(section, name):
     with pytest.raises(SpecError, match="reserved"):
         load_spec_text(f"schema: 1\nvariants: {{a: {{mask: true, {section.format(name)} }} }}")
+
+
+REQUIRED = {"cupy-cuda13x": "cupy", "nvidia-cuda-nvrtc": "nvidia", "pytest-xdist": "xdist", "PyYAML": "yaml"}
+
+
+def required_modules() -> set[str]:
+    """Return the modules of all that attngen's own pyproject.toml asks for, extras included."""
+    tables = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    texts = [*tables["dependencies"], *(text for extra in tables["optional-dependencies"].values() for text in extra)]
+    return {REQUIRED.get(name, name) for name in (re.split(r"[\[<>=]", text)[0] for text in texts)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted({"click", "test", "torch", "json", "attngen", "cuda", "this", "antigravity", "concurrent"}
+           | required_modules()),
+)  # fmt: skip
+def test_a_package_hides_no_module_that_others_import(name, tmp_path):
+    """Nor does one that a file's name gives."""
+    advice = f"'{name}' is a module that programs import, .* such as 'attngen_{name}'"
+    with pytest.raises(SpecError, match=f":2: package: {advice}"):
+        load_spec_text(f"schema: 1\npackage: {name}\narch: sm90a\n")
+    (tmp_path / f"{name}.yaml").write_text("schema: 1\narch: sm90a\n")
+    with pytest.raises(SpecError, match=advice):
+        load_spec(tmp_path / f"{name}.yaml")
+    assert load_spec_text(f"schema: 1\npackage: attngen_{name}\narch: sm90a\n").package == f"attngen_{name}"
+
+
+def test_every_module_of_python_is_taken_and_no_variant_minds():
+    assert sys.stdlib_module_names <= names.TAKEN
+    assert names.check_variant_name("select") == "select"
+    for name in sys.stdlib_module_names:
+        with pytest.raises(ValueError):
+            names.check_package_name(name)
 
 
 def test_one_name_stands_for_one_thing():
