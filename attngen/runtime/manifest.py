@@ -102,7 +102,7 @@ _VARIANT = _Object({
             **_optional(range=_Kind(
                 "null or two bounds",
                 lambda v: v is None
-                or (isinstance(v, list) and len(v) == 2 and all(b is None or _BOUND.fits(b) for b in v)),
+                or (isinstance(v, list | tuple) and len(v) == 2 and all(b is None or _BOUND.fits(b) for b in v)),
             ), grad=_FLAG),
         })),
     ),
@@ -195,7 +195,7 @@ def _faults(value: Any, form: Any, place: str) -> Iterator[str]:
         if not form.fits(value):
             yield f"has {_shown(value)} in {place}, where {form.words} must stand"
     elif isinstance(form, _List):
-        if not isinstance(value, list):
+        if not isinstance(value, list | tuple):  # tuples: a plan, before it is JSON
             yield f"has {_shown(value)} in {place}, where a list must stand"
             return
         for i, item in enumerate(value):
@@ -218,7 +218,7 @@ def _faults(value: Any, form: Any, place: str) -> Iterator[str]:
 
 def _shown(value: Any) -> str:
     """Return a value for a message, shortened; containers by their kind, since they may be deep."""
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**18:
         return "a huge number"

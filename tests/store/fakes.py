@@ -77,9 +77,20 @@ def compile_narrow(plan: Any, source: Any) -> Artifact:
 
 
 def compile_slowly(plan: Any, source: Any) -> Artifact:
-    """In place of ``compile_source``, for long enough to be killed meanwhile."""
+    """In place of ``compile_source``, for long enough that builds meet each other."""
     time.sleep(0.05)
     return compile_quickly(plan, source)
+
+
+def compile_two(plan: Any, source: Any) -> Artifact:
+    """In place of ``compile_source``: it compiles two kernels, and is at the others until the log says "killed"."""
+    made = compile_quickly(plan, source)
+    log = Path(os.environ[LOG])
+    if len(log.read_text().splitlines()) > 2:
+        while "killed" not in log.read_text():
+            time.sleep(0.01)
+        os._exit(0)
+    return made
 
 
 def _append(log: Path, line: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,21 @@ def spawn(count: int, work: Callable[..., Any], *arguments: Any) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(600)
     assert [process.exitcode for process in processes] == [0] * count
+
+
+def wait_for(happened: Callable[[], bool], process: Any) -> None:
+    """Wait until something that a process does has happened, however long it takes it."""
+    while not happened():
+        assert process.is_alive()
+        time.sleep(0.0005)
 
 
 def fill(number: int, root: Path, rounds: int, barrier: Any) -> None:
     rng = random.Random(number)
     for round_ in range(rounds):
-        barrier.wait(30)
+        barrier.wait(600)
         store = Store(root / str(round_))
         names = list(NAMES)
         rng.shuffle(names)
@@ -63,7 +71,7 @@ def hold_in_turn(number: int, path: Path, rounds: int) -> None:
     witness = path.with_name("witness")
     for _ in range(rounds):
         lock = Lock(path)
-        assert lock.acquire(30)
+        assert lock.acquire(600)
         with lock:
             witness.write_text(str(number))
             time.sleep(0.0005)
@@ -79,29 +87,33 @@ def test_a_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     def hold() -> None:
         assert Lock(tmp_path / "lock").acquire(0)
         (tmp_path / "held").touch()
-        time.sleep(60)
+        time.sleep(3600)
 
-    process = FORK.Process(target=hold)
+    process = FORK.Process(target=hold, daemon=True)
     process.start()
-    while not (tmp_path / "held").exists():
-        time.sleep(0.001)
+    wait_for((tmp_path / "held").exists, process)
     lock = Lock(tmp_path / "lock")
     assert not lock.acquire(0)
     process.kill()
     process.join()
-    assert lock.acquire(1)
+    assert lock.acquire(600)
     lock.release()
     assert not (tmp_path / "lock").exists()
 
 
-def write_forever(store: Store, started: Path) -> None:
-    """Put and replace entries of several files, until killed."""
+def counted(written: Any, number: int) -> bool:
+    """Whether so many entries were written."""
+    return bool(written.value >= number)
+
+
+def write_forever(store: Store, written: Any) -> None:
+    """Put and replace entries of several files, and count them in ``written``, until killed."""
     big = artifact("big", size=400_000, classifier=True)
-    started.touch()
     for i in range(10**9):
         key = key_of(f"big{i % 3}")
         with store.locked(key):
             store.put(key, big)
+        written.value += 1
         store.write("builds", "fake.json", b"x" * 50_000)
 
 
@@ -110,12 +122,11 @@ def test_a_killed_writer_leaves_no_damage(tmp_path: Path) -> None:
     store = Store(tmp_path / "cache")
     entries = 0
     for moment in range(50):
-        started = tmp_path / f"started{moment}"
-        process = FORK.Process(target=write_forever, args=(store, started))
+        written = FORK.RawValue("i", 0)  # without a lock, with which the process might be killed
+        process = FORK.Process(target=write_forever, args=(store, written), daemon=True)
         process.start()
-        while not started.exists():
-            time.sleep(0.0005)
-        time.sleep(rng.uniform(0, 0.03))
+        wait_for(partial(counted, written, 1 + moment % 4), process)
+        time.sleep(rng.uniform(0, 0.03))  # whatever it is at then
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -130,7 +141,7 @@ def test_a_killed_writer_leaves_no_damage(tmp_path: Path) -> None:
         assert os.listdir(store.root / "locks") == []
         assert os.listdir(store.root / "tmp") == []
         store.remove(key_of(f"big{moment % 3}"))
-    assert entries > 50  # the processes lived long enough to write something
+    assert entries >= 50  # each process wrote one at least
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -140,12 +151,11 @@ def test_waiting_for_a_builder_that_is_killed(tmp_path: Path, wait: bool) -> Non
 
     def build_forever() -> Any:
         (tmp_path / "building").touch()
-        time.sleep(60)
+        time.sleep(3600)
 
-    process = FORK.Process(target=lambda: store.fetch(key_of("one"), build_forever))
+    process = FORK.Process(target=lambda: store.fetch(key_of("one"), build_forever), daemon=True)
     process.start()
-    while not (tmp_path / "building").exists():
-        time.sleep(0.001)
+    wait_for((tmp_path / "building").exists, process)
     if not wait:
         assert store.fetch(key_of("one"), lambda: artifact("one"), wait=False) is None
     process.kill()
