@@ -106,6 +106,8 @@ class LazyGroup(click.Group):
                 command = command.get_command(ctx, argument)
             elif argument == "--":
                 return False
+            elif argument == "--json" and command is None:  # no such command, so it says nothing of the flag
+                return True
             elif argument == "--json" and command is not None:
                 options = (option for option in command.params if "--json" in option.opts)
                 return any(isinstance(option, click.Option) and option.is_flag for option in options)
