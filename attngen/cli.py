@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import click
 
-from attngen.errors import AttngenError, SpecError
+from attngen.errors import AttngenError, CallError, NoKernelError, SettingError, SpecError
 
 #: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
 COMMANDS: dict[str, str] = {
@@ -42,6 +42,9 @@ EXIT_FAILURE = 1  # it did not work
 EXIT_USAGE = 2  # what was asked for is wrong: a bad spec, as well as click's own bad options
 
 
+_ARGUMENTS = "attngen.arguments"
+
+
 class LazyGroup(click.Group):
     """A group that knows the names and help of its commands and imports a command to run it."""
 
@@ -60,27 +63,72 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the arguments as they were given: an error may come before a command has read its own."""
+        ctx.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; errors that attngen raises on purpose, and warnings, are printed as sentences."""
+        """Run a command; errors that attngen raises on purpose, and warnings, are printed as sentences.
+
+        A command that was asked for JSON prints its errors as JSON, too.
+        """
+        as_json = self._wants_json(ctx, ctx.meta[_ARGUMENTS])
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _print_warning
                 return super().invoke(ctx)
         except AttngenError as error:
             print_error(error)
+            if as_json:
+                _print_json([each.to_dict() for each in error.each or (error,)])
             ctx.exit(exit_code(error))
+        except click.ClickException as error:
+            if as_json:
+                _print_json([AttngenError(error.format_message()).to_dict()])
+            raise
         except ModuleNotFoundError as error:
             # the core is installed alone, and the command needs more
             missing = (error.name or "").partition(".")[0]
             if missing not in EXTRAS:
                 raise
-            print_error(AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}"))
+            lacking = AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}")
+            print_error(lacking)
+            if as_json:
+                _print_json([lacking.to_dict()])
             ctx.exit(EXIT_FAILURE)
+
+    def _wants_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
+        """Return whether a command is given ``--json`` as a flag; of ``bench`` it is the name of a file."""
+        command: click.Command | None = self
+        for argument in arguments:
+            if isinstance(command, click.Group) and not argument.startswith("-"):
+                command = command.get_command(ctx, argument)
+            elif argument == "--":
+                return False
+            elif argument == "--json" and command is None:  # no such command, so it says nothing of the flag
+                return True
+            elif argument == "--json" and command is not None:
+                options = (option for option in command.params if "--json" in option.opts)
+                return any(isinstance(option, click.Option) and option.is_flag for option in options)
+        return False
 
 
 def exit_code(error: AttngenError) -> int:
     """Return what a command exits with after ``error``."""
-    return EXIT_USAGE if isinstance(error, SpecError) else EXIT_FAILURE
+    asked_wrongly = isinstance(error, SpecError | SettingError | CallError) and not isinstance(error, NoKernelError)
+    return EXIT_USAGE if asked_wrongly else EXIT_FAILURE
+
+
+def exit_code_of(errors: Iterable[AttngenError]) -> int:
+    """Return what a command exits with after several errors: if one thing failed, it is not only asked wrongly."""
+    return min(map(exit_code, errors), default=0)
+
+
+def _print_json(errors: Sequence[Mapping[str, Any]]) -> None:
+    from attngen.commands.output import print_json
+
+    print_json({"errors": list(errors)})
 
 
 def print_error(error: AttngenError) -> None:

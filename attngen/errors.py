@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,16 @@ class Location:
 
 
 class AttngenError(Exception):
-    """Base of all errors that attngen raises on purpose; the command line prints these without a traceback."""
+    """Base of all errors that attngen raises on purpose; the command line prints these without a traceback.
+
+    ``each``: the errors that this one stands for, where it is several.
+    """
+
+    each: tuple[AttngenError, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error as ``--json`` prints it; what is not known is None."""
+        return {"message": str(self), "file": None, "line": None, "field": None}
 
 
 class SpecError(AttngenError):
@@ -34,6 +44,12 @@ class SpecError(AttngenError):
         place = f"{location}: " if location else ""
         subject = f"{field}: " if field else ""
         super().__init__(f"{place}{subject}{message}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error as ``--json`` prints it, its place apart from its message."""
+        place = self.location
+        file, line = (place.file, place.line or None) if place else (None, None)
+        return {"message": self.message, "file": file, "line": line, "field": self.field}
 
 
 class PlanError(SpecError):
@@ -66,6 +82,10 @@ class StoreError(AttngenError):
 
 class PackageError(AttngenError):
     """A package that cannot be made: it is too large, its name is taken, a setting is wrong."""
+
+
+class SettingError(PackageError):
+    """A setting of a package that is wrong: a version, a size, a platform."""
 
 
 class LoadError(AttngenError):

@@ -40,7 +40,11 @@ def command(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Compile the kernels of a spec; needs no GPU. Exits 1 if one does not compile, 2 if the spec is wrong."""
+    """Compile the kernels of a spec; needs no GPU.
+
+    A line on stderr tells of each kernel that is done. Exits 1 if one does not compile, 2 if the spec is wrong or asks
+    for a kernel that cannot be planned; the others are built all the same.
+    """
     if render_only:
         from attngen.tools.generate import generate
 
@@ -66,7 +70,7 @@ def command(
         else:
             click.secho(str(failure.error).splitlines()[0], fg="red", err=True)
     if report.failures:
-        context.exit(cli.EXIT_FAILURE)
+        context.exit(cli.exit_code_of(failure.error for failure in report.failures))
 
 
 def _print(report: BuildReport) -> None:

@@ -9,12 +9,13 @@ import click
 
 from attngen import cli
 from attngen.commands.output import counted, print_json, print_table, warn
-from attngen.errors import PlanError, SpecError
+from attngen.errors import AttngenError, SpecError
+from attngen.tools.compiles import Failure
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
-    from attngen.spec.expand import KernelSpec
     from attngen.spec.lint import Remark
+    from attngen.tools.build import Repeated
 
 
 @dataclass
@@ -25,25 +26,30 @@ class Report:
     package: str | None = None
     plans: list[Plan] = field(default_factory=list)
     warnings: list[Remark] = field(default_factory=list)
-    errors: list[SpecError] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[AttngenError]:
+        """The errors, each once: one entry may ask for many kernels that fail for the same reason."""
+        return list({str(failure.error): failure.error for failure in self.failures}.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as ``--json`` prints it."""
         return {
             "file": self.file,
             "package": self.package,
-            "errors": [_remark(error.message, error) | {"field": error.field} for error in self.errors],
-            "warnings": [_remark(warning.message, warning) for warning in self.warnings],
+            "errors": [_failure(failure) for failure in self.failures],
+            "warnings": [_remark(warning) for warning in self.warnings],
             "kernels": [_row(plan) for plan in self.plans],
         }
 
 
 def check_spec(path: str) -> Report:
-    """Load, expand and plan a spec. Errors are kept, one for each kernel that cannot be planned."""
-    from attngen.plan.planner import plan
+    """Load, expand, plan and render a spec. Errors are kept, one for each kernel that cannot be made."""
     from attngen.spec.expand import expand
     from attngen.spec.lint import Remark, lint
     from attngen.spec.loading import load_spec
+    from attngen.tools.build import prepare_each
 
     report = Report(path)
     try:
@@ -51,26 +57,16 @@ def check_spec(path: str) -> Report:
         report.package = spec.package
         kernels = expand(spec)
     except SpecError as error:
-        report.errors.append(error)
+        report.failures.append(Failure("", error))
         return report
     report.warnings = lint(spec, kernels)
-    first: dict[str, tuple[KernelSpec, Plan]] = {}
-    for kernel in kernels:
-        try:
-            planned = plan(kernel)
-        except SpecError as error:
-            report.errors.append(error)
-            continue
-        earlier, its_plan = first.setdefault(planned.name, (kernel, planned))
-        if its_plan.to_dict() != planned.to_dict():  # which a build refuses, too
-            message = f"this kernel and the one of {earlier.location} would both be named {planned.name}, but differ"
-            report.errors.append(PlanError(f"{message}; keep one of them", location=kernel.location))
-            continue
-        report.plans.append(planned)
-        # what one entry fixes, another may leave to the plan, which then chooses the same
-        if earlier is not kernel:
-            message = f"becomes the same kernel as one of line {earlier.location.line}: {planned.name}"
-            report.warnings.append(Remark(message, kernel.location))
+    repeated: list[Repeated] = []
+    prepared, failures = prepare_each(spec, repeated=repeated)
+    report.plans = [kernel.plan for kernel in prepared]
+    report.failures = failures
+    for pair in repeated:
+        message = f"becomes the same kernel as one of line {pair.first.location.line}: {pair.name}"
+        report.warnings.append(Remark(message, pair.again.location))
     return report
 
 
@@ -81,7 +77,10 @@ def check_spec(path: str) -> Report:
 @click.option("--strict", is_flag=True, help="Count a warning as an error.")
 @click.pass_context
 def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_json: bool, strict: bool) -> None:
-    """Check specs without compiling: names, masks, shapes, budgets. Exits 2 if one cannot be built."""
+    """Check specs without compiling: names, masks, shapes, budgets. Exits 2 if one cannot be built.
+
+    Every kernel is planned and rendered; one that cannot be is told, and the others are looked at all the same.
+    """
     if schema:
         from attngen.spec.schema import json_schema
 
@@ -95,7 +94,10 @@ def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_jso
     else:
         for report in reports:
             _print(report)
-    if any(report.errors or (strict and report.warnings) for report in reports):
+    errors = [error for report in reports for error in report.errors]
+    if errors:
+        context.exit(cli.exit_code_of(errors))
+    if strict and any(report.warnings for report in reports):
         context.exit(cli.EXIT_USAGE)
 
 
@@ -137,6 +139,12 @@ def _row(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _remark(message: str, about: SpecError | Remark) -> dict[str, Any]:
-    place = about.location
-    return {"message": message, "file": place.file if place else None, "line": place.line if place else None}
+def _remark(remark: Remark) -> dict[str, Any]:
+    place = remark.location
+    return {"message": remark.message, "file": place.file if place else None, "line": place.line if place else None}
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    """Return an error as JSON, and the kernel that it is of; None if it is of the whole spec."""
+    placed = {name: value for name, value in failure.to_dict().items() if name in ("file", "line", "field")}
+    return {"kernel": failure.name or None, "message": failure.error.to_dict()["message"], **placed}

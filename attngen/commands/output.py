@@ -56,12 +56,16 @@ def warn(message: str) -> None:
 
 
 class Progress:
-    """A bar on a terminal; a build that compiles nothing shows none, and imports nothing for it."""
+    """A bar on a terminal, elsewhere a line for each kernel that is done.
+
+    A build that compiles nothing shows none, and imports nothing for it.
+    """
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
         self._bar: Bar | None = None
         self._task: TaskID | None = None
+        self._done, self._missing = 0, 0
 
     def __enter__(self) -> Progress:
         return self
@@ -72,6 +76,7 @@ class Progress:
 
     def planned(self, total: int, missing: int) -> None:
         """See ``Observer.planned``."""
+        self._done, self._missing = 0, missing
         if not self._shown or not missing:
             return
         from rich.console import Console
@@ -92,3 +97,6 @@ class Progress:
         """See ``Observer.finished``."""
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task)
+        elif not self._shown:
+            self._done += 1
+            click.echo(f"[{self._done}/{self._missing}] {name}{' failed' if error else ''}", err=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from attngen.errors import PackageError
+from attngen.errors import PackageError, SettingError
 from attngen.packaging.project import Choices, project_files
 from attngen.packaging.sizes import Sizes, sizes_of
 from attngen.tools.build import Observer
@@ -43,21 +43,23 @@ def package(
 ) -> Made:
     """Write the wheel or the source distribution (``sdist``) of a spec's package, or both, into the folder ``out``.
 
-    A wheel holds compiled kernels; a source distribution compiles them where it is installed. Files of the same name
+    A wheel holds compiled kernels; a source distribution compiles them where it is installed, with the generator that
+    it carries. Files of the same name
     are replaced, each as a whole and only if everything was made. Raises SpecError for a wrong spec, and PackageError
     if a kernel does not compile, a name is taken, or the wheel takes more than ``max_size`` bytes.
     """
     from attngen.spec import load_spec
 
     _check_date()
+    targets = tuple(targets)
     loaded = load_spec(spec)
     with TemporaryDirectory(prefix="attngen-project-") as project:
         root = Path(project).resolve()
-        for name, data in project_files(loaded, choices or Choices()).items():
+        for name, data in project_files(loaded, choices or Choices(), generator="sdist" in targets).items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(data)
         with _beside(out) as work:
-            built = [_build(target, root, work, jobs, observer) for target in targets]
+            built = [build_target(target, root, work, jobs=jobs, observer=observer) for target in targets]
             sizes = next((sizes_of(path) for path in built if path.suffix == ".whl"), None)
             if sizes is not None and not sizes.shares:
                 raise PackageError(
@@ -71,10 +73,10 @@ def package(
 
 
 def _check_date() -> None:
-    """Raise PackageError if ``SOURCE_DATE_EPOCH`` is no time that archives can date their files with."""
+    """Raise SettingError if ``SOURCE_DATE_EPOCH`` is no time that archives can date their files with."""
     text = os.environ.get("SOURCE_DATE_EPOCH", "0")
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or int(text) >= 2**32:
-        raise PackageError(f"SOURCE_DATE_EPOCH is {text!r}; allowed: seconds since 1970, less than 2^32")
+        raise SettingError(f"SOURCE_DATE_EPOCH is {text!r}; allowed: seconds since 1970, less than 2^32")
 
 
 @contextmanager
@@ -89,8 +91,19 @@ def _beside(out: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def _build(target: str, root: Path, directory: Path, jobs: int | None, observer: Observer | None) -> Path:
-    """Build one target of a project with hatchling, and return its file. Raises PackageError if that fails."""
+def build_target(
+    target: str,
+    root: Path,
+    directory: Path,
+    *,
+    version: str = "standard",
+    jobs: int | None = None,
+    observer: Observer | None = None,
+) -> Path:
+    """Build one target of a project with hatchling, and return its file. Raises PackageError if that fails.
+
+    ``version`` is hatchling's: ``standard``, or ``editable`` for a wheel.
+    """
     from hatchling.builders.sdist import SdistBuilder
     from hatchling.builders.wheel import WheelBuilder
     from hatchling.plugin import hookimpl
@@ -112,7 +125,7 @@ def _build(target: str, root: Path, directory: Path, jobs: int | None, observer:
     plugins.manager.register(Plugin(), name=AttngenHook.PLUGIN_NAME)  # so that the installed one is not looked for
     builder = {"wheel": WheelBuilder, "sdist": SdistBuilder}[target](str(root), plugin_manager=plugins)
     try:
-        (path,) = builder.build(directory=str(directory), versions=["standard"])
+        (path,) = builder.build(directory=str(directory), versions=[version])
     except OSError as error:
         raise PackageError(f"cannot write the {target}: {error.strerror or error}") from error
     return Path(path)

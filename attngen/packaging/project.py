@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from attngen.errors import PackageError
+from attngen.errors import SettingError
 from attngen.packaging.contents import kernels_of, spec_files, view_of
+from attngen.packaging.generator import FOLDER, generator_files, requirements
 from attngen.packaging.settings import PLATFORMS
 from attngen.packaging.view import fill
 
@@ -27,10 +28,11 @@ class Choices:
     licence: Path | None = None
 
 
-def project_files(spec: Spec, choices: Choices) -> Mapping[str, bytes]:
+def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[str, bytes]:
     """Return the files of a project whose wheel is the package of a spec. Nothing is compiled.
 
-    Raises PackageError for a version that is none, or a licence that cannot be read.
+    ``generator``: the project carries attngen itself, with which other machines build it. Raises SettingError for a
+    version that is none, a licence that cannot be read, and if it is not known what the generator needs.
     """
     folder = PurePosixPath(spec.name).parent
     spec = replace(spec, name=(folder / Path(spec.file).name).as_posix())  # a link may have a name of its own
@@ -41,7 +43,9 @@ def project_files(spec: Spec, choices: Choices) -> Mapping[str, bytes]:
         "pyproject.toml.j2",
         view=view,
         settings={"arches": _toml(choices.arches), "platforms": _toml(sorted(choices.platforms))},
-        files=_toml(specs),
+        requires=_toml(requirements() if generator else []),
+        generator=FOLDER,
+        files=_toml([*specs, *([FOLDER] if generator else [])]),
         licences=_toml(licence),
     )
     return {
@@ -49,6 +53,7 @@ def project_files(spec: Spec, choices: Choices) -> Mapping[str, bytes]:
         "README.md": fill("readme.md.j2", view=view).encode(),
         **licence,
         **specs,
+        **(generator_files() if generator else {}),
     }
 
 
@@ -63,11 +68,11 @@ def _version(text: str) -> str:
     try:
         return str(Version(text))
     except InvalidVersion:
-        raise PackageError(f"version {text!r} is none that pip understands; one is, for example, '1.0.0'") from None
+        raise SettingError(f"version {text!r} is none that pip understands; one is, for example, '1.0.0'") from None
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise PackageError(f"licence {path} cannot be read: {error.strerror or error}") from error
+        raise SettingError(f"licence {path} cannot be read: {error.strerror or error}") from error

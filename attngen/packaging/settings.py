@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attngen.arch import ARCHES
-from attngen.errors import PackageError, suggest
+from attngen.errors import SettingError, suggest
 
 #: A package holds no code for the host's processor and links nothing, so that the least glibc that wheels can name
 #: will do; the platforms are those of torch's CUDA builds.
@@ -36,9 +36,9 @@ class Settings:
 
     @classmethod
     def of(cls, table: Any) -> Settings:
-        """Return the settings of a table as TOML has it. Raises PackageError, naming the key."""
+        """Return the settings of a table as TOML has it. Raises SettingError, naming the key."""
         if not isinstance(table, Mapping):
-            raise PackageError(
+            raise SettingError(
                 'pyproject.toml: there is no table [tool.attngen]; write specs = ["my_masks.yaml"] there'
             )
         for key in table:
@@ -64,8 +64,8 @@ class Settings:
         try:
             platforms = check_platforms(platforms) or PLATFORMS
             most = None if size is None else size_in_bytes(str(size))
-        except PackageError as error:
-            raise PackageError(f"pyproject.toml: [tool.attngen]: {error}") from None
+        except SettingError as error:
+            raise SettingError(f"pyproject.toml: [tool.attngen]: {error}") from None
         return cls(specs, arches, platforms, most)
 
 
@@ -76,15 +76,15 @@ def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _wrong(key: str, message: str) -> PackageError:
-    return PackageError(f"pyproject.toml: [tool.attngen] {key}: {message}")
+def _wrong(key: str, message: str) -> SettingError:
+    return SettingError(f"pyproject.toml: [tool.attngen] {key}: {message}")
 
 
 def check_platforms(platforms: tuple[str, ...]) -> tuple[str, ...]:
-    """Return platform tags, or raise PackageError with what a tag looks like."""
+    """Return platform tags, or raise SettingError with what a tag looks like."""
     for platform in platforms:
         if not _PLATFORM.fullmatch(platform):
-            raise PackageError(
+            raise SettingError(
                 f"platform {platform!r} is no platform tag; one is, for example, 'manylinux_2_17_x86_64' or "
                 "'linux_x86_64'"
             )
@@ -92,8 +92,8 @@ def check_platforms(platforms: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def size_in_bytes(text: str) -> int:
-    """Return the bytes that a size stands for: ``8 MB`` is 8,000,000, ``8 MiB`` 8,388,608. Raises PackageError."""
+    """Return the bytes that a size stands for: ``8 MB`` is 8,000,000, ``8 MiB`` 8,388,608. Raises SettingError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise PackageError(f"size {text!r} is none; write a number with kB, MB, GB, KiB, MiB, GiB or nothing for bytes")
+        raise SettingError(f"size {text!r} is none; write a number with kB, MB, GB, KiB, MiB, GiB or nothing for bytes")
     return int(float(match["number"]) * _UNITS[(match["unit"] or "B").upper()])

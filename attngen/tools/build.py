@@ -59,11 +59,20 @@ class BuildReport:
             "package": self.package,
             "spec": self.spec,
             "kernels": [kernel.to_dict() for kernel in self.kernels],
-            "failures": [{"name": failure.name, "error": str(failure.error)} for failure in self.failures],
+            "failures": [failure.to_dict() for failure in self.failures],
             "warnings": list(self.warnings),
             "up_to_date": self.up_to_date,
             "seconds": round(self.seconds, 3),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A kernel that two entries of a spec ask for: what one fixes, the plan may choose for the other."""
+
+    name: str
+    first: KernelSpec
+    again: KernelSpec
 
 
 def build(
@@ -174,19 +183,22 @@ def prepare(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
     return prepared
 
 
-def prepare_each(spec: Spec, arches: Sequence[str] = ()) -> tuple[list[Prepared], list[Failure]]:
+def prepare_each(
+    spec: Spec, arches: Sequence[str] = (), *, repeated: list[Repeated] | None = None
+) -> tuple[list[Prepared], list[Failure]]:
     """Return the kernels of a spec that can be planned and rendered, and why the others cannot.
 
+    ``repeated`` takes what ``plan_each`` says of kernels that are asked for again.
     Raises SpecError for an arch that the spec does not build for.
     """
     from attngen.render import render
 
-    planned, failures = plan_each(spec, arches)
+    planned, failures = plan_each(spec, arches, repeated=repeated)
     prepared = []
     for kernel, chosen in planned:
         source = _attempt(kernel, lambda chosen=chosen: render(chosen))  # type: ignore[misc]
         if isinstance(source, AttngenError):
-            failures.append(Failure(chosen.name, source))
+            failures.append(Failure(chosen.name, source, kernel.location))
         else:
             prepared.append(Prepared(kernel, chosen, source))
     return prepared, failures
@@ -204,9 +216,12 @@ def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan
     return planned
 
 
-def plan_each(spec: Spec, arches: Sequence[str] = ()) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
+def plan_each(
+    spec: Spec, arches: Sequence[str] = (), *, repeated: list[Repeated] | None = None
+) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
     """Return the kernels of a spec that can be planned, with their plans, each once, and why the others cannot.
 
+    Kernels that become what another one is already are left out, and appended to ``repeated``.
     Raises SpecError for an arch that the spec does not build for.
     """
     from attngen.plan import plan
@@ -231,9 +246,11 @@ def plan_each(spec: Spec, arches: Sequence[str] = ()) -> tuple[list[tuple[Kernel
         if not isinstance(planned, AttngenError):
             first = found.setdefault(planned.name, (kernel, planned))
             if first[1].to_dict() == planned.to_dict():
+                if repeated is not None and first[0] is not kernel:
+                    repeated.append(Repeated(planned.name, first[0], kernel))
                 continue
             planned = _clash(planned.name, first[0], kernel)
-        failures.append(Failure(_label(kernel), planned))
+        failures.append(Failure(_label(kernel), planned, kernel.location))
     return list(found.values()), failures
 
 
@@ -263,7 +280,10 @@ def _together(errors: Sequence[AttngenError]) -> AttngenError:
     if len(errors) == 1:
         return errors[0]
     text = "\n".join(dict.fromkeys(map(str, errors)))
-    return PlanError(text) if all(isinstance(error, SpecError) for error in errors) else InternalError(text)
+    asked_wrongly = all(isinstance(error, SpecError) for error in errors)
+    error: AttngenError = PlanError(text) if asked_wrongly else InternalError(text)
+    error.each = tuple({str(each): each for each in errors}.values())
+    return error
 
 
 def _clash(name: str, first: KernelSpec, second: KernelSpec) -> PlanError:
@@ -278,12 +298,13 @@ def compile_kernels(
 ) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
     """Find or compile kernels in the cache without indexing them: calls do not see them, who asked here does.
 
-    Returns the kernels by the names of their plans, though what was built may have another one, and those that could
-    not be compiled. Raises StoreError if the cache cannot be written.
+    Returns the kernels by the names of their plans, in the order asked for, though what was built may have another
+    name, and those that could not be compiled. Raises StoreError if the cache cannot be written.
     """
     outcome = Compiles(store, observer or Silent(), COMPILER)
     outcome.run(prepared, jobs)
-    return outcome.kernels, tuple(outcome.failures)
+    names = (kernel.plan.name for kernel in prepared)  # their order, not that in which compiles end
+    return {name: outcome.kernels[name] for name in names if name in outcome.kernels}, tuple(outcome.failures)
 
 
 def _index_entry(kernel: BuiltKernel) -> IndexEntry:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attngen.compile import toolchain
 from attngen.compile.artifact import Artifact
-from attngen.errors import AttngenError, ChoiceError, CompileError, InternalError, StoreError
+from attngen.errors import AttngenError, ChoiceError, CompileError, InternalError, Location, StoreError
 from attngen.store.refusals import read_refusal, write_refusal
 from attngen.store.store import Store
 
@@ -70,6 +70,14 @@ class Failure:
 
     name: str
     error: AttngenError
+    location: Location | None = None  # of the spec's entry that asks for the kernel
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the failure as ``attngen build --json`` prints it, with the place that its error or its kernel has."""
+        row = self.error.to_dict()
+        if row["file"] is None and self.location is not None:
+            row |= {"file": self.location.file, "line": self.location.line or None}
+        return {"name": self.name, "error": str(self.error), **{name: row[name] for name in ("file", "line", "field")}}
 
 
 class Observer(Protocol):
@@ -208,16 +216,19 @@ class Compiles:
         if following is None:
             self.observer.finished(task.asked, self.failures[-1].error)
             return None
-        return self._find(following)
+        attempt = self._find(following)
+        if attempt is None:  # found, or the last one is known to be refused: there is nothing more to compile
+            self.observer.finished(task.asked, None if task.asked in self.kernels else self.failures[-1].error)
+        return attempt
 
     def _after(self, task: Task, refused: Refused, error: AttngenError) -> Task | None:
         following = task.after(refused)
         if following is None:
-            self.failures.append(Failure(task.asked, _exhausted(task, error)))
+            self.failures.append(Failure(task.asked, _exhausted(task, error), task.prepared.spec.location))
         return following
 
     def _fail(self, task: Task, error: AttngenError) -> None:
-        self.failures.append(Failure(task.asked, error))
+        self.failures.append(Failure(task.asked, error, task.prepared.spec.location))
         self.observer.finished(task.asked, error)
 
     def _keep(self, task: Task, origin: str, manifest: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attngen.errors import CallError, suggest
+from attngen.errors import CallError, LoadError, suggest
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import names
@@ -298,7 +298,7 @@ def _tensors(plans: Sequence[Plan], files: Mapping[str, Path]) -> dict[str, torc
     if not files:
         return {}
     if find_spec("torch") is None:
-        raise CallError("--tensor needs torch, which is not installed")
+        raise LoadError("--tensor needs torch, which is not installed")
     from attngen.tools.assumed import read_by
     from attngen.tools.tensor_files import read_tensor
 

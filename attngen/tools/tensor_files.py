@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 import torch
 
 from attngen.dtypes import dtype as dtype_row
-from attngen.errors import CallError
+from attngen.errors import CallError, LoadError
 from attngen.lang.variant import Tensor
 
 _ALLOWED = "allowed: a .pt file with one tensor (torch.save), or a .npy file (numpy.save)"
@@ -49,7 +49,7 @@ def _read(name: str, path: Path) -> torch.Tensor:
         else:
             raise CallError(f"{label}: found '{path.suffix}'; {_ALLOWED}")
     except ImportError:
-        raise CallError(f"{label}: reading .npy needs numpy, which is not installed; write it by torch.save") from None
+        raise LoadError(f"{label}: reading .npy needs numpy, which is not installed; write it by torch.save") from None
     except OSError as error:
         raise CallError(f"{label} cannot be read: {error.strerror or 'it is no such file'}; {_ALLOWED}") from None
     except (ValueError, TypeError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, BadZipFile):

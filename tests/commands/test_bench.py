@@ -78,8 +78,8 @@ def test_options_choose_cases(spec: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("--variant", "casual"), 1, "no kernel of variant 'casual'; did you mean 'causal'?"),
-        (("--kernel", "d65"), 1, "no kernel 'd65'"),
+        (("--variant", "casual"), 2, "no kernel of variant 'casual'; did you mean 'causal'?"),
+        (("--kernel", "d65"), 2, "no kernel 'd65'"),
         (("--seqlen", "0"), 2, "--seqlen"),
         (("--json", "no/such/folder/figures.json"), 2, "there is no folder no/such/folder"),
     ],

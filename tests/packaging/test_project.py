@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -112,6 +113,31 @@ def test_a_source_distribution_compiles_where_it_is_installed(
     wheel, sdist = made.files
     pip_wheel(sdist, tmp_path / "there", environment)
     assert (tmp_path / "there" / wheel.name).read_bytes() == wheel.read_bytes()
+
+
+def test_a_source_distribution_needs_no_attngen_of_this_machine(project: Path, tmp_path: Path) -> None:
+    """Built through its own backend, with an attngen of somebody else's in the way and this one out of reach."""
+    (sdist,) = make(project / "kernels/masks.yaml", tmp_path / "here", "sdist").files
+    (tmp_path / "other/attngen").mkdir(parents=True)
+    (tmp_path / "other/attngen/__init__.py").write_text("raise ImportError('this is another attngen')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "other"), "ATTNGEN_CACHE": str(tmp_path / "cache")}
+    pip_wheel(sdist, tmp_path / "there", environment)
+    (wheel,) = (tmp_path / "there").iterdir()
+    with ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (cubin,) = [name for name in names if name.endswith("kernel.cubin")]
+        assert archive.read(cubin)[:4] == b"\x7fELF"
+    assert {name.partition("/")[0] for name in names} == {"my_masks", "my_masks-0.1.0.dist-info"}
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    (root,) = (tmp_path / "unpacked").iterdir()
+    program = "import sys; sys.path.insert(0, '_attngen'); from attngen.packaging import backend; "
+    done = subprocess.run(
+        [sys.executable, "-c", program + f"print(backend.build_sdist({str(tmp_path / 'again')!r}))"],
+        capture_output=True, text=True, check=False, env=environment, cwd=root,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [sdist.name], done.stderr
+    assert (tmp_path / "again" / sdist.name).read_bytes() == sdist.read_bytes()
 
 
 @pytest.mark.parametrize(

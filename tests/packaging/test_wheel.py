@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import tarfile
 from email.parser import Parser
 from pathlib import Path
@@ -19,6 +20,7 @@ from attngen.errors import PackageError, SpecError
 from attngen.formats import VERSION
 from attngen.packaging.sizes import sizes_of
 from attngen.packaging.vendor import runtime_files
+from attngen.spec import preset_names
 from tests.packaging.support import INCLUDED, ROOT, SPEC, make, write_spec
 
 #: A kernel of each compiler, and a backward whose kernels have a cubin each, compiled for real.
@@ -226,13 +228,26 @@ def test_a_kernel_that_does_not_compile_fails_the_package(tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("fake_compiler")
-def test_a_source_distribution_holds_the_project_alone(tmp_path: Path) -> None:
+def test_a_source_distribution_holds_the_project_and_the_generator(tmp_path: Path) -> None:
     made = make(write_spec(tmp_path), tmp_path / "dist", "sdist")
     assert [path.name for path in made.files] == ["attngen_small-0.1.0.tar.gz"]
     assert made.sizes is None
     with tarfile.open(made.files[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names == {"pyproject.toml", "README.md", "PKG-INFO", "small.yaml", "masks/own.yaml"}
+        project = archive.extractfile("attngen_small-0.1.0/pyproject.toml")
+        assert project is not None
+        text = project.read().decode()
+    own = {name for name in names if not name.startswith("_attngen/")}
+    assert own == {"pyproject.toml", "README.md", "PKG-INFO", "small.yaml", "masks/own.yaml"}
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "attngen").rglob("*.py")} == {
+        name.removeprefix("_attngen/") for name in names if re.fullmatch(r"_attngen/attngen/.*\.py", name)
+    }
+    assert {f"_attngen/specs/presets/{name}.yaml" for name in preset_names()} <= names
+    required = re.findall(r'"([^"]+)"', re.search(r"^requires = .*", text, re.MULTILINE)[0])
+    distributions = {re.split("[<>=!~]", text)[0] for text in required}
+    assert {"hatchling", "jinja2", "pydantic", "pyyaml", "triton", "click", "platformdirs"} <= distributions
+    assert not [name for name in distributions if "attngen" in name]
+    assert not {"pytest", "matplotlib", "torch"} & distributions
 
 
 @pytest.mark.usefixtures("fake_compiler")

@@ -1,0 +1,50 @@
+"""The generator as a source distribution carries it, so that pip needs no attngen from an index to build it.
+
+It lies in a folder of its own, laid out as a checkout is, and is the build backend of the distribution.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import attngen
+from attngen import resources
+from attngen.errors import PackageError
+
+#: The folder of a source distribution that holds the generator; no package can have its name.
+FOLDER = "_attngen"
+
+#: What a checkout has and an installed attngen keeps inside of its package.
+_DATA = "_data"
+
+
+def generator_files() -> dict[str, bytes]:
+    """Return the files of the generator by their path in a source distribution: sources, templates, presets."""
+    package = Path(attngen.__file__).parent
+    files = {path: Path("attngen") / path.relative_to(package) for path in package.rglob("*")}
+    templates, presets = resources.templates_dir(), resources.specs_dir() / "presets"
+    files |= {path: Path("templates") / path.relative_to(templates) for path in templates.rglob("*")}
+    files |= {path: Path("specs/presets") / path.name for path in presets.glob("*.yaml")}
+    left_out = {_DATA, "__pycache__"}
+    kept = [(f"{FOLDER}/{place.as_posix()}", path) for path, place in files.items() if not left_out & {*place.parts}]
+    return {place: path.read_bytes() for place, path in sorted(kept) if path.is_file()}
+
+
+def requirements() -> list[str]:
+    """Return what the generator itself needs, sorted: third-party distributions alone.
+
+    Raises PackageError where attngen is not installed, since only its metadata knows.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        listed = [Requirement(text) for text in metadata.requires("attngen") or ()]
+    except metadata.PackageNotFoundError:
+        raise PackageError(
+            "a source distribution lists what attngen needs, and only an installed attngen knows: run 'pip install' on "
+            "its folder first"
+        ) from None
+    # met with the extra or without, so that what every installation needs is among them
+    needed = [each for each in listed if each.marker is None or each.marker.evaluate({"extra": "build"})]
+    return sorted(f"{each.name}{each.specifier}" for each in needed)
