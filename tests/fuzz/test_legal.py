@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,21 @@ from attngen.errors import AttngenError
 from attngen.spec import load_spec_text
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import available_cores
-from attngen.store.receipt import generator_digest
 from attngen.store.store import Store
 from attngen.tools.build import Prepared, compile_kernels
+from tests.compile.frontend import to_ptx
 from tests.fuzz.legal import legal
-from tests.fuzz.trials import Planned, plan_one
+from tests.fuzz.trials import Planned, asked_for, plan_one
 from tests.gpu import generated
 
 PLANNED = range(200)
 ALL = range(2000)
-#: Specs that are compiled in each run: a kernel takes 2 to 8 s of a core, a spec has one or two.
-SAMPLE = 12
+#: Specs whose CUDA sources go through NVRTC in each run, without ptxas, and those that become cubins: a kernel takes
+#: half a second of a core for the one, and 2 to 8 s for the other.
+CHECKED, COMPILED = range(40), (2, 11, 19)
 
 
-def planned(seeds: range) -> list[Planned]:
+def planned(seeds: Sequence[int]) -> list[Planned]:
     """Return the plans of seeds, made on all cores."""
     calls = [Job(f"legal_{seed}", "tests.fuzz.trials:plan_one", (seed,)) for seed in seeds]
     found = sorted(run_jobs(calls, available_cores()), key=lambda result: result.index)
@@ -37,11 +39,12 @@ def refused(specs: list[Planned]) -> list[str]:
     return [f"seed {spec.seed}: {spec.verdict}: {spec.problem}" for spec in specs if spec.verdict is not None]
 
 
-def uncompiled(kernels: list[Prepared], folder: Path) -> list[str]:
-    """Compile kernels; return a line for each that could not be."""
-    compiled, failures = compile_kernels(kernels, store=Store(folder))
+def uncompiled(specs: list[Planned], folder: Path) -> list[str]:
+    """Compile specs; return a line for each kernel that could not be, though its spec left the plan a choice."""
+    kernels = {kernel.plan.name: spec for spec in specs for kernel in spec.kernels}
+    compiled, failures = compile_kernels([k for spec in specs for k in spec.kernels], store=Store(folder))
     assert len(compiled) + len(failures) == len(kernels)
-    return [str(failure.error) for failure in failures]
+    return [str(failure.error) for failure in failures if not asked_for(kernels[failure.name].fixed, failure.error)]
 
 
 def test_the_same_seed_gives_the_same_spec() -> None:
@@ -51,7 +54,7 @@ def test_the_same_seed_gives_the_same_spec() -> None:
 
 def test_specs_are_of_all_kinds() -> None:
     """What a generator leaves out, no test of its specs finds."""
-    texts = [legal(seed).text for seed in ALL[:600]]
+    texts = [legal(seed).text for seed in ALL[:400]]
     wanted = (
         "dense", "varlen", "bf16", "fp16", "fp32", "backward", "sink:", "dropout: true", "grad: true", "tanh",
         "-inf", "monotone", "int64", "int16", "const:", "total_q", "total_k", "q_global", "kv_global", "extent_",
@@ -62,7 +65,7 @@ def test_specs_are_of_all_kinds() -> None:
         "backend: triton", "registers:", "overlap: false", "stages:", " or ", " ^ ", "not ", "abs(", "% ", "// ", ">> ",
     )  # fmt: skip
     assert {word: sum(word in text for text in texts) for word in wanted if not any(word in t for t in texts)} == {}
-    assert sum("backend" not in text for text in texts) > 100
+    assert sum("backend" not in text for text in texts) > 60
 
 
 def test_what_a_spec_leaves_out_is_left_out() -> None:
@@ -94,14 +97,16 @@ def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [("plan refuses", "no"), ("traceback", "KeyError: 'n'")]
 
 
-def sample() -> range:
-    """Return other seeds for each state of the generator's code: a change meets specs that no change before it met."""
-    return range(first := int(generator_digest()[:8], 16) % len(ALL), first + SAMPLE)
+def test_cuda_sources_are_right() -> None:
+    sources = [kernel.source for spec in planned(CHECKED) for kernel in spec.kernels if kernel.plan.backend == "cuda"]
+    assert len(sources) > 20
+    for source in sources:
+        to_ptx(source)
 
 
-def test_a_sample_compiles(tmp_path: Path) -> None:
-    specs = planned(sample())
-    assert refused(specs) + uncompiled([kernel for spec in specs for kernel in spec.kernels], tmp_path) == []
+def test_a_few_compile(tmp_path: Path) -> None:
+    specs = planned(COMPILED)
+    assert refused(specs) + uncompiled(specs, tmp_path) == []
 
 
 @pytest.mark.exhaustive
@@ -110,7 +115,7 @@ def test_all_specs_compile(tmp_path: Path) -> None:
     for first in range(0, len(ALL), 100):
         specs = planned(ALL[first : first + 100])
         wrong += refused(specs)
-        wrong += uncompiled([kernel for spec in specs for kernel in spec.kernels], tmp_path)
+        wrong += uncompiled(specs, tmp_path)
     assert wrong == []
 
 

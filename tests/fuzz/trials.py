@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,16 @@ class Planned:
     kernels: tuple[Prepared, ...] = ()
     verdict: str | None = None
     problem: str = ""
+
+
+#: Fields by which a spec says itself how a kernel is cut, and who works on it.
+_CUTS = {"tile", "warps", "pipeline", "backward"}
+
+
+def asked_for(fixed: Sequence[str], error: AttngenError) -> bool:
+    """Whether a kernel is refused for being slow as its spec cuts it: that is for the spec to allow."""
+    slow = "B of spills" in str(error) or "serialized wgmma" in str(error)
+    return slow and not _CUTS.isdisjoint(fixed)
 
 
 def plan_one(seed: int, last: bool) -> Planned:

@@ -18,11 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from attngen.errors import InternalError
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import available_cores
 from attngen.store.store import Store
 from attngen.tools.build import compile_kernels
-from tests.fuzz.trials import Planned
+from tests.fuzz.trials import Planned, asked_for
 
 #: The function that tries a kernel, by name, since it runs in other processes.
 TRIER = "tests.fuzz.trials:try_one"
@@ -48,7 +49,7 @@ class Row:
     @property
     def failed(self) -> bool:
         """Whether it is a defect; of a spec without a legal call nothing is known."""
-        return self.verdict not in ("passed", "no legal call", "compiled")
+        return self.verdict not in ("passed", "no legal call", "slow as fixed", "compiled")
 
 
 def compiled(seeds: Sequence[int], jobs: int) -> list[Row]:
@@ -73,8 +74,9 @@ def compiled(seeds: Sequence[int], jobs: int) -> list[Row]:
         rows.append(Row(spec.seed, kernel.name, "compiled", fixed=spec.fixed, folder=str(store.path(kernel.key))))
     for failure in failures:
         spec, text = kernels[failure.name], str(failure.error)
-        crashed = "internal error in a job" in text or "its compiler process" in text
-        rows.append(Row(spec.seed, failure.name, "traceback" if crashed else "compile refuses", text, spec.fixed))
+        crashed = isinstance(failure.error, InternalError) or "its compiler process" in text
+        slow = "slow as fixed" if asked_for(spec.fixed, failure.error) else "compile refuses"
+        rows.append(Row(spec.seed, failure.name, "traceback" if crashed else slow, text, spec.fixed))
     return rows
 
 
@@ -87,7 +89,7 @@ def tried(rows: Sequence[Row], jobs: int) -> Iterator[Row]:
         row = todo[result.index]
         if result.error is not None:
             text = str(result.error)
-            ours = "traceback" if "internal error in a job" in text else "crashed"
+            ours = "traceback" if isinstance(result.error, InternalError) else "crashed"
             yield Row(row.seed, row.name, ours, text, row.fixed)
         else:
             verdict, problem = result.value
