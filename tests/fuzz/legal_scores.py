@@ -19,11 +19,12 @@ class Scores:
     def score(self) -> str:
         """Return a score of one to three steps."""
         text = "s"
+        steps = (self.biased, self.biased, self.scaled, self.curved, self.chosen, self.chosen, self.hidden)
         for _ in range(self.chance.choice((1, 1, 1, 2, 2, 3))):
-            step = self.chance.choice(
-                (self.biased, self.biased, self.scaled, self.curved, self.chosen, self.chosen, self.hidden)
-            )
+            step = self.chance.choice(steps)
             text = step(text if text == "s" else f"({text})")
+            if step == self.hidden:  # what bends minus infinity may make NaN of it, by its meaning
+                steps = (self.biased,)
         return text
 
     def sink(self) -> str:
