@@ -151,11 +151,18 @@ class Compiles:
         self.observer.planned(len(prepared), len(missing))
         if missing:
             self.store.require_writable()
-        while missing:
             for backend in dict.fromkeys(task.prepared.plan.backend for task in missing):
                 if lacking := toolchain.missing(backend):
                     raise CompileError(lacking)
-            missing = self._round(missing, jobs)
+        while missing:
+            missing = [task for task in self._round(missing, jobs) if self._can_compile(task)]
+
+    def _can_compile(self, task: Task) -> bool:
+        """Whether the compiler of an attempt is installed, which nobody asked for; if not, the kernel has failed."""
+        lacking = toolchain.missing(task.prepared.plan.backend)
+        if lacking:
+            self._fail(task, _exhausted(task, CompileError(f"{task.prepared.plan.name}: {lacking}")))
+        return not lacking
 
     def _find(self, task: Task) -> Task | None:
         """Take a kernel from the cache; else return the attempt that has to be compiled, or None if none is left."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from attngen.compile import toolchain
 from attngen.errors import AttngenError, InternalError, SpecError, StoreError
 from attngen.plan import Plan
 from attngen.plan.model import Refused
@@ -160,6 +161,17 @@ def test_a_tile_that_the_spec_fixes_fails_with_the_reason(spec: Path, store: Sto
     assert report.kernels == ()
     (failure,) = report.failures
     assert "640 B of spills" in str(failure.error)
+
+
+def test_a_compiler_that_only_a_later_attempt_needs_may_be_missing(
+    spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "missing", lambda backend: "no triton" if backend == "triton" else None)
+    spec.write_text(OPEN.replace("[64, 128]}", "64}\n  - {variant: hopeless, head_dim: 64}"))
+    report = narrow(spec, store)
+    assert [kernel.manifest["backend"] for kernel in report.kernels] == ["cuda"]
+    (failure,) = report.failures
+    assert re.search(r"no triton\nTried before it:\n.*1280 B of spills", str(failure.error))
 
 
 def test_kernels_that_come_to_be_one_are_one(spec: Path, store: Store, log: Path) -> None:
