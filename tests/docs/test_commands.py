@@ -120,7 +120,7 @@ def _run(line: str, folders: dict[str, Path]) -> Result:
         patch.chdir(folders["small" if option is None else "whole"])
         if f"specs/{MINE}" not in arguments:
             patch.setattr(build, "COMPILER", "tests.runtime.manifests:compile_as_manifest")
-        return CliRunner().invoke(cli.group, [word, *arguments])
+        return CliRunner().invoke(cli.group, [word, *arguments], input="y\n")  # where it asks
 
 
 def _filled(word: str) -> str:

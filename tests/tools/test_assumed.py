@@ -227,7 +227,7 @@ def test_a_tensor_from_numpy(spec: Path, tmp_path: Path) -> None:
 def test_tensors_that_do_not_fit(spec: Path, tmp_path: Path, value: Any, message: str) -> None:
     torch.save(value, tmp_path / "doc.pt")
     code, output = explain(spec, "--seqlen", 512, "--tensor", f"doc={tmp_path / 'doc.pt'}")
-    assert code == cli.EXIT_FAILURE
+    assert code == cli.EXIT_USAGE
     assert message in output
 
 
@@ -236,12 +236,12 @@ def test_files_that_are_none(spec: Path, tmp_path: Path, name: str, content: byt
     if content is not None:
         (tmp_path / name).write_bytes(content)
     code, output = explain(spec, "--tensor", f"doc={tmp_path / name}")
-    assert code == cli.EXIT_FAILURE
+    assert code == cli.EXIT_USAGE
     assert "allowed: a .pt file with one tensor" in output
 
 
 def test_names_that_are_none(spec: Path) -> None:
     assert explain(spec, "--tensor", "doc")[0] == cli.EXIT_USAGE
     code, output = explain(spec, "--tensor", "dok=x.pt")
-    assert code == cli.EXIT_FAILURE
+    assert code == cli.EXIT_USAGE
     assert "did you mean 'doc'?" in output

@@ -131,7 +131,7 @@ def test_json_holds_plan_bands_and_efficiency() -> None:
 )
 def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     code, _, errors = run(HOPPER, *arguments)
-    assert code == cli.EXIT_FAILURE
+    assert code == cli.EXIT_USAGE
     assert message in errors
 
 

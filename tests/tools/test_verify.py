@@ -93,7 +93,7 @@ def test_each_run_has_a_seed_of_its_own(spec: Path) -> None:
 def test_a_name_that_no_kernel_has_is_refused(spec: Path) -> None:
     with pytest.raises(CallError, match="no kernel 'causl'"):
         verify(spec, only="causl")
-    assert run(spec, "--only", "causl")[0] == cli.EXIT_FAILURE
+    assert run(spec, "--only", "causl")[0] == cli.EXIT_USAGE
 
 
 def test_running_nothing_is_a_failure(spec: Path) -> None:
