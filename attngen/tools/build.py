@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -196,7 +197,7 @@ def prepare_each(
     planned, failures = plan_each(spec, arches, repeated=repeated)
     prepared = []
     for kernel, chosen in planned:
-        source = _attempt(kernel, lambda chosen=chosen: render(chosen))  # type: ignore[misc]
+        source = _attempt(kernel, partial(render, chosen))
         if isinstance(source, AttngenError):
             failures.append(Failure(chosen.name, source, kernel.location))
         else:
@@ -242,7 +243,7 @@ def plan_each(
     for kernel in kernel_specs:
         if arches and kernel.arch not in arches:
             continue
-        planned = _attempt(kernel, lambda kernel=kernel: plan(kernel))  # type: ignore[misc]
+        planned = _attempt(kernel, partial(plan, kernel))
         if not isinstance(planned, AttngenError):
             first = found.setdefault(planned.name, (kernel, planned))
             if first[1].to_dict() == planned.to_dict():
