@@ -7,29 +7,19 @@ smaller tiles, fewer stages, another order, another backend. What a spec fixes s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
 from attngen.lang.settle import settle
-from attngen.plan import hopper, hopper_backward, tiles
-from attngen.plan.catalogue import backends
 from attngen.plan.model import Plan, Refused
 from attngen.plan.planner import plan
+from attngen.plan.schedules import backends, named
 from attngen.spec.expand import Backward, KernelSpec
 
 #: What a compile allows that comes last, if all other choices were slower than they should be.
 _SLOW = ("spill", "serialized_wgmma")
-
-_Alternatives = Callable[[KernelSpec, Plan], Iterator[KernelSpec]]
-
-_ALTERNATIVES: dict[tuple[str, str], _Alternatives] = {
-    ("cuda", "forward"): hopper.alternatives,
-    ("triton", "forward"): tiles.alternatives,
-    ("cuda", "backward"): hopper_backward.alternatives,
-    ("triton", "backward"): tiles.gradient_alternatives,
-}
 
 
 def attempts(spec: KernelSpec) -> Iterator[Plan]:
@@ -84,7 +74,7 @@ def _others(spec: KernelSpec, first: Plan) -> Iterator[Plan]:
             continue
         if backend != first.backend:
             yield default
-        for other in _ALTERNATIVES[backend, spec.direction](of_backend, default):
+        for other in named(default.schedule).alternatives(of_backend, default):
             if (planned := _planned(other)) is not None:
                 yield planned
 

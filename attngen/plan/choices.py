@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attngen.arch import Arch
-from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP
+from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.lang.bands import Axis
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
-from attngen.plan.catalogue import SCHEDULES, Schedule
 from attngen.plan.traits import bands_of, reads_data_per_key
 from attngen.spec.expand import KernelSpec
 
@@ -27,56 +25,17 @@ def refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
     return PlanError(message, location=spec.locate(field), field=field)
 
 
-def triton_schedule(spec: KernelSpec, arch: Arch) -> Schedule:
-    """Return the schedule that serves the spec, the fastest first."""
-    if spec.dtype not in ATTENTION_DTYPES:
-        raise refuse(spec, "dtype", f"{spec.dtype} kernels do not exist yet; allowed: {', '.join(ATTENTION_DTYPES)}")
-    if spec.softmax not in (None, "exact_max"):
-        raise refuse(spec, "softmax", f"'{spec.softmax}' does not exist in Triton kernels; allowed: exact_max")
-    if spec.roles:
-        raise refuse(spec, "warps", "Triton kernels have no roles; give a count")
-    if spec.softmax_scale is not None:
-        raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if spec.persistent:
-        raise refuse(spec, "persistent", "Triton kernels are not persistent; allowed: false")
-    if spec.order == "natural":
-        raise refuse(spec, "order", "Triton kernels begin with the longest tiles; allowed: longest_first")
-    if spec.epilogue == "staged":
-        raise refuse(spec, "epilogue", "Triton kernels store from registers; allowed: direct")
-    if spec.pack_gqa:
-        raise refuse(spec, "pack_gqa", "Triton kernels give each query head tiles of its own; allowed: false")
-    reasons = []
-    for schedule in (row for row in SCHEDULES if (row.backend, row.direction) == ("triton", spec.direction)):
-        if spec.loads not in (None, schedule.loads):
-            continue
-        if schedule.needs_descriptors and spec.alignment not in (None, 16):
-            reasons.append(f"{schedule.name}: descriptors need alignment 16, not {spec.alignment}")
-        elif not schedule.supports(arch):
-            reasons.append(f"{schedule.name}: {arch.name} has no tensor descriptors; use loads: pointer")
-        else:
-            check_head_dims(spec, schedule)
-            return schedule
-    raise refuse(spec, "loads", "; ".join(reasons))
-
-
-def check_head_dims(spec: KernelSpec, schedule: Schedule) -> None:
-    """Raise PlanError for a head dimension that the schedule does not have."""
+def check_head_dims(spec: KernelSpec) -> None:
+    """Raise PlanError for a head dimension that kernels are not made for."""
     for head_dim in (spec.head_dim_qk, spec.head_dim_v):
-        if head_dim not in schedule.head_dims:
-            nearest = min(schedule.head_dims, key=lambda d: (abs(d - head_dim), -d))
+        if head_dim not in HEAD_DIMS:
+            nearest = min(HEAD_DIMS, key=lambda d: (abs(d - head_dim), -d))
             raise refuse(
                 spec,
                 "head_dim",
-                f"{schedule.name}: head_dim {head_dim} is no multiple of {HEAD_DIM_STEP} from {schedule.head_dims[0]} "
-                f"to {schedule.head_dims[-1]}; nearest: {nearest}",
+                f"head_dim {head_dim} is no multiple of {HEAD_DIM_STEP} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; "
+                f"nearest: {nearest}",
             )
-
-
-def alignment_of(spec: KernelSpec, schedule: Schedule, element_bytes: int) -> int:
-    """Return the bytes that pointers and strides must be multiples of."""
-    if spec.alignment not in (None, 16, element_bytes):
-        raise refuse(spec, "alignment", f"{spec.alignment} is not allowed; allowed: 16, {element_bytes} (one element)")
-    return spec.alignment or 16
 
 
 def check_sizes(spec: KernelSpec, sizes: Sequence[tuple[str, int | None, Sequence[int]]]) -> None:

@@ -15,8 +15,8 @@ from attngen.lang.facts import index
 from attngen.lang.folding import PRODUCT, fold_logit, is_finite
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
-from attngen.plan.hopper_backward import derivative
 from attngen.plan.model import Plan
+from attngen.plan.schedules.hopper_backward import derivative
 from attngen.render.cuda_math import Steps, declarations, declared, masking, used, with_corners
 from attngen.render.expressions import (
     CUDA,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -12,13 +13,13 @@ _LINE_STATEMENTS = {"triton": "#%", "cuda": "//%", "package": "#%"}
 
 
 @cache
-def environment(backend: str) -> Environment:
-    """Return the environment of a backend, or of the files of a ``package``.
+def environment(backend: str, templates: Path | None = None) -> Environment:
+    """Return the environment of a backend, or of the files of a ``package``; ``templates`` are looked into first.
 
     An undefined name in a template is an error, never an empty string.
     """
     return Environment(
-        loader=FileSystemLoader(resources.templates_dir()),
+        loader=FileSystemLoader([*([templates] if templates else []), resources.templates_dir()]),
         undefined=StrictUndefined,
         variable_start_string="${",
         variable_end_string="}",

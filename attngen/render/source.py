@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pkgutil import resolve_name
 
 from attngen import resources
-from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.model import Plan
-from attngen.render.backward_view import backward_view
-from attngen.render.cuda_backward_view import cuda_backward_view
-from attngen.render.cuda_view import cuda_view
+from attngen.plan.schedules import named
 from attngen.render.environment import environment
-from attngen.render.triton_view import triton_view
 
 _SUFFIXES = {"triton": "py", "cuda": "cu"}
 
@@ -34,22 +31,13 @@ class Source:
         return f"{self.name}.{_SUFFIXES[self.backend]}"
 
 
-#: What fills the templates of each backend and direction.
-_VIEWS: Mapping[tuple[str, str], Callable[[Plan, str], object]] = {
-    ("triton", "forward"): triton_view,
-    ("triton", "backward"): backward_view,
-    ("cuda", "forward"): cuda_view,
-    ("cuda", "backward"): cuda_backward_view,
-}
-
-
 def render(plan: Plan) -> Source:
     """Return the source of a plan. The same plan gives the same bytes: no time, no path of this machine."""
-    template = next(s.template for s in SCHEDULES if s.name == plan.schedule)
-    view = _VIEWS[plan.backend, plan.direction](plan, template)
+    schedule = named(plan.schedule)
+    view = resolve_name(schedule.view)(plan, schedule.template)
     text = (
-        environment(plan.backend)
-        .get_template(template)
+        environment(plan.backend, schedule.templates)
+        .get_template(schedule.template)
         .render(plan=plan, hopper=plan.hopper or plan.gradients, view=view)
     )
     if plan.backend == "triton":

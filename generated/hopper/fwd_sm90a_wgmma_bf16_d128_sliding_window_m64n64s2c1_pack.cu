@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_bf16_d128_sliding_window_m64n64s2c1_pack
 //
 // Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
-// Rendered from templates/cuda/forward.cu.j2 by `attngen build specs/hopper.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
 // A block of 2 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each multiplies 64 query rows by the keys and values that they see, right to left, and

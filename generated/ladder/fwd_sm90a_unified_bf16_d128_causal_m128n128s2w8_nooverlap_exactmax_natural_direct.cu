@@ -1,7 +1,7 @@
 // fwd_sm90a_unified_bf16_d128_causal_m128n128s2w8_nooverlap_exactmax_natural_direct
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward_unified.cu.j2 by `attngen build specs/ladder.yaml`.
+// Rendered from templates/cuda/forward/unified.cu.j2 by `attngen build specs/ladder.yaml`.
 //
 // No warp roles: a block of 2 warpgroups, each of which multiplies 64 query rows by the keys and values that the
 // block sees, right to left. The first warp also loads, by TMA, as far ahead as there are stages.

@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_bf16_d128_causal_varlen_m128n128s2c2
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each multiplies 64 query rows by the keys and values that they see, right to left, and

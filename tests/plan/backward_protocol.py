@@ -77,7 +77,7 @@ class Backward(Simulation):
 
 
 def loader(s: Backward) -> Role:
-    """``_gradient_loader.cu.j2``."""
+    """``backward/_loader.cu.j2``."""
     case: Case = s.case  # type: ignore[assignment]
     rules: Rules = s.rules  # type: ignore[assignment]
     q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
@@ -121,7 +121,7 @@ def loader(s: Backward) -> Role:
 
 
 def adder(s: Backward) -> Role:
-    """``_gradient_adder.cu.j2``."""
+    """``backward/_adder.cu.j2``."""
     case: Case = s.case  # type: ignore[assignment]
     phase = 0
     expected = [(work, step) for work, steps in enumerate(case.works) for step in range(steps)]
@@ -144,7 +144,7 @@ def adder(s: Backward) -> Role:
 
 
 def consumer(s: Backward, c: int, w: int) -> Role:
-    """``_gradient_consumer.cu.j2``: one warp of a consumer."""
+    """``backward/_consumer.cu.j2``: one warp of a consumer."""
     case: Case = s.case  # type: ignore[assignment]
     rules: Rules = s.rules  # type: ignore[assignment]
     leader = w == 0
@@ -210,7 +210,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         }[kind]  # fmt: skip
 
     def overlapping() -> Role:
-        """``_gradient_steps_overlap.cu.j2``."""
+        """``backward/_steps_overlap.cu.j2``."""
         own = step
         yield from issue(*product("s", (q, dout, buffer), own))
         yield from complete(*product("s", (q, dout, buffer), own))
@@ -255,7 +255,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             before.release()
 
     def plain() -> Role:
-        """``_gradient_steps.cu.j2``."""
+        """``backward/_steps.cu.j2``."""
         own = step
         yield from issue(*product("s", (q, dout, buffer), own))
         yield from complete(*product("s", (q, dout, buffer), own))
@@ -301,7 +301,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         release_dout()
 
     def in_turns() -> Role:
-        """``_gradient_steps_pingpong.cu.j2``."""
+        """``backward/_steps_pingpong.cu.j2``."""
 
         def give_turn() -> None:
             s.turn[1 - c].arrive()

@@ -327,7 +327,7 @@ class Steps:
 
 
 def values(s: Cluster, block: Block, w: int, products: Products, named: Named) -> Role:
-    """``_cluster_values.cu.j2``."""
+    """``cluster/_values.cu.j2``."""
     leader, steps, buffer = w == 0, Steps(s, block), Place(2)
     pending = 0  # dV
 
@@ -389,7 +389,7 @@ def values(s: Cluster, block: Block, w: int, products: Products, named: Named) -
 
 
 def keys(s: Cluster, block: Block, w: int, products: Products, named: Named) -> Role:
-    """``_cluster_keys.cu.j2``."""
+    """``cluster/_keys.cu.j2``."""
     leader, steps, buffer = w == 0, Steps(s, block), Place(2)
     other = s.blocks[1 - block.rank]
 
@@ -444,7 +444,7 @@ def keys(s: Cluster, block: Block, w: int, products: Products, named: Named) -> 
 
 
 def queries(s: Cluster, block: Block, w: int, products: Products, named: Named) -> Role:
-    """``_cluster_queries.cu.j2``."""
+    """``cluster/_queries.cu.j2``."""
     leader, buffer = w == 0, Place(2)
     for step in range(s.case.steps + 1):
         yield block.ds_full[buffer.stage].done(buffer.phase)
@@ -475,7 +475,7 @@ def queries(s: Cluster, block: Block, w: int, products: Products, named: Named) 
 
 
 def turns(s: Cluster, block: Block) -> Role:
-    """``_cluster_turns.cu.j2``: others, who add before, are long done or take their time."""
+    """``cluster/_turns.cu.j2``: others, who add before, are long done or take their time."""
     for step in range(s.case.steps):
         for _ in range(s.random.choice((1, 1, 5, 50))):
             yield lambda: True

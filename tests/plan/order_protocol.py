@@ -172,7 +172,7 @@ class Launch(Simulation):
 
 
 def loader(s: Launch, block: int) -> Role:
-    """``_gradient_loader.cu.j2`` of a block, or ``_cluster_loader.cu.j2`` of both of a cluster, from its start."""
+    """``backward/_loader.cu.j2`` of a block, or ``cluster/_loader.cu.j2`` of both of a cluster, from its start."""
     grid, rules, queues = s.grid, s.order_rules, s.queues[block]
     counters = s.counters[0]
     yield lambda: s.running < grid.multiprocessors
@@ -203,7 +203,7 @@ def loader(s: Launch, block: int) -> Role:
 
 
 def adder(s: Launch, block: int, rank: int) -> Role:
-    """``_gradient_adder_ordered.cu.j2`` of a block."""
+    """``backward/_adder_ordered.cu.j2`` of a block."""
     grid, rules, queue, counters = s.grid, s.order_rules, s.queues[block][rank], s.counters[rank]
     own, told, known = -1, 0, Earlier(0)
     while True:
@@ -234,7 +234,7 @@ def adder(s: Launch, block: int, rank: int) -> Role:
 
 
 def rounder(s: Launch, block: int) -> Role:
-    """``_gradient_rounder.cu.j2`` of a block: it holds a piece while it waits for the next one."""
+    """``backward/_rounder.cu.j2`` of a block: it holds a piece while it waits for the next one."""
     yield lambda: block in s.started
     arriving: int | None = None
     while True:
@@ -256,7 +256,7 @@ def rounder(s: Launch, block: int) -> Role:
 
 
 def turns(s: Launch, block: int, rank: int) -> Role:
-    """``_cluster_turns.cu.j2`` of a block of a cluster, and the warpgroup that adds."""
+    """``cluster/_turns.cu.j2`` of a block of a cluster, and the warpgroup that adds."""
     grid, rules, queue, counters = s.grid, s.order_rules, s.queues[block][rank], s.counters[rank]
     counter, told, known = -1, 0, Earlier(0)
     while True:

@@ -218,7 +218,7 @@ class Simulation:
 
 
 def scheduler(s: Simulation) -> Role:
-    """``_scheduler.cu.j2``; what no row sees never reaches the others."""
+    """``forward/_scheduler.cu.j2``; what no row sees never reaches the others."""
     slot = phase = asked_phase = 0
     for record in (*range(len(s.case.works)), None):
         yield s.work_empty[slot].done(phase ^ 1)
@@ -232,7 +232,7 @@ def scheduler(s: Simulation) -> Role:
 
 
 def loader(s: Simulation) -> Role:
-    """``_loader.cu.j2``: V one step behind K."""
+    """``forward/_loader.cu.j2``: V one step behind K."""
     slot = work_phase = 0
     k, pending = Place(s.k), Place(s.v)
     expected = 0
@@ -264,7 +264,7 @@ def loader(s: Simulation) -> Role:
 
 
 def query_loader(s: Simulation) -> Role:
-    """``_query_loader.cu.j2``."""
+    """``forward/_query_loader.cu.j2``."""
     slot = work_phase = 0
     q = Place(s.q)
     for expected in (*range(len(s.case.works)), None):
@@ -281,7 +281,7 @@ def query_loader(s: Simulation) -> Role:
 
 
 def consumer(s: Simulation, c: int, w: int) -> Role:
-    """``_consumer.cu.j2`` and ``_step.cu.j2``: one warp of a consumer."""
+    """``forward/_consumer.cu.j2`` and ``forward/_step.cu.j2``: one warp of a consumer."""
     case, rules, leader = s.case, s.rules, w == 0
     k, q, v, held = Place(s.k), Place(s.q), Place(s.v), Place(s.v)
     work, slot, work_phase, held_for = -1, 0, 0, 0

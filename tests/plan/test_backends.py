@@ -7,7 +7,7 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
 from attngen.plan import plan
-from attngen.plan.catalogue import backends
+from attngen.plan.schedules import backends
 from attngen.resources import specs_dir
 from attngen.spec import expand, load_spec, load_spec_text, preset_names
 from attngen.tools.explain import explain_spec

@@ -9,8 +9,8 @@ import pytest
 
 from attngen.errors import PlanError
 from attngen.plan import Plan
-from attngen.plan.hopper import widths
 from attngen.plan.model import Hopper
+from attngen.plan.schedules.hopper_forward import widths
 from tests.plan.specs import planned
 
 HEAD_DIMS = range(8, 257, 8)
@@ -180,7 +180,7 @@ def test_tiles_that_must_be_listed_need_a_producer(variant: str, driver: str) ->
 def test_without_a_producer_all_warpgroups_are_alike(consumers: int) -> None:
     plan = on_hopper(warps=f"{{producer: 0, consumer: {consumers}}}")
     roles = roles_of(plan)
-    assert (plan.schedule, plan.threads) == ("cuda_forward_unified", 128 * consumers)
+    assert (plan.schedule, plan.threads) == ("hopper_unified", 128 * consumers)
     assert (roles.specialized, roles.persistent, roles.pingpong, roles.skips) == (False, False, False, False)
     assert roles.overlap
     assert plan.threads * roles.consumer_registers <= 65536

@@ -74,7 +74,7 @@ def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
         assert head.startswith(f"// {found.name}\n")
         assert f"variant {found.variant.name}: mask `{canonical(found.variant.mask)}`" in head
         assert found.hopper is not None
-        template = "forward" if found.hopper.specialized else "forward_unified"
+        template = "forward/kernel" if found.hopper.specialized else "forward/unified"
         assert f"Rendered from templates/cuda/{template}.cu.j2 by `attngen build {spec}`." in head
         assert str(root()) not in source.text
         assert not re.search(r"(/home/|/root/|/tmp/|/work/|[A-Z]:\\)", source.text)

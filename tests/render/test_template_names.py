@@ -41,7 +41,7 @@ def defined_in_triton() -> Iterator[str]:
 
 
 def defined_in_cuda() -> Iterator[str]:
-    for path in sorted((templates_dir() / "cuda").glob("*.j2")):
+    for path in sorted((templates_dir() / "cuda").rglob("*.j2")):
         text = code_of_cuda(_JINJA.sub("", path.read_text()))
         for groups in _CUDA.findall(text):
             yield from re.findall(r"\w+", " ".join(groups))

@@ -14,10 +14,11 @@ from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
 from attngen.plan import naming
 from attngen.plan.backward_arguments import differentiable_of
-from attngen.plan.catalogue import SCHEDULES
 from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
-from attngen.plan.hopper import widths
+from attngen.plan.draft import drafted
 from attngen.plan.model import Columns, HopperGradients, Part, Plan, Region
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.hopper_forward import widths
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
 from attngen.spec.expand import Backward, KernelSpec
 
@@ -106,20 +107,17 @@ _ALL_REGISTERS = (40, 192, 88)
 _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
 
-def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
-    """Return the plan of a backward in CUDA; PlanError names the field, the arithmetic and the nearest legal choice."""
+def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
+    """Return the plan of a backward, by blocks or by clusters of blocks."""
     if refused := _refusal(spec, arch):
         raise refused
+    check_head_dims(spec)
     given = (spec.backward or Backward()).dkdv
-    wide = _is_wide(spec)
+    wide = is_wide(spec)
     columns_qk, columns_v = (
         (_halves if wide else widths)(head_dim) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
     )
     qk, v = columns_qk.width, columns_v.width
-    schedule = next(
-        row for row in SCHEDULES if row.name == ("cuda_backward_cluster" if wide else "cuda_backward_wgmma")
-    )
-    check_head_dims(spec, schedule)
     family = given.family or _family(spec)
     # packed sequences and dQ that is cut leave too few registers for gradients under the softmax
     row_family = "light" if family == "plain" and spec.layout == "varlen" and spec.head_dim_qk < qk == 128 else family
@@ -166,42 +164,19 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
         draft = _clustered(draft, qk, v, divides=heavy and family in ("light", "divided", "tight"))
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
-    name = naming.kernel_name(
-        direction=spec.direction,
-        arch=spec.arch,
-        schedule=schedule.label,
-        dtype=spec.dtype,
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_v=spec.head_dim_v,
-        variant=spec.variant.name,
-        layout=spec.layout,
-        tile_m=choice.tile_m,
-        tile_n=_KEYS,
-        stages=stages,
+    planned = drafted(
+        spec,
+        label=label,
         width=f"c{_CONSUMERS}",
-        fast_math=spec.fast_math,
-        aligned=True,
         tile_map=driver == "tile_map",
+        alignment=16,
         choices=(*_LABELS[roles.overlap], *(["deterministic"] if roles.ordered else [])),
-    )
-    plan = Plan(
-        name=name,
-        package=spec.package,
-        spec_file=spec.spec_file,
-        variant=spec.variant,
-        arch_name=spec.arch,
-        dtype_name=spec.dtype,
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_v=spec.head_dim_v,
         columns_qk=(columns_qk,),
         columns_v=(columns_v,),
-        layout=spec.layout,
-        direction=spec.direction,
         backend="cuda",
-        schedule=schedule.name,
+        schedule=schedule,
         loads="descriptor",
         q_operand="shared",
-        alignment=16,
         tile_m=choice.tile_m,
         tile_n=_KEYS,
         stages=stages,
@@ -210,14 +185,12 @@ def hopper_backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         driver=driver,
         mask_code="branch",
         softmax="exact_max",
-        fast_math=spec.fast_math,
         section_bytes=_SECTION_BYTES,
         section_heads=_SECTION_HEADS if _is_uneven(spec, driver) else 1,
-        allow=spec.allow,
         gradients=roles,
     )
-    parts = tuple(_parts(plan))
-    return replace(plan, parts=parts, arguments=next(part for part in parts if part.name == "dkdv").arguments)
+    parts = tuple(_parts(planned))
+    return replace(planned, parts=parts, arguments=next(part for part in parts if part.name == "dkdv").arguments)
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -231,10 +204,10 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 def _is_uneven(spec: KernelSpec, driver: str) -> bool:
     """Whether data decide how many steps each tile of keys of a sequence takes, in a kernel whose blocks take tiles."""
     by_position = driver == "ranges" and reads_positions(replace(spec.variant, score=None))
-    return by_position and spec.layout == "dense" and not _is_wide(spec)
+    return by_position and spec.layout == "dense" and not is_wide(spec)
 
 
-def _is_wide(spec: KernelSpec) -> bool:
+def is_wide(spec: KernelSpec) -> bool:
     """Whether dK and dV take more registers than the consumers of one block have."""
     return max(spec.head_dim_qk, spec.head_dim_v) > _BLOCK_HEAD_DIM
 
@@ -371,7 +344,7 @@ def _family(spec: KernelSpec) -> str:
     those before; and a tile map with a fixed order takes more of the loader of a single block.
     """
     variant = spec.variant
-    if variant.dropout or (spec.deterministic and not _is_wide(spec) and driver_of(spec, "q") == "tile_map"):
+    if variant.dropout or (spec.deterministic and not is_wide(spec) and driver_of(spec, "q") == "tile_map"):
         return "tight"
     if is_light(variant):
         return "plain"
@@ -492,3 +465,16 @@ def _placed(sizes: Mapping[str, int]) -> Iterator[Region]:
     for name, size in sizes.items():
         yield Region(name, offset, size)
         offset += size
+
+
+SCHEDULE = Schedule(
+    name="hopper_backward",
+    backend="cuda",
+    direction="backward",
+    template="cuda/backward/kernel.cu.j2",
+    view="attngen.render.views.hopper_backward:cuda_backward_view",
+    supports=lambda arch: arch.wgmma,
+    suits=lambda spec: not is_wide(spec),
+    plan=lambda spec, arch: plan_backward(spec, arch, "hopper_backward", "wgmma"),
+    alternatives=alternatives,
+)

@@ -6,6 +6,7 @@ gradients of a variant's own tensors, and dQ, dK and dV are the same on every ru
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
@@ -19,17 +20,73 @@ from attngen.plan.choices import (
     STAGES,
     TILE_SIZES,
     WARPS,
-    alignment_of,
     check_sizes,
     driver_of,
     map_axes,
     refuse,
-    triton_schedule,
 )
+from attngen.plan.draft import drafted
 from attngen.plan.model import Part, Plan
-from attngen.plan.tiles import Tile, default_gradient_tile, family, gradient_columns, padded_width
+from attngen.plan.schedule import Schedule
+from attngen.plan.tiles import Tile, completed, family, gradient_columns, padded_width
 from attngen.plan.traits import gathers, is_light
+from attngen.plan.triton import LABELS, alignment_of, loads_of
 from attngen.spec.expand import Backward, Gradient, KernelSpec
+
+#: The same for the two kernels of a backward: (family, largest head_dim) → tile of "dkdv", tile of "dq".
+_GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
+    # plain masks of dense sequences at the head dims themselves: raced (docs/performance.md); the others avoid spills
+    ("plain", 64, Tile(128, 64, 2, 4), Tile(64, 64, 2, 4)),
+    ("plain", 128, Tile(64, 64, 2, 4), Tile(128, 64, 3, 8)),
+    ("wgmma", 64, Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)),
+    ("wgmma", 128, Tile(64, 128, 2, 8), Tile(128, 64, 2, 8)),
+    ("wgmma", 256, Tile(32, 32, 2, 4), Tile(64, 32, 2, 4)),
+    # a score or packed sequences leave fewer registers to the products
+    ("scored", 64, Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)),
+    ("scored", 128, Tile(32, 128, 2, 8), Tile(128, 64, 2, 8)),
+    ("scored", 192, Tile(32, 32, 2, 4), Tile(64, 32, 2, 4)),
+    ("scored", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    # tiles that are listed, and not ranges, are visited in nested loops, which leaves fewer still
+    ("listed", 64, Tile(64, 128, 2, 8), Tile(128, 64, 3, 8)),
+    ("listed", 128, Tile(16, 128, 2, 8), Tile(128, 64, 2, 8)),
+    ("listed", 192, Tile(16, 32, 2, 4), Tile(64, 32, 2, 4)),
+    ("listed", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    # chosen such that ptxas neither spills nor makes products wait for each other
+    ("dropped", 64, Tile(64, 32, 2, 4), Tile(64, 64, 2, 4)),
+    ("dropped", 96, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    ("dropped", 128, Tile(64, 32, 2, 4), Tile(128, 64, 2, 8)),
+    ("dropped", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    ("gather", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("gather", 128, Tile(16, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("gather", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    # both: no spills beyond 8 bytes with Triton 3.6 and 3.9
+    ("gather_dropped", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("gather_dropped", 128, Tile(32, 64, 2, 8), Tile(64, 32, 2, 4)),
+    ("gather_dropped", 256, Tile(32, 32, 2, 8), Tile(64, 32, 2, 8)),
+    ("descriptor", 64, Tile(64, 64, 2, 4), Tile(64, 64, 2, 4)),
+    ("descriptor", 128, Tile(64, 64, 2, 8), Tile(64, 64, 2, 4)),
+    ("descriptor", 256, Tile(16, 32, 1, 4), Tile(64, 32, 1, 8)),
+    ("pointer", 64, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("pointer", 128, Tile(32, 64, 2, 8), Tile(64, 32, 2, 4)),
+    ("pointer", 256, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
+    ("unaligned", 64, Tile(32, 64, 2, 8), Tile(64, 32, 2, 8)),
+    ("unaligned", 128, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
+    ("unaligned", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    ("fp32", 64, Tile(32, 32, 1, 8), Tile(32, 32, 1, 8)),
+    ("fp32", 128, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    ("fp32", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+)
+
+#: The same for the two kernels of a backward: tile of "dkdv", tile of "dq".
+_SMALLER_GRADIENTS = (
+    (Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    (Tile(64, 128, 2, 8), Tile(128, 64, 2, 8)),
+    (Tile(32, 128, 2, 8), Tile(128, 32, 2, 8)),
+    (Tile(16, 64, 2, 4), Tile(64, 16, 2, 4)),
+    (Tile(32, 32, 1, 4), Tile(32, 32, 1, 4)),
+    (Tile(16, 32, 1, 4), Tile(32, 16, 1, 4)),
+    (Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+)
 
 #: Query rows of a block that computes the sums of rows, and its warps by the bytes of an element.
 _ROWS, _ROWS_WARPS = 64, {2: 4, 4: 8}
@@ -55,15 +112,14 @@ _DKDV = _Kind("dkdv", "keys", "key_words")
 _DQ = _Kind("dq", "queries", "query_words")
 
 
-def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
-    """Return the plan of a backward in Triton; PlanError names the field, the sum and the nearest legal choice."""
-    schedule = triton_schedule(spec, arch)
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    loads = loads_of(spec, arch)
     element = dtype(spec.dtype)
     multiplied = arch.wgmma and element.bytes == 2
     columns_qk, columns_v = (
         gradient_columns(head_dim, wgmma=multiplied) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
     )
-    alignment = alignment_of(spec, schedule, element.bytes)
+    alignment = alignment_of(spec, element.bytes)
     if spec.deterministic and backward_arguments.differentiable_of(spec.variant):
         raise refuse(
             spec,
@@ -72,7 +128,7 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         )
     rows = family(
         arch,
-        loads=schedule.loads,
+        loads=loads,
         aligned=alignment == 16,
         element_bytes=element.bytes,
         gathers=gathers(spec.variant),
@@ -94,41 +150,18 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         kind: _tile(spec, arch, kind, getattr(given, kind.name), rows, widths, element.bytes) for kind in (_DKDV, _DQ)
     }
     main = tiles[_DKDV]
-    name = naming.kernel_name(
-        direction=spec.direction,
-        arch=spec.arch,
-        schedule=schedule.label,
-        dtype=spec.dtype,
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_v=spec.head_dim_v,
-        variant=spec.variant.name,
-        layout=spec.layout,
-        tile_m=main.m,
-        tile_n=main.n,
-        stages=main.stages,
+    planned = drafted(
+        spec,
+        label=LABELS[loads],
         width=f"w{main.warps}_{naming.gradient_label(*_numbers(tiles[_DQ]))}",
-        fast_math=spec.fast_math,
-        aligned=alignment == 16,
         tile_map="tile_map" in drivers.values(),
-    )
-    draft = Plan(
-        name=name,
-        package=spec.package,
-        spec_file=spec.spec_file,
-        variant=spec.variant,
-        arch_name=spec.arch,
-        dtype_name=spec.dtype,
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_v=spec.head_dim_v,
+        alignment=alignment,
         columns_qk=columns_qk,
         columns_v=columns_v,
-        layout=spec.layout,
-        direction=spec.direction,
         backend="triton",
-        schedule=schedule.name,
-        loads=schedule.loads,
+        schedule="triton_backward",
+        loads=loads,
         q_operand="shared",
-        alignment=alignment,
         tile_m=main.m,
         tile_n=main.n,
         stages=main.stages,
@@ -137,15 +170,33 @@ def backward_plan(spec: KernelSpec, arch: Arch) -> Plan:
         driver=drivers[_DKDV],
         mask_code="branch",
         softmax="exact_max",
-        fast_math=spec.fast_math,
         section_bytes=SECTION_BYTES,
         allow=(*spec.allow, "serialized_wgmma") if _serializes(spec.variant) else spec.allow,
     )
-    parts = [_preprocess(draft)]
+    parts = [_preprocess(planned)]
     for kind, tile in tiles.items():
-        parts += _gradient(draft, kind, tile, drivers[kind])
+        parts += _gradient(planned, kind, tile, drivers[kind])
     dkdv = next(part for part in parts if part.name == "dkdv")
-    return replace(draft, parts=tuple(parts), arguments=dkdv.arguments)
+    return replace(planned, parts=tuple(parts), arguments=dkdv.arguments)
+
+
+def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a backward with other tiles than those of its ``first`` plan, where it leaves them open."""
+    del first
+    given = spec.backward or Backward()
+    for dkdv, dq in _SMALLER_GRADIENTS:
+        tiles = Backward(_fixed(completed(given.dkdv, dkdv)), _fixed(completed(given.dq, dq)))
+        yield replace(spec, backward=tiles)
+
+
+def _fixed(tile: Tile) -> Gradient:
+    return Gradient(tile.m, tile.n, tile.stages, tile.warps)
+
+
+def _default_tile(kernel: str, family: str, head_dim: int) -> Tile:
+    """Return the table's tile for ``dkdv`` or ``dq``, before its budget is checked."""
+    row = next(row for row in _GRADIENTS if row[0] == family and head_dim <= row[1])
+    return row[2] if kernel == "dkdv" else row[3]
 
 
 def _serializes(variant: Variant) -> bool:
@@ -170,7 +221,7 @@ def _tile(
             (f"backward.{kind.name}.warps", given.num_warps, WARPS),
         ),
     )
-    table = default_gradient_tile(kind.name, family, max(widths))
+    table = _default_tile(kind.name, family, max(widths))
     tile = Tile(
         given.tile_m or table.m,
         given.tile_n or table.n,
@@ -255,3 +306,15 @@ def _gradient(draft: Plan, kind: _Kind, tile: Tile, driver: str) -> list[Part]:
         )
         parts.insert(0, classifier)
     return parts
+
+
+SCHEDULE = Schedule(
+    name="triton_backward",
+    backend="triton",
+    direction="backward",
+    template="triton/backward.py.j2",
+    view="attngen.render.views.triton_backward:backward_view",
+    supports=lambda arch: True,
+    plan=_plan,
+    alternatives=_alternatives,
+)

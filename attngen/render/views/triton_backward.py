@@ -11,7 +11,7 @@ from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, g
 from attngen.render.expressions import atom
 from attngen.render.header import command, summary
 from attngen.render.triton_math import Ranges, map_lines, ranges, words
-from attngen.render.triton_view import begins, column_offsets, head_address, parameter_list, precision_of
+from attngen.render.views.triton_forward import begins, column_offsets, head_address, parameter_list, precision_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.lang.ir import MAX_SEQLEN
-from attngen.plan.hopper_backward import PIECE_BYTES, by_head, row_lanes
 from attngen.plan.model import HopperGradients, Part, Plan
+from attngen.plan.schedules.hopper_backward import PIECE_BYTES, by_head, row_lanes
 from attngen.plan.traits import reads_positions
 from attngen.render.cuda_gradients import factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
-from attngen.render.cuda_view import RegionView, argument_lines, constant, padding, uses
 from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
+from attngen.render.views.hopper_forward import RegionView, argument_lines, constant, padding, uses
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",

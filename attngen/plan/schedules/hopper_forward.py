@@ -10,7 +10,11 @@ from attngen.arch import Arch
 from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
+from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
+from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_arguments
+from attngen.plan.draft import classifier_of, drafted
 from attngen.plan.model import Columns, Hopper, Plan, Region
+from attngen.plan.schedule import Schedule
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.spec.expand import KernelSpec, Roles
 
@@ -83,6 +87,66 @@ def widths(head_dim: int) -> Columns:
     return Columns(0, -(-head_dim // 32) * 32, head_dim)
 
 
+def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
+    """Return the plan of a Hopper forward, with warp roles or without."""
+    if refused := refusal(spec, arch):
+        raise refused
+    if spec.softmax_scale is not None:
+        raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
+    check_head_dims(spec)
+    driver = driver_of(spec)
+    pack_gqa = spec.pack_gqa is True
+    if pack_gqa and driver == "tile_map":
+        raise refuse(
+            spec,
+            "pack_gqa",
+            "a tile map lists the tiles of single heads; allowed: false, or true with tile_map: never",
+        )
+    if pack_gqa and spec.variant.dropout:
+        raise refuse(
+            spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
+        )
+    tile = hopper_tile(spec, arch, driver)
+    roles = tile.roles
+    warpgroups = roles.consumers + roles.specialized
+    usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
+    planned = drafted(
+        spec,
+        label=label,
+        width=f"c{roles.consumers}" if roles.specialized else f"w{4 * warpgroups}",
+        tile_map=driver == "tile_map",
+        alignment=16,
+        choices=(
+            *([] if usual else [roles.schedule]),
+            *([] if roles.overlap else ["nooverlap"]),
+            *([] if roles.softmax == "fixed_reference" else [roles.softmax.replace("_", "")]),
+            *([] if roles.persistent or not roles.specialized else ["single"]),
+            *([] if roles.longest_first else ["natural"]),
+            *([] if roles.staged else ["direct"]),
+            *(["pack"] if pack_gqa else []),
+        ),
+        columns_qk=(widths(spec.head_dim_qk),),
+        columns_v=(widths(spec.head_dim_v),),
+        backend="cuda",
+        schedule=schedule,
+        loads="descriptor",
+        q_operand="shared",
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        stages=tile.stages,
+        num_warps=4 * warpgroups,
+        max_registers=None,
+        driver=driver,
+        mask_code="branch",
+        softmax=roles.softmax,
+        section_bytes=SECTION_BYTES,
+        hopper=roles,
+        pack_gqa=pack_gqa,
+    )
+    classifier = classifier_of(planned, cuda_classifier_arguments(planned)) if driver == "tile_map" else None
+    return planned.with_arguments(cuda_arguments(planned), classifier)
+
+
 def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
     """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
 
@@ -107,17 +171,17 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
     tile_m = _ROWS * consumers
     if tile_n % 16 or not 16 <= tile_n <= 256:
         nearest = min(max(round(tile_n / 16) * 16, 16), 256)
-        raise _refuse(spec, "tile.n", f"{tile_n} is no multiple of 16 from 16 to 256; nearest: {nearest}")
+        raise refuse(spec, "tile.n", f"{tile_n} is no multiple of 16 from 16 to 256; nearest: {nearest}")
     specialized = roles.producer != 0
     if not specialized:
         _check_unified(spec, roles, driver)
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
-        raise _refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
+        raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
     registers = _registers(spec, roles, consumers, tile_n, v)
     stages = spec.stages or 2
     if not 2 <= stages <= 8:
-        raise _refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
+        raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = 64 if qk % 64 == 0 and v % 64 == 0 else 32
     softmax = spec.softmax or _SOFTMAXES[0]
     draft = Hopper(
@@ -180,19 +244,19 @@ def _families(spec: KernelSpec) -> frozenset[str]:
 def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Return why the schedule cannot serve a spec at all, or None."""
     if not arch.wgmma:
-        return _refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
+        return refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
     if spec.dtype not in _REDO_ABOVE:
-        return _refuse(spec, "dtype", f"cuda kernels take {' and '.join(_REDO_ABOVE)}, not {spec.dtype}")
+        return refuse(spec, "dtype", f"cuda kernels take {' and '.join(_REDO_ABOVE)}, not {spec.dtype}")
     if spec.loads == "pointer":
-        return _refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
+        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
     if spec.alignment not in (None, 16):
-        return _refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
+        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
     if spec.num_warps is not None:
-        return _refuse(spec, "warps", "cuda kernels have roles: give producer, consumer and schedule, not a count")
+        return refuse(spec, "warps", "cuda kernels have roles: give producer, consumer and schedule, not a count")
     if spec.tile_map == "always":
-        return _refuse(spec, "tile_map", "cuda kernels classify tiles themselves; allowed: auto, never")
+        return refuse(spec, "tile_map", "cuda kernels classify tiles themselves; allowed: auto, never")
     if spec.softmax not in (None, *_SOFTMAXES):
-        return _refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(_SOFTMAXES)}")
+        return refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(_SOFTMAXES)}")
     return None
 
 
@@ -200,37 +264,33 @@ def _check_unified(spec: KernelSpec, roles: Roles, driver: str) -> None:
     """Refuse what needs a producer."""
     none = "without a producer (warps: {producer: 0})"
     if driver != "ranges":
-        raise _refuse(
+        raise refuse(
             spec, "warps", f"{none} tiles must be ranges that the mask's bounds give, not {driver}; allowed: producer 1"
         )
     if roles.schedule == "pingpong":
-        raise _refuse(spec, "warps", f"{none} warpgroups take no turns; allowed: cooperative")
+        raise refuse(spec, "warps", f"{none} warpgroups take no turns; allowed: cooperative")
     if roles.producer_registers or roles.consumer_registers:
-        raise _refuse(spec, "warps", f"{none} all threads have the same registers; leave them out")
+        raise refuse(spec, "warps", f"{none} all threads have the same registers; leave them out")
     if spec.persistent:
-        raise _refuse(spec, "persistent", f"{none} a block has one tile of work; allowed: false")
+        raise refuse(spec, "persistent", f"{none} a block has one tile of work; allowed: false")
     if spec.pack_gqa:
-        raise _refuse(spec, "pack_gqa", f"{none} each query head has tiles of its own; allowed: false")
-
-
-def _refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
-    return PlanError(message, location=spec.locate(field), field=field)
+        raise refuse(spec, "pack_gqa", f"{none} each query head has tiles of its own; allowed: false")
 
 
 def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     """Return the number of consumers, which the rows of the tile and the roles must agree on."""
     if roles.producer not in (None, 0, 1):
-        raise _refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 0, 1")
+        raise refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 0, 1")
     from_tile = spec.tile_m // _ROWS if spec.tile_m and spec.tile_m % _ROWS == 0 else None
     if spec.tile_m and from_tile not in _REGISTERS:
-        raise _refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
+        raise refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
     # heads are packed where queries are few: the rows of one consumer hold them, and K and V bind, not the products
     by_default = 1 if spec.pack_gqa else choice.consumers
     consumers = roles.consumer or from_tile or by_default
     if consumers not in _REGISTERS:
-        raise _refuse(spec, "warps", f"{consumers} consumers are not allowed; allowed: 1, 2, 3")
+        raise refuse(spec, "warps", f"{consumers} consumers are not allowed; allowed: 1, 2, 3")
     if from_tile not in (None, consumers):
-        raise _refuse(
+        raise refuse(
             spec, "tile.m", f"{spec.tile_m} rows are not {consumers} consumers x {_ROWS}; nearest: {_ROWS * consumers}"
         )
     return consumers
@@ -250,12 +310,12 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
     consumer = roles.consumer_registers or default[1]
     for value in (producer, consumer):
         if value % 8 or not 24 <= value <= 256:
-            raise _refuse(spec, "warps", f"{value} registers are no multiple of 8 from 24 to 256")
+            raise refuse(spec, "warps", f"{value} registers are no multiple of 8 from 24 to 256")
     threads = 128 * (consumers + 1)
     launch = min(65536 // threads // 8 * 8, 256)
     total, pool = 128 * (producer + consumers * consumer), threads * launch
     if total > pool or not producer <= launch <= consumer:
-        raise _refuse(
+        raise refuse(
             spec,
             "warps",
             f"128 threads x ({producer} + {consumers} x {consumer}) = {total} registers; a launch of {threads} threads "
@@ -274,7 +334,7 @@ def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int)
     """Refuse a tile whose logits, probabilities and outputs a thread cannot hold."""
     needed = _needed_registers(tile_n, width_v)
     if needed > consumer and "spill" not in spec.allow:
-        raise _refuse(
+        raise refuse(
             spec,
             "tile",
             f"a consumer has {consumer} registers and needs {needed}: S {tile_n // 2} + P {tile_n // 4} + "
@@ -302,7 +362,7 @@ def _with_memory(
             return replace(roles, shared=regions)
     sizes = {region.name: region.bytes for region in regions}
     total = regions[-1].offset + regions[-1].bytes
-    raise _refuse(
+    raise refuse(
         spec,
         "tile",
         f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + K {sizes['k']} + "
@@ -334,3 +394,25 @@ def _regions(roles: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: i
     for name, size in sizes.items():
         yield Region(name, offset, size)
         offset += size
+
+
+def keep_promises(spec: KernelSpec) -> None:
+    """Refuse what this backend would accept, and do less exactly than another: a spec has to name it for that."""
+    if not spec.fast_math:
+        raise refuse(
+            spec, "fast_math", "the argument of exp2 is fused all the same; say 'backend: cuda' to accept that"
+        )
+
+
+SCHEDULE = Schedule(
+    name="hopper_forward",
+    backend="cuda",
+    direction="forward",
+    template="cuda/forward/kernel.cu.j2",
+    view="attngen.render.views.hopper_forward:cuda_view",
+    supports=lambda arch: arch.wgmma,
+    suits=lambda spec: spec.roles is None or spec.roles.producer != 0,
+    plan=lambda spec, arch: plan_forward(spec, arch, "hopper_forward", "wgmma"),
+    alternatives=alternatives,
+    keep_promises=keep_promises,
+)

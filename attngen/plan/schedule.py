@@ -1,0 +1,38 @@
+"""What a schedule is to the rest of the planner: one value, whose fields answer all that is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from attngen.arch import Arch
+from attngen.plan.model import Plan
+from attngen.spec.expand import KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One kernel structure: its name, and the functions of the module of ``attngen.plan.schedules`` that knows it.
+
+    ``plan`` raises PlanError with field and reason for what the schedule cannot do. ``suits`` says whether a spec asks
+    for this structure at all: one that does not suit is passed over without a word. ``alternatives`` yields specs with
+    other choices, to be planned one after the other where ptxas does not take those of the first plan.
+    ``keep_promises`` raises PlanError for what a spec that names no backend must not get: less exact results than
+    another backend gives.
+
+    ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
+    ``module:name``, that turns a plan into what the template is filled with.
+    """
+
+    name: str
+    backend: str
+    direction: str
+    template: str
+    view: str
+    supports: Callable[[Arch], bool]
+    plan: Callable[[KernelSpec, Arch], Plan]
+    alternatives: Callable[[KernelSpec, Plan], Iterator[KernelSpec]]
+    suits: Callable[[KernelSpec], bool] = lambda spec: True
+    keep_promises: Callable[[KernelSpec], None] = lambda spec: None
+    templates: Path | None = None

@@ -1,0 +1,69 @@
+"""The schedules that exist, one module for each. A new one is a module of its own and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from attngen.arch import Arch
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules import (
+    hopper_backward,
+    hopper_cluster,
+    hopper_forward,
+    hopper_unified,
+    triton_backward,
+    triton_forward,
+)
+from attngen.spec.expand import KernelSpec
+
+#: In the order in which they are asked: the fastest first (docs/performance.md has the figures).
+_ROWS: list[Schedule] = [
+    hopper_forward.SCHEDULE,
+    hopper_unified.SCHEDULE,
+    triton_forward.SCHEDULE,
+    hopper_backward.SCHEDULE,
+    hopper_cluster.SCHEDULE,
+    triton_backward.SCHEDULE,
+]
+
+
+def schedules(direction: str, arch: Arch | None = None, backend: str | None = None) -> tuple[Schedule, ...]:
+    """Return the schedules of forwards or backwards, the fastest first; those of one arch or backend alone if given."""
+    return tuple(
+        row
+        for row in _ROWS
+        if row.direction == direction
+        and (arch is None or row.supports(arch))
+        and (backend is None or row.backend == backend)
+    )
+
+
+def named(name: str) -> Schedule:
+    """Return a schedule by its name; KeyError if there is none."""
+    for row in _ROWS:
+        if row.name == name:
+            return row
+    raise KeyError(name)
+
+
+def backends(arch: Arch, direction: str) -> tuple[str, ...]:
+    """Return the backends of the forwards or backwards that an arch can run, the fastest first: a spec that names none
+    gets the first of them that can do all that it asks for."""
+    return tuple(dict.fromkeys(row.backend for row in schedules(direction, arch)))
+
+
+def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
+    """Return the schedules of a backend that suit a spec, the fastest first."""
+    return tuple(row for row in schedules(spec.direction, backend=backend) if row.suits(spec))
+
+
+@contextmanager
+def with_schedule(schedule: Schedule, *, before: str | None = None) -> Iterator[None]:
+    """Have the planner know one more schedule for a while, ahead of the one called ``before``, or behind all."""
+    place = len(_ROWS) if before is None else _ROWS.index(named(before))
+    _ROWS.insert(place, schedule)
+    try:
+        yield
+    finally:
+        _ROWS.remove(schedule)

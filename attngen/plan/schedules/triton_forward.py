@@ -1,0 +1,169 @@
+"""The Triton forward, through tensor descriptors or pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from attngen.arch import Arch
+from attngen.dtypes import dtype
+from attngen.plan import arguments, budget
+from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, driver_of, refuse
+from attngen.plan.draft import classifier_of, drafted
+from attngen.plan.model import Plan
+from attngen.plan.schedule import Schedule
+from attngen.plan.tiles import Tile, columns, completed, family, padded_width
+from attngen.plan.traits import gathers
+from attngen.plan.triton import LABELS, alignment_of, loads_of
+from attngen.spec.expand import KernelSpec
+
+#: (family, largest head_dim) → tile, first match wins. The rows of "wgmma" were measured on an H200
+#: (docs/performance.md); the others follow from registers and shared memory, and were not raced.
+_TABLE: tuple[tuple[str, int, Tile], ...] = (
+    ("wgmma", 64, Tile(64, 64, 3, 4, 128)),
+    ("wgmma", 128, Tile(64, 64, 3, 4)),
+    ("wgmma", 256, Tile(64, 32, 3, 4)),
+    # random numbers take registers while they are made
+    ("dropped", 128, Tile(64, 64, 3, 4)),
+    ("dropped", 256, Tile(64, 32, 2, 8)),
+    # every element of a tile loads a value of its own, whose addresses take two registers each
+    ("gather", 64, Tile(64, 64, 3, 4)),
+    ("gather", 128, Tile(64, 32, 2, 4)),
+    ("gather", 256, Tile(64, 16, 2, 4)),
+    ("descriptor", 128, Tile(64, 64, 3, 4)),
+    ("descriptor", 256, Tile(64, 32, 2, 4)),
+    ("pointer", 64, Tile(128, 64, 3, 4)),
+    ("pointer", 128, Tile(64, 64, 3, 4)),
+    ("pointer", 256, Tile(64, 32, 2, 4)),
+    # loads of single elements, as strides may be anything
+    ("unaligned", 64, Tile(64, 32, 2, 4)),
+    ("unaligned", 128, Tile(64, 16, 2, 4)),
+    ("unaligned", 256, Tile(64, 16, 2, 8)),
+    # no tensor cores: products are FMAs on registers
+    ("fp32", 128, Tile(32, 32, 1, 8)),
+    ("fp32", 256, Tile(32, 16, 1, 8)),
+)
+
+#: What is tried where the table's tile takes too many registers after all: tiles with fewer keys, more warps, and at
+#: last such small ones that products are not of warpgroups, which ptxas neither serializes nor parts.
+_SMALLER = (
+    Tile(64, 64, 2, 4), Tile(64, 32, 2, 4), Tile(64, 64, 2, 8), Tile(64, 16, 2, 4), Tile(64, 32, 1, 8),
+    Tile(32, 32, 2, 4), Tile(16, 16, 1, 4),
+)  # fmt: skip
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    loads = loads_of(spec, arch)
+    element = dtype(spec.dtype)
+    columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)
+    widths = padded_width(columns_qk), padded_width(columns_v)
+    alignment = alignment_of(spec, element.bytes)
+    rows = family(
+        arch,
+        loads=loads,
+        aligned=alignment == 16,
+        element_bytes=element.bytes,
+        gathers=gathers(spec.variant),
+        dropout=spec.variant.dropout,
+    )
+    tile = _tile(spec, arch, _default_tile(rows, max(widths)), widths, element.bytes)
+    driver = driver_of(spec)
+    in_registers = loads == "descriptor" and not gathers(spec.variant)
+    planned = drafted(
+        spec,
+        label=LABELS[loads],
+        width=f"w{tile.warps}",
+        tile_map=driver == "tile_map",
+        alignment=alignment,
+        columns_qk=columns_qk,
+        columns_v=columns_v,
+        backend="triton",
+        schedule="triton_forward",
+        loads=loads,
+        q_operand="registers" if in_registers else "shared",
+        tile_m=tile.m,
+        tile_n=tile.n,
+        stages=tile.stages,
+        num_warps=tile.warps,
+        max_registers=tile.registers,
+        driver=driver,
+        # A branch keeps the pipeline running from tile to tile, but splits the arithmetic of a score from the softmax.
+        mask_code="loop" if driver == "ranges" and spec.variant.score is not None else "branch",
+        softmax=spec.softmax or "exact_max",
+        section_bytes=SECTION_BYTES,
+    )
+    classifier = classifier_of(planned, arguments.classifier_arguments(planned)) if driver == "tile_map" else None
+    return planned.with_arguments(arguments.forward_arguments(planned), classifier)
+
+
+def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with other tiles than that of its ``first`` plan, where it leaves them open."""
+    rows = [tile for tile in _SMALLER if tile.m * tile.n <= first.tile_m * first.tile_n]
+    for tile in dict.fromkeys(completed(spec, tile) for tile in rows):
+        yield replace(spec, tile_m=tile.m, tile_n=tile.n, stages=tile.stages, num_warps=tile.warps)
+
+
+def _default_tile(family: str, head_dim: int) -> Tile:
+    """Return the table's tile for a kernel, before its budget is checked."""
+    return next(tile for name, largest, tile in _TABLE if name == family and head_dim <= largest)
+
+
+def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], element_bytes: int) -> Tile:
+    """Return the spec's tile, completed from the table, and within the shared memory of the arch."""
+    check_sizes(
+        spec,
+        (
+            ("tile.m", spec.tile_m, TILE_SIZES),
+            ("tile.n", spec.tile_n, TILE_SIZES),
+            ("num_warps", spec.num_warps, WARPS),
+            ("pipeline.stages", spec.stages, STAGES),
+        ),
+    )
+    fixed = (spec.tile_m, spec.tile_n, spec.stages, spec.num_warps)
+    tile = Tile(
+        spec.tile_m or table.m,
+        spec.tile_n or table.n,
+        spec.stages or table.stages,
+        spec.num_warps or table.warps,
+        table.registers if fixed == (None, None, None, None) else None,
+    )
+    while True:
+        needed = budget.shared_memory(
+            tile_m=tile.m,
+            tile_n=tile.n,
+            stages=tile.stages,
+            width_qk=widths[0],
+            width_v=widths[1],
+            element_bytes=element_bytes,
+        )
+        if needed.total <= arch.shared_memory:
+            return tile
+        smaller = _smaller(spec, tile)
+        if smaller is None:
+            raise refuse(
+                spec,
+                "tile",
+                f"Shared memory {needed.total} B exceeds {arch.shared_memory} B on {arch.name}: {needed}",
+            )
+        tile = smaller
+
+
+def _smaller(spec: KernelSpec, tile: Tile) -> Tile | None:
+    """Return the next smaller tile that keeps what the spec fixed, or None."""
+    if spec.stages is None and tile.stages > 1:
+        return Tile(tile.m, tile.n, tile.stages - 1, tile.warps)
+    if spec.tile_n is None and tile.n > TILE_SIZES[0]:
+        return Tile(tile.m, tile.n // 2, tile.stages, tile.warps)
+    return None
+
+
+SCHEDULE = Schedule(
+    name="triton_forward",
+    backend="triton",
+    direction="forward",
+    template="triton/forward.py.j2",
+    view="attngen.render.views.triton_forward:triton_view",
+    supports=lambda arch: True,
+    plan=_plan,
+    alternatives=_alternatives,
+)
