@@ -12,7 +12,7 @@ VERSION = "0.1.0"
 SCHEMA = 1
 
 #: Form of the manifest of a kernel.
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 
 #: Form of a package: its folders and its ``package.json``.
 PACKAGE_FORMAT = 1

@@ -104,7 +104,7 @@ def _print(explanation: PlanExplanation) -> None:
     click.echo("  keys that the queries q_lo to q_hi see; q_pos_lo and q_pos_hi are their positions")
     _print_bands("some query sees", explanation.visible)
     _print_bands("all queries see", explanation.full)
-    if explanation.plan.parts:
+    if explanation.plan.direction == "backward":
         click.echo("  queries that see the keys kv_lo to kv_hi")
         _print_bands("some key is seen", explanation.queries[0])
         _print_bands("all keys are seen", explanation.queries[1])

@@ -11,16 +11,15 @@ from typing import Any
 class Artifact:
     """A compiled kernel.
 
-    ``manifest`` is plain JSON. ``classifier`` is the cubin of the kernel that computes the tile map, for a plan that
-    has one, ``parts`` those of the other kernels of a backward by their names. ``texts`` maps a file name to what
+    ``manifest`` is plain JSON. ``cubin`` holds the main launch, and all that ``others`` does not: those of the other
+    launches by their names. ``texts`` maps a file name to what
     ``attngen show`` prints (``source.py``, ``ptx``, ``ttgir``); it may be empty, since nothing at run time reads it.
     """
 
     cubin: bytes
     manifest: Mapping[str, Any]
-    classifier: bytes | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
-    parts: Mapping[str, bytes] = field(default_factory=dict)
+    others: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

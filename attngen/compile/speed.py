@@ -10,9 +10,6 @@ from attngen.errors import ChoiceError
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
 
-#: Bytes of spills that cost nothing measurable: a few values that are stored before the loops and read after them.
-MAX_SPILLS = 32
-
 
 def require_fast(plan: Plan, name: str, resources: Resources, max_spills: int) -> None:
     """Raise ChoiceError for a kernel that spills more than ``max_spills`` bytes a thread, or whose matrix products

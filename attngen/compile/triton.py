@@ -24,14 +24,14 @@ from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, re
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major, without_register_limit
-from attngen.compile.speed import MAX_SPILLS, require_fast
+from attngen.compile.speed import require_fast
 from attngen.compile.toolchain import toolchain
 from attngen.errors import ChoiceError, CompileError
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
-    from attngen.plan.model import Argument, Plan
+    from attngen.plan.model import Argument, Launch, Plan
     from attngen.render import Source
 
 #: What is said of a cubin that ptxas compiled wrongly.
@@ -68,41 +68,56 @@ class CompiledFunction:
 
 
 def compile_triton(plan: Plan, source: Source) -> Artifact:
-    """Compile the kernel of a plan, and its classifier if it has one. Raises CompileError as ``compile_source``."""
+    """Compile the launches of a plan, each into a cubin of its own. Raises CompileError as ``compile_source``."""
     _import_triton()
     start = time.perf_counter()
-    if plan.parts:
-        return _compile_parts(plan, source, start)
-    options = triton_options(plan.num_warps, plan.stages, plan.max_registers, fast_math=plan.fast_math)
-    kernel = compile_function(source.text, plan.name, plan.arguments, plan.arch, options)
-    _check_hopper(plan, kernel, plan.name)
-    manifest = dict(plan.to_dict())
-    manifest["parameters"] = kernel.parameters
-    manifest["max_registers"] = kernel.max_registers
-    manifest["num_warps"], manifest["threads"] = kernel.num_warps, 32 * kernel.num_warps
-    manifest["sha256"] = sha256(kernel.cubin).hexdigest()
-    classifier = None
-    if plan.classifier is not None:
-        part = plan.classifier
-        options = triton_options(part.num_warps, 1, fast_math=plan.fast_math)
-        classifier = compile_function(source.text, part.name, part.arguments, plan.arch, options)
-        manifest["classifier"] = {
-            **manifest["classifier"],
-            "parameters": classifier.parameters,
-            "resources": classifier.resources(),
-            "sha256": sha256(classifier.cubin).hexdigest(),
-        }
-    manifest |= _needs(plan, kernel)
+    compiled: dict[str, CompiledFunction] = {}
+    for launch in plan.launches:
+        options = triton_options(launch.num_warps, launch.stages, launch.max_registers, fast_math=plan.fast_math)
+        function = compile_function(
+            source.text, launch.symbol, launch.arguments, plan.arch, options, max_spills=launch.max_spills
+        )
+        compiled[launch.name] = function
+        _check_hopper(plan, function, launch)
+    main, manifest = compiled[plan.main], dict(plan.to_dict())
+    manifest |= _needs(plan, main)
+    manifest["num_warps"], manifest["threads"] = main.num_warps, 32 * main.num_warps
+    manifest["max_registers"] = main.max_registers
+    manifest["sha256"] = sha256(main.cubin).hexdigest()
+    manifest["launches"] = [_row(launch, compiled[launch.name]) for launch in plan.launches]
+    # The most of any, since they run one after the other, and all of their bytes.
+    resources = [function.resources() for function in compiled.values()]
     manifest["resources"] = {
-        **kernel.resources(),
+        **{name: max(row[name] for row in resources) for name in ("registers", "spills", "shared_memory")},
+        "cubin_bytes": sum(row["cubin_bytes"] for row in resources),
         "compile_seconds": round(time.perf_counter() - start, 3),
     }
     return Artifact(
-        cubin=kernel.cubin,
+        cubin=main.cubin,
         manifest=manifest,
-        classifier=classifier.cubin if classifier else None,
-        texts={"source.py": source.text, "ptx": kernel.ptx, "ttgir": kernel.ttgir},
+        others={name: function.cubin for name, function in compiled.items() if name != plan.main},
+        texts={"source.py": source.text, **{name: _texts(plan, compiled, name) for name in ("ptx", "ttgir")}},
     )
+
+
+def _row(launch: Launch, compiled: CompiledFunction) -> dict[str, Any]:
+    """Return what the manifest says of a launch."""
+    return {
+        **launch.to_dict(),
+        "parameters": compiled.parameters,
+        "num_warps": compiled.num_warps,
+        "threads": 32 * compiled.num_warps,
+        "max_registers": compiled.max_registers,
+        "resources": compiled.resources(),
+        "sha256": sha256(compiled.cubin).hexdigest(),
+    }
+
+
+def _texts(plan: Plan, compiled: Mapping[str, CompiledFunction], name: str) -> str:
+    """Return a text of the compiler of all launches, each under its symbol."""
+    if len(plan.launches) == 1:
+        return str(getattr(compiled[plan.main], name))
+    return "".join(f"// {launch.symbol}\n{getattr(compiled[launch.name], name)}\n" for launch in plan.launches)
 
 
 def _needs(plan: Plan, kernel: CompiledFunction) -> dict[str, Any]:
@@ -113,50 +128,6 @@ def _needs(plan: Plan, kernel: CompiledFunction) -> dict[str, Any]:
         "cuda_major": major,
         "min_driver": min_driver(major, plan.arch.capability),
     }
-
-
-def _compile_parts(plan: Plan, source: Source, start: float) -> Artifact:
-    """Compile the kernels of a backward; the one for dK and dV is the artifact's own, and the others its parts."""
-    compiled = {}
-    for part in plan.parts:
-        options = triton_options(part.num_warps, part.stages, fast_math=plan.fast_math)
-        compiled[part.name] = compile_function(source.text, part.symbol, part.arguments, plan.arch, options)
-        _check_hopper(plan, compiled[part.name], part.symbol, fast=part.name in _PRODUCTS)
-    main = compiled["dkdv"]
-    resources = [function.resources() for function in compiled.values()]
-    manifest = dict(plan.to_dict()) | _needs(plan, main)
-    manifest["parameters"] = main.parameters
-    manifest["num_warps"], manifest["threads"] = main.num_warps, 32 * main.num_warps
-    manifest["sha256"] = sha256(main.cubin).hexdigest()
-    manifest["parts"] = [
-        {
-            **row,
-            "parameters": compiled[row["name"]].parameters,
-            "num_warps": compiled[row["name"]].num_warps,
-            "threads": 32 * compiled[row["name"]].num_warps,
-            "resources": compiled[row["name"]].resources(),
-            "sha256": sha256(compiled[row["name"]].cubin).hexdigest(),
-        }
-        for row in manifest["parts"]
-    ]
-    # The most of any, since they run one after the other, and all of their bytes.
-    manifest["resources"] = {
-        **{name: max(row[name] for row in resources) for name in ("registers", "spills", "shared_memory")},
-        "cubin_bytes": sum(row["cubin_bytes"] for row in resources),
-        "compile_seconds": round(time.perf_counter() - start, 3),
-    }
-    return Artifact(
-        cubin=main.cubin,
-        manifest=manifest,
-        parts={name: function.cubin for name, function in compiled.items() if name != "dkdv"},
-        texts={
-            "source.py": source.text,
-            **{
-                file: "".join(f"// {part.symbol}\n{getattr(compiled[part.name], file)}\n" for part in plan.parts)
-                for file in ("ptx", "ttgir")
-            },
-        },
-    )
 
 
 def _import_triton() -> None:
@@ -244,24 +215,31 @@ def compile_function(
     arguments: Sequence[Argument],
     arch: Arch,
     options: Mapping[str, Any],
+    *,
+    max_spills: int | None = None,
 ) -> CompiledFunction:
     """Compile one ``@triton.jit`` function of a source for ``arch``.
 
-    A limit of registers (``maxnreg``) that costs spills is no gain, and is dropped. Raises CompileError if Triton or
-    ptxas rejects the function, if its parameters are not those that ``arguments`` make, or if it needs more shared
-    memory than the arch has.
+    A limit of registers (``maxnreg``) that costs more than ``max_spills`` bytes is no gain, and is dropped. Raises
+    CompileError if Triton or ptxas rejects the function, if its parameters are not those that ``arguments`` make, or if
+    it needs more shared memory than the arch has.
     """
     _import_triton()
     with tempfile.TemporaryDirectory(prefix="attngen-") as scratch, _environment(scratch, arch):
         path = Path(scratch, f"{name}.py")
         try:
-            return _compile(_load(text, path), name, arguments, arch, options)
+            return _compile(_load(text, path), name, arguments, arch, options, max_spills or 0)
         finally:
             linecache.cache.pop(str(path), None)
 
 
 def _compile(
-    module: ModuleType, name: str, arguments: Sequence[Argument], arch: Arch, options: Mapping[str, Any]
+    module: ModuleType,
+    name: str,
+    arguments: Sequence[Argument],
+    arch: Arch,
+    options: Mapping[str, Any],
+    max_spills: int,
 ) -> CompiledFunction:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -288,7 +266,7 @@ def _compile(
             options=dict(options),
         )
     ptx, cubin, resources = kernel.asm["ptx"], kernel.asm["cubin"], resources_of_log(log.getvalue())
-    if limit is not None and resources.spills > MAX_SPILLS:
+    if limit is not None and resources.spills > max_spills:
         limit, ptx = None, without_register_limit(ptx)
         with _compiler(name) as log:
             cubin = _assemble(ptx, target, options)
@@ -349,13 +327,13 @@ def _check_memory(name: str, metadata: Mapping[str, Any], arch: Arch) -> None:
             raise ChoiceError(f"{name}: needs {metadata[scratch]} B of {scratch}, which no launch provides")
 
 
-def _check_hopper(plan: Plan, kernel: CompiledFunction, name: str, *, fast: bool = True) -> None:
-    """Refuse wrong machine code, and, of a kernel that has to be ``fast``, what silently costs it its speed."""
+def _check_hopper(plan: Plan, kernel: CompiledFunction, launch: Launch) -> None:
+    """Refuse wrong machine code, and, of a launch that is held to a speed, what silently costs it that."""
     if not plan.arch.wgmma:
         return
     if "wgmma" in kernel.ptx and (overwritten := overwritten_operands(kernel.cubin)):
-        raise ChoiceError(f"{name}: {WRONG_CODE}: {overwritten[0]}")
+        raise ChoiceError(f"{launch.symbol}: {WRONG_CODE}: {overwritten[0]}")
     if "wgmma" in kernel.ptx and (lost := lost_addresses(kernel.cubin)):
-        raise ChoiceError(f"{name}: {WRONG_CODE}: {lost[0]}")
-    if fast:
-        require_fast(plan, name, kernel.registers_and_spills, MAX_SPILLS)
+        raise ChoiceError(f"{launch.symbol}: {WRONG_CODE}: {lost[0]}")
+    if launch.max_spills is not None:
+        require_fast(plan, launch.symbol, kernel.registers_and_spills, launch.max_spills)

@@ -13,7 +13,7 @@ from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.packaging.vendor import runtime_files
 from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, fill
 from attngen.runtime.shipped import INDEX, KERNELS
-from attngen.store.entry import CLASSIFIER, CUBIN, MANIFEST
+from attngen.store.entry import CUBIN, MANIFEST
 from attngen.store.store import Store
 from attngen.tools.build import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare
 
@@ -115,9 +115,7 @@ def _kernel_files(kernel: BuiltKernel, manifest: Mapping[str, Any], store: Store
         raise PackageError(f"{kernel.name} was built, but is gone from the cache; {damage or 'run it again'}")
     yield MANIFEST, _json(manifest)
     yield CUBIN, artifact.cubin
-    if artifact.classifier is not None:
-        yield CLASSIFIER, artifact.classifier
-    yield from ((f"{name}.cubin", cubin) for name, cubin in artifact.parts.items())
+    yield from ((f"{name}.cubin", cubin) for name, cubin in artifact.others.items())
     assert kernel.prepared is not None  # compile_kernels plans all of them
     source = kernel.prepared.source
     yield f"source{Path(source.file_name).suffix}", source.text.encode()

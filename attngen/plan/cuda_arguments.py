@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from attngen.plan.arguments import scalar_arguments, tensor_pointers, tensor_shapes
 from attngen.plan.model import Argument, Plan
 
+if TYPE_CHECKING:
+    from attngen.plan.schedules.hopper_forward import HopperForward
+
 _ROWS = 64
 
 
-def cuda_arguments(plan: Plan) -> tuple[Argument, ...]:
+def cuda_arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     """Return the arguments of the forward kernel of ``plan``."""
-    return tuple(_forward(plan))
+    return tuple(_forward(plan, roles))
 
 
 def cuda_classifier_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -20,19 +24,19 @@ def cuda_classifier_arguments(plan: Plan) -> tuple[Argument, ...]:
     return tuple(_classifier(plan))
 
 
-def _forward(plan: Plan) -> Iterator[Argument]:
-    assert plan.hopper is not None
-    yield tensor_map(plan, "q", plan.tile_m, packed=plan.pack_gqa)
-    yield tensor_map(plan, "k", plan.tile_n)
-    yield tensor_map(plan, "v", plan.tile_n, window=plan.tile_n)
-    if plan.hopper.staged and not plan.varlen:
-        yield tensor_map(plan, "out", _ROWS, packed=plan.pack_gqa)
+def _forward(plan: Plan, roles: HopperForward) -> Iterator[Argument]:
+    columns = roles.box_columns
+    yield tensor_map(plan, "q", plan.tile_m, columns, packed=plan.pack_gqa)
+    yield tensor_map(plan, "k", plan.tile_n, columns)
+    yield tensor_map(plan, "v", plan.tile_n, columns, window=plan.tile_n)
+    if roles.staged and not plan.varlen:
+        yield tensor_map(plan, "out", _ROWS, columns, packed=plan.pack_gqa)
     yield Argument("out_ptr", "pointer", f"*{plan.dtype.name}", of="out", divisibility=16)
     yield Argument("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
     yield from _sequences(plan)
     if plan.driver == "tile_map":
         yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
-    if plan.hopper.persistent:
+    if roles.persistent:
         yield Argument("tile_counter", "pointer", "*u32", of="tile_counter", divisibility=4)
     yield from tensor_pointers(plan.variant)
     for axis in ("s", "h") if plan.varlen else ("b", "s", "h"):
@@ -62,11 +66,10 @@ def _classifier(plan: Plan) -> Iterator[Argument]:
     yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
 
 
-def tensor_map(plan: Plan, of: str, rows: int, *, window: int | None = None, packed: bool = False) -> Argument:
-    """Return a tensor map whose box is ``rows`` rows of the columns that one copy brings."""
-    roles = plan.hopper or plan.gradients
-    assert roles is not None
-    columns = roles.box_columns
+def tensor_map(
+    plan: Plan, of: str, rows: int, columns: int, *, window: int | None = None, packed: bool = False
+) -> Argument:
+    """Return a tensor map whose box is ``rows`` rows of the ``columns`` that one copy brings."""
     box = (rows, 1, columns) if window is None else (1, rows, 1, columns)
     if not plan.varlen:
         box = (1, *box)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from attngen.plan import naming
 from attngen.plan.choices import map_axes
-from attngen.plan.model import Argument, Classifier, Plan
+from attngen.plan.model import Argument, Launch, Plan, TileMapAxes, Workspace
 from attngen.spec.expand import KernelSpec
 
 
@@ -54,7 +56,34 @@ def drafted(
     )
 
 
-def classifier_of(planned: Plan, own: tuple[Argument, ...]) -> Classifier:
-    """Return the plan of the kernel that computes the tile map."""
+def row_workspaces() -> Iterator[Workspace]:
+    """Yield what a backward computes first of each query row: its log-sum-exp in units of log2, and D."""
+    for name in ("lse_log2", "delta"):
+        yield Workspace(name, "fp32", (("lse_rows",),))
+
+
+def axes_of(planned: Plan, owner: str) -> TileMapAxes:
+    """Return the tile map that the launch ``owner`` reads."""
     batch, heads = map_axes(planned.variant, varlen=planned.varlen)
-    return Classifier(name=naming.classifier_name(planned.name), arguments=own, batch=batch, heads=heads, num_warps=4)
+    return TileMapAxes(owner, batch, heads)
+
+
+def forward_launches(
+    planned: Plan, forward: tuple[Argument, ...], classify: Callable[[], tuple[Argument, ...]], **decided: Any
+) -> Plan:
+    """Return the plan of a forward of one launch, after the one that computes its tile map if it reads one.
+
+    ``forward`` and ``classify`` are the arguments of both; ``decided`` says the rest of the first.
+    """
+    axes = axes_of(planned, "forward") if planned.driver == "tile_map" else None
+    own = Launch(
+        "forward", planned.name, "queries", planned.tile_m, planned.tile_n, planned.stages, planned.num_warps,
+        planned.driver, axes, forward, max_registers=planned.max_registers, **decided,
+    )  # fmt: skip
+    if axes is None:
+        return replace(planned, launches=(own,))
+    classifier = Launch(
+        "classify", naming.classifier_name(planned.name), "query_words", planned.tile_m, planned.tile_n, 1, 4,
+        "tile_map", axes, classify(),
+    )  # fmt: skip
+    return replace(planned, launches=(classifier, own))

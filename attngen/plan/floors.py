@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from attngen.plan.model import Part, Plan
+from attngen.plan.model import Launch, Plan
 
 ROWS = 64  # query rows of a consumer: M of wgmma
 _WGMMA_K = 16  # elements that one instruction sums over, of 16 bits each
@@ -114,12 +114,11 @@ class Floor:
 
 def floor(plan: Plan) -> Floor:
     """Return the floors of a Hopper plan. Products run on the padding of head dims too, which memory does not hold."""
-    assert plan.hopper is not None
     width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
     element = plan.dtype.bytes
     q, k, v = ROWS * width_qk * element, plan.tile_n * width_qk * element, plan.tile_n * width_v * element
     return Floor(
-        consumers=plan.hopper.consumers,
+        consumers=plan.structure.consumers,
         qk=Product(plan.tile_n, width_qk // _WGMMA_K),
         pv=Product(width_v, plan.tile_n // _WGMMA_K),
         exponentials=ROWS * plan.tile_n,
@@ -144,7 +143,7 @@ class GradientFloor:
     brings, ``kept`` those that a block reads and writes once.
     """
 
-    part: Part
+    launch: Launch
     products: tuple[int, int]
     flops: int
     exponentials: int
@@ -184,24 +183,24 @@ class GradientFloor:
         return max(steps * self.clocks, ceil(blocks * self.kept / MEMORY_PER_CLOCK))
 
 
-def gradient_floor(plan: Plan, part: Part) -> GradientFloor | None:
+def gradient_floor(plan: Plan, launch: Launch) -> GradientFloor | None:
     """Return the floors of one kernel of a backward, None for those that multiply nothing.
 
     Rates are those of products of 16 bits on sm90a. Products run on the padding of head dims too, which memory does not
     hold.
     """
-    products = _PRODUCTS if plan.gradients is None else _PRODUCTS_IN_CUDA
-    if part.name not in products:
+    products = _PRODUCTS_IN_CUDA if plan.sum_columns else _PRODUCTS
+    if launch.name not in products:
         return None
-    by_qk, by_v = products[part.name]
-    m, n, element = part.tile_m, part.tile_n, plan.dtype.bytes
+    by_qk, by_v = products[launch.name]
+    m, n, element = launch.tile_m, launch.tile_n, plan.dtype.bytes
     width = by_qk * sum(c.width for c in plan.columns_qk) + by_v * sum(c.width for c in plan.columns_v)
     query = (plan.head_dim_qk + plan.head_dim_v) * element + 8  # Q, dO, and two float32 numbers
     key = (plan.head_dim_qk + plan.head_dim_v) * element
-    loaded, kept = (m * query, 2 * n * key) if part.grid == "keys" else (
+    loaded, kept = (m * query, 2 * n * key) if launch.grid == "keys" else (
         n * key, m * (query + plan.head_dim_qk * element)
     )  # fmt: skip
-    return GradientFloor(part, (by_qk, by_v), 2 * m * n * width, m * n, loaded, kept)
+    return GradientFloor(launch, (by_qk, by_v), 2 * m * n * width, m * n, loaded, kept)
 
 
 def row_sums_bytes(plan: Plan) -> int:
@@ -210,5 +209,5 @@ def row_sums_bytes(plan: Plan) -> int:
     Its sums read O, dO and the log-sum-exp, and write two float32 numbers; where dQ is added up in float32, its sums
     are cleared, and read again when dQ is written.
     """
-    sums = 2 * 4 * plan.gradients.sum_columns + plan.head_dim_qk * plan.dtype.bytes if plan.gradients else 0
+    sums = 2 * 4 * plan.sum_columns + plan.head_dim_qk * plan.dtype.bytes if plan.sum_columns else 0
     return 2 * plan.head_dim_v * plan.dtype.bytes + 12 + sums

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from attngen.plan.arguments import STRIDED, pointer_argument, scalar_arguments, tensor_pointers, tensor_shapes
 from attngen.plan.cuda_arguments import tensor_map
 from attngen.plan.model import Argument, Plan
+
+if TYPE_CHECKING:
+    from attngen.plan.schedules.hopper_backward import HopperBackward
 
 
 def preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -14,9 +18,9 @@ def preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     return tuple(_preprocess(plan))
 
 
-def dkdv_arguments(plan: Plan) -> tuple[Argument, ...]:
+def dkdv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     """Return the arguments of the kernel of all products."""
-    return tuple(_dkdv(plan))
+    return tuple(_dkdv(plan, roles))
 
 
 def dq_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -38,19 +42,18 @@ def _preprocess(plan: Plan) -> Iterator[Argument]:
     yield from _strides(plan, ("out", "dout"))
     for name in ("heads", "rows", "row_tiles"):
         yield Argument(name, "size", "i32", of=name)
-    yield Argument("sum_chunks", "size", "i64", of="sum_chunks")
+    yield Argument("sum_chunks", "size", "i64", of="dq_sum_chunks")
     yield Argument("has_dlse", "present", "i32", of="dlse")
 
 
-def _dkdv(plan: Plan) -> Iterator[Argument]:
-    assert plan.gradients is not None
-    window, keys = plan.tile_m if plan.varlen else None, plan.gradients.keys
-    yield tensor_map(plan, "q", plan.tile_m, window=window)
-    yield tensor_map(plan, "k", keys, window=keys)
-    yield tensor_map(plan, "v", keys, window=keys)
-    yield tensor_map(plan, "dout", plan.tile_m, window=window)
+def _dkdv(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:
+    window, keys, columns = plan.tile_m if plan.varlen else None, roles.keys, roles.box_columns
+    yield tensor_map(plan, "q", plan.tile_m, columns, window=window)
+    yield tensor_map(plan, "k", keys, columns, window=keys)
+    yield tensor_map(plan, "v", keys, columns, window=keys)
+    yield tensor_map(plan, "dout", plan.tile_m, columns, window=window)
     yield _sums()
-    alone = plan.gradients.cluster == 1  # then it rounds dQ, too
+    alone = roles.cluster == 1  # then it rounds dQ, too
     if alone:
         yield pointer_argument(plan, "dq")
     yield pointer_argument(plan, "dk")
@@ -60,7 +63,7 @@ def _dkdv(plan: Plan) -> Iterator[Argument]:
     yield from _lengths(plan)
     if plan.driver == "tile_map":
         yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
-    if alone or plan.gradients.ordered:  # otherwise the hardware hands out tiles
+    if alone or roles.ordered:  # otherwise the hardware hands out tiles
         yield Argument("tile_counter", "pointer", "*u32", of="tile_counter", divisibility=4)
     yield from tensor_pointers(plan.variant)
     yield from _strides(plan, ("dq", "dk", "dv") if alone else ("dk", "dv"))

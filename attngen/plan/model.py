@@ -47,36 +47,52 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Classifier:
-    """The kernel that computes the tile map of a mask which no analysis can bound."""
+class Workspace:
+    """Memory that launches of one call share. Each call gets it anew, uninitialized.
 
-    name: str
-    arguments: tuple[Argument, ...]
-    batch: bool  # the map has one entry per batch (else it is shared)
-    heads: bool  # the map has one entry per head (else it is shared)
-    num_warps: int
+    It holds the sum of ``terms`` elements, rounded up to a multiple of ``multiple``. A term is a product of numbers and
+    of sizes of the call, which the runtime knows by name (``Geometry.sizes``).
+    """
+
+    name: str  # what arguments are ``of``
+    dtype: str
+    terms: tuple[tuple[int | str, ...], ...]
+    multiple: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form of the manifest."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "terms": [list(term) for term in self.terms],
+            "multiple": self.multiple,
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One of the kernels that a backward launches, one after the other; all stand in one source.
+class Launch:
+    """One entry of a kernel's source, and how it is launched. A call launches all of a plan's, one after the other.
 
     ``grid`` says what a block is: some ``rows`` of a head, a tile of ``queries`` or of ``keys``, or one word of the
     tile map of either (``query_words``, ``key_words``).
     """
 
-    name: str  # preprocess | classify_dkdv | dkdv | classify_dq | dq
+    name: str
     symbol: str
     grid: str
     tile_m: int
     tile_n: int
     stages: int
     num_warps: int
-    driver: str  # ranges | classified | tile_map
-    tile_map: tuple[bool, bool] | None = None  # read or written by it: an entry for each batch, for each head
+    driver: str = "ranges"  # ranges | classified | tile_map
+    tile_map: TileMapAxes | None = None  # what it reads or writes
     arguments: tuple[Argument, ...] = ()
     persistent: bool = False  # a block works until no tile is left
     cluster: int = 1  # blocks of a tile
+    shared_bytes: int = 0  # of a block, where the plan lays it out; else the compiler does
+    max_registers: int | None = None  # of a thread; None leaves it to ptxas
+    max_spills: int | None = None  # bytes of a thread that may be spilled; None: it is not held to a speed
+    products: int | None = None  # wgmma instructions that its code must have; None: not counted
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest."""
@@ -91,10 +107,22 @@ class Part:
             "stages": self.stages,
             "num_warps": self.num_warps,
             "threads": 32 * self.num_warps,
+            "max_registers": self.max_registers,
+            "max_spills": self.max_spills,
+            "products": self.products,
             "driver": self.driver,
-            "tile_map": None if self.tile_map is None else dict(zip(("batch", "heads"), self.tile_map, strict=True)),
+            "tile_map": None if self.tile_map is None else asdict(self.tile_map),
             "parameters": [argument.to_dict() for argument in self.arguments],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TileMapAxes:
+    """The tile map that a launch reads or writes: whose it is, and whether it differs by batch entry and by head."""
+
+    owner: str  # the launch that reads it
+    batch: bool
+    heads: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,88 +148,19 @@ class Region:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hopper:
-    """Roles, pipeline and memory of a Hopper kernel in CUDA."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """What a schedule decides beside what all plans have; one that decides more than this has a subclass."""
 
-    specialized: bool  # a warpgroup more produces; else those that multiply also load
-    consumers: int  # warpgroups of 64 query rows
-    producer_registers: int  # per thread, as is the next
-    consumer_registers: int
-    pingpong: bool  # consumers take turns at the tensor cores
-    overlap: bool  # the product with V runs under the softmax of the next tile
-    persistent: bool  # a block works until no tile is left
-    longest_first: bool  # query tiles from the last to the first, head by head within a section
-    staged: bool  # outputs leave through shared memory
-    skips: bool  # a consumer passes over tiles that only other consumers see
-    q_stages: int  # tiles of Q in flight
-    box_columns: int  # columns of one copy
-    out_columns: int  # columns of O that are staged at once
-    lookahead: int  # steps before the end of a tile at which the next one is taken
-    redo_above: str  # literal; see docs/performance.md
-    redo_growth: str
-    softmax: str
-    shared: tuple[Region, ...]
-
-    @property
-    def schedule(self) -> str:
-        """How consumers share the tensor cores, as specs say it."""
-        return "pingpong" if self.pingpong else "cooperative"
+    consumers: int = 0  # warpgroups that multiply; 0: the compiler spreads products over all warps
+    skips: bool = False  # a consumer passes over tiles that only other consumers see
+    persistent: bool = False  # a block works until no tile is left
+    shared: tuple[Region, ...] = ()
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block, in bytes."""
-        return self.shared[-1].offset + self.shared[-1].bytes
-
-
-@dataclass(frozen=True, slots=True)
-class HopperGradients:
-    """Roles, pipeline and memory of a Hopper kernel of dQ, dK and dV in CUDA."""
-
-    consumers: int  # warpgroups that keep sums in registers: of 64 keys each, or one of dV and one of dK
-    producer_registers: int  # per thread, as are the next two
-    consumer_registers: int
-    overlap: str  # what the softmax of a step runs over: pingpong (products of the other consumer) |
-    # gradients (dQ and dK of the step before) | dk | nothing;
-    # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
-    packed: bool  # dS is computed from probabilities in 16 bits, not in float32
-    rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
-    rows_early: bool  # the loader asks for LSE and D of a step before it has a place for them
-    q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
-    box_columns: int  # columns of one copy
-    dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
-    dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
-    ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys behind its sums
-    shared: tuple[Region, ...]
-    cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
-    queries_registers: int = 0  # where a warpgroup of its own multiplies dQ,
-    dq_part: int = 0  # so many columns at once
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block, in bytes."""
-        return self.shared[-1].offset + self.shared[-1].bytes
-
-    @property
-    def pingpong(self) -> bool:
-        """Whether consumers take turns at the tensor cores."""
-        return self.overlap == "pingpong"
-
-    @property
-    def keys(self) -> int:
-        """Keys of a block."""
-        return 64 if self.cluster > 1 else 64 * self.consumers
-
-    @staticmethod
-    def parts_of(width: int) -> int:
-        """Products that columns of dK or dV are parted into where four warpgroups run: ptxas plans each with the 128
-        registers that a thread of them begins with."""
-        return 2 if width > 192 else 1
-
-    @property
-    def sum_columns(self) -> int:
-        """Columns of the sums of dQ, which may be more than dQ has."""
-        return self.dq_columns if self.dq_by_rows else self.consumers * self.dq_columns
+        """Shared memory of a block, in bytes; 0 where the compiler lays it out."""
+        return self.shared[-1].offset + self.shared[-1].bytes if self.shared else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +195,14 @@ class Plan:
     fast_math: bool
     section_bytes: int  # K and V of the heads that run side by side, sized for L2
     allow: tuple[str, ...]
-    arguments: tuple[Argument, ...] = ()
-    classifier: Classifier | None = None
-    hopper: Hopper | None = None  # of CUDA forwards
-    gradients: HopperGradients | None = None  # of CUDA backwards
+    main: str = "forward"  # the launch that tile, stages, warps and driver are of
+    launches: tuple[Launch, ...] = ()  # in their order
+    workspaces: tuple[Workspace, ...] = ()
+    structure: Structure = Structure()
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
-    parts: tuple[Part, ...] = ()  # of a backward, in the order of their launches; the plan itself describes "dkdv"
+    sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
+    ordered: bool = False  # it adds them in a fixed order
+    tile_time: float = 0.0  # of a tile of work, beside that of other kernels of the same variant; 0: not told
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
@@ -278,8 +239,7 @@ class Plan:
         In a backward by tiles of keys these are queries, with Q, dO and the sums of dQ.
         """
         width = sum(block.width for block in (*self.columns_qk, *self.columns_v))
-        sums = 4 * self.gradients.sum_columns if self.gradients else 0
-        return self.section_bytes // (width * self.dtype.bytes + sums)
+        return self.section_bytes // (width * self.dtype.bytes + 4 * self.sum_columns)
 
     @property
     def signature(self) -> dict[str, str]:
@@ -291,44 +251,41 @@ class Plan:
         """Argument name to promised divisibility, for those that have one."""
         return {argument.name: argument.divisibility for argument in self.arguments if argument.divisibility}
 
-    def with_arguments(self, arguments: tuple[Argument, ...], classifier: Classifier | None) -> Plan:
-        """Return the plan completed by its argument list."""
-        return replace(self, arguments=arguments, classifier=classifier)
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments of the main launch; none before it is planned."""
+        return self.launch(self.main).arguments if self.launches else ()
 
-    def of_part(self, part: Part) -> Plan:
-        """Return the plan of one kernel of a backward by itself."""
+    def launch(self, name: str) -> Launch:
+        """Return a launch by its name; KeyError if there is none."""
+        for launch in self.launches:
+            if launch.name == name:
+                return launch
+        raise KeyError(name)
+
+    def has_launch(self, name: str) -> bool:
+        """Whether there is a launch of that name."""
+        return any(launch.name == name for launch in self.launches)
+
+    def of_launch(self, launch: Launch) -> Plan:
+        """Return the plan of one launch by itself."""
         return replace(
             self,
-            name=part.symbol,
-            tile_m=part.tile_m,
-            tile_n=part.tile_n,
-            stages=part.stages,
-            num_warps=part.num_warps,
-            driver=part.driver,
-            arguments=part.arguments,
+            name=launch.symbol,
+            tile_m=launch.tile_m,
+            tile_n=launch.tile_n,
+            stages=launch.stages,
+            num_warps=launch.num_warps,
+            driver=launch.driver,
+            main=launch.name,
+            launches=(launch,),
         )
-
-    def part(self, name: str) -> Part:
-        """Return a kernel of a backward by its name; KeyError if there is none."""
-        for part in self.parts:
-            if part.name == name:
-                return part
-        raise KeyError(name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every choice as JSON; hashed into the cache key and written to the manifest."""
-        classifier = None
-        if self.classifier:
-            classifier = {
-                "symbol": self.classifier.name,
-                "parameters": [argument.to_dict() for argument in self.classifier.arguments],
-                "num_warps": self.classifier.num_warps,
-                "threads": 32 * self.classifier.num_warps,
-            }
         return {
             "format": MANIFEST_FORMAT,
             "name": self.name,
-            "symbol": self.part("dkdv").symbol if self.parts else self.name,
             "package": self.package,
             "variant": self.variant.to_dict(),
             "arch": self.arch_name,
@@ -360,15 +317,13 @@ class Plan:
             "section_keys": self.section_keys,
             "section_heads": self.section_heads,
             "allow": list(self.allow),
-            "hopper": asdict(self.hopper) if self.hopper else None,
-            "gradients": asdict(self.gradients) if self.gradients else None,
-            "sum_columns": self.gradients.sum_columns if self.gradients else 0,
-            "ordered": bool(self.gradients and self.gradients.ordered),
-            "persistent": bool(self.hopper and self.hopper.persistent),
+            "structure": asdict(self.structure),
+            "sum_columns": self.sum_columns,
+            "ordered": self.ordered,
+            "tile_time": self.tile_time,
             "pack_gqa": self.pack_gqa,
-            "tile_map": {"batch": self.classifier.batch, "heads": self.classifier.heads} if self.classifier else None,
-            "classifier": classifier,
-            "parameters": [argument.to_dict() for argument in self.arguments],
-            **({"parts": [part.to_dict() for part in self.parts]} if self.parts else {}),
+            "main": self.main,
+            "launches": [launch.to_dict() for launch in self.launches],
+            "workspaces": [workspace.to_dict() for workspace in self.workspaces],
             **({"refused": [row.to_dict() for row in self.refused]} if self.refused else {}),
         }

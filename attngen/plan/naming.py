@@ -56,9 +56,9 @@ def gradient_label(tile_m: int, tile_n: int, stages: int, warps: int) -> str:
     return f"m{tile_m}n{tile_n}s{stages}w{warps}"
 
 
-def part_name(backward: str, part: str) -> str:
-    """Return the symbol of one kernel of a backward, such as ``bwd_…_dq``."""
-    return f"{backward}_{part}"
+def launch_name(backward: str, launch: str) -> str:
+    """Return the symbol of one launch of a backward, such as ``bwd_…_dq``."""
+    return f"{backward}_{launch}"
 
 
 def classifier_name(kernel: str) -> str:

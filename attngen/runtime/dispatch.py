@@ -19,6 +19,7 @@ from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
+from attngen.runtime.addresses import CU_SEQLENS_K, CU_SEQLENS_Q, FORWARD, SEQUSED_K, empty
 from attngen.runtime.arguments import DIRECTIONS, Call
 from attngen.runtime.binding import bind_call, find, require_reference
 from attngen.runtime.cache import RecentCache
@@ -164,7 +165,7 @@ def run(
     learns = torch.is_grad_enabled() and _asks_for_gradient(q, k, v, arguments)
     with_lse = True if learns and return_lse is False else return_lse
     # The cache's key: everything that checks, selection and the packed template depend on.
-    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, 0, 0]
+    addresses = empty(q.data_ptr(), k.data_ptr(), v.data_ptr())
     key: list[Any] = [
         variant if isinstance(variant, str) else id(variant), package, backend, layout, with_lse, registry.generation,
         q.dtype, q.shape, q.stride(), q.get_device(), addresses[0] & 15,
@@ -172,11 +173,11 @@ def run(
         v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15,
     ]  # fmt: skip
     if packing is not None:
-        addresses[5] = _note(key, packing[0])
-        addresses[6] = _note(key, packing[1])
+        addresses[CU_SEQLENS_Q] = _note(key, packing[0])
+        addresses[CU_SEQLENS_K] = _note(key, packing[1])
         key += packing[2:]
     if seqused_k is not None:
-        addresses[7] = _note(key, seqused_k)
+        addresses[SEQUSED_K] = _note(key, seqused_k)
     for name, value in arguments.items():
         key.append(name)
         if type(value) not in _NUMBERS and isinstance(value, Tensor):
@@ -242,7 +243,7 @@ def _request(call: Call, addresses: Sequence[int], backend: str | None, argument
     """Return what selection looks at; ``addresses`` as ``run`` lists them."""
     names = _tensor_names(arguments)
     known = dict(zip(("q", "k", "v"), addresses, strict=False))
-    known |= {f"tensor:{name}": address for name, address in zip(names, addresses[10:], strict=True)}
+    known |= {f"tensor:{name}": address for name, address in zip(names, addresses[len(FORWARD) :], strict=True)}
     given = {name: call.scalars[name] for name in arguments if name in call.scalars}
     return Request(call, _index(call), known, given, backend)
 
@@ -339,8 +340,9 @@ def tile_map(
         require_reference(call, backend)
     if not _on_gpu(q) or backend == "reference" or call.empty:
         return TileMap(call.variant.name)
-    addresses = [t.data_ptr() for t in (q, k, values)] + [0] * 7
-    for index, tensor in ((5, call.cu_seqlens_q), (6, call.cu_seqlens_k), (7, call.seqused_k)):
+    addresses = empty(*(t.data_ptr() for t in (q, k, values)))
+    packed = ((CU_SEQLENS_Q, call.cu_seqlens_q), (CU_SEQLENS_K, call.cu_seqlens_k), (SEQUSED_K, call.seqused_k))
+    for index, tensor in packed:
         addresses[index] = 0 if tensor is None else tensor.data_ptr()
     addresses += [arguments[name].data_ptr() for name in _tensor_names(arguments)]
     request = _request(call, addresses, backend, arguments)
@@ -400,7 +402,7 @@ def explain(
         return Explanation(call, found, "reference", reason, direction=direction)
     if call.empty:
         return Explanation(call, found, "nothing", "there is no query or no key", direction=direction)
-    addresses = [t.data_ptr() for t in (q, k, v)] + [0] * 7
+    addresses = empty(*(t.data_ptr() for t in (q, k, v)))
     addresses += [arguments[name].data_ptr() for name in _tensor_names(arguments)]
     request = _request(call, addresses, backend if direction == "forward" else None, arguments)
     if direction == "backward":

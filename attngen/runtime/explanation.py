@@ -8,7 +8,7 @@ from typing import Any
 
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
-from attngen.runtime.launch import group_of, tiles_of
+from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import Found
 from attngen.runtime.select import Selection, describe
@@ -50,10 +50,10 @@ class Explanation:
 
     def _blocks(self) -> int | None:
         kernel = self.kernel
-        if kernel is None or kernel.parts:
+        if kernel is None or kernel.direction == "backward":
             return None
         tiles = prod(tiles_of(self.call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
-        if kernel.persistent:
+        if kernel.main.persistent:
             return min(tiles, drivers.current().multiprocessors(self.call.device.index or 0))
         return tiles
 
@@ -73,13 +73,12 @@ class Explanation:
         if kernel is not None:
             lines[0] = f"{what}: runs {kernel.full_name}"
             tile = f"tile {kernel.tile_m} x {kernel.tile_n}, driver {kernel.manifest.get('driver')}"
-            if kernel.parts:
+            if kernel.direction == "backward":
                 order = "a fixed order" if kernel.reproducible else "no fixed order"
-                launch = f"{', '.join(part.name for part in kernel.parts)}, dQ added up in {order}"
+                launch = f"{', '.join(launch.name for launch in kernel.launches)}, dQ added up in {order}"
             else:
-                launch = (
-                    f"{self._blocks()} blocks of {kernel.entry.threads} threads, {kernel.shared_memory} B shared memory"
-                )
+                threads = kernel.main.entry.threads
+                launch = f"{self._blocks()} blocks of {threads} threads, {kernel.shared_memory} B shared memory"
             lines.append(f"  {kernel.backend}, {kernel.arch.name}, {kernel.loads} loads, {tile}, {launch}")
             if kernel.pack_gqa:
                 lines.append(f"  {self._packing(kernel)}")

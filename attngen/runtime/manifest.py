@@ -85,7 +85,7 @@ _PARAMETERS = _List(
 )  # fmt: skip
 
 _RESOURCES = _Object(_optional(shared_memory=_COUNT), null=True)
-_TILE_MAP = _Object(_required(batch=_FLAG, heads=_FLAG), null=True)
+_TILE_MAP = _Object(_required(owner=_NAME, batch=_FLAG, heads=_FLAG), null=True)
 
 _VARIANT = _Object({
     **_required(
@@ -109,30 +109,26 @@ _VARIANT = _Object({
     **_optional(sink=_TEXT.or_none(), sink_text=_TEXT.or_none(), dropout=_FLAG),
 })  # fmt: skip
 
-_CLASSIFIER = _Object(
-    {
-        **_required(symbol=_NAME, parameters=_PARAMETERS, threads=_SOME),
-        **_optional(resources=_RESOURCES, sha256=_TEXT),
-    },
-    null=True,
-)
+_FACTOR = _Kind("a number or a size", lambda v: (type(v) is int and 0 <= v <= _MOST) or isinstance(v, str))
 
-_PART = _Object({
+_LAUNCH = _Object({
     **_required(
         name=_NAME, symbol=_NAME, grid=_TEXT, tile_m=_SOME, tile_n=_SOME, threads=_SOME, parameters=_PARAMETERS,
     ),
     **_optional(persistent=_FLAG, cluster=_SOME, resources=_RESOURCES, sha256=_TEXT, tile_map=_TILE_MAP),
 })  # fmt: skip
 
+_WORKSPACE = _Object({**_required(name=_NAME, dtype=_TEXT, terms=_List(_List(_FACTOR))), **_optional(multiple=_SOME)})
+
 _MANIFEST = _Object({
     **_required(
-        name=_NAME, symbol=_NAME, package=_NAME, variant=_VARIANT, arch=_TEXT, dtype=_TEXT, head_dim_qk=_SOME,
-        head_dim_v=_SOME, layout=_TEXT, direction=_TEXT, section_keys=_SOME, backend=_TEXT, loads=_TEXT, tile_m=_SOME,
-        tile_n=_SOME, threads=_SOME, parameters=_PARAMETERS, resources=_Object(_required(shared_memory=_COUNT)),
+        name=_NAME, package=_NAME, variant=_VARIANT, arch=_TEXT, dtype=_TEXT, head_dim_qk=_SOME, head_dim_v=_SOME,
+        layout=_TEXT, direction=_TEXT, section_keys=_SOME, backend=_TEXT, loads=_TEXT, tile_m=_SOME, tile_n=_SOME,
+        main=_NAME, launches=_List(_LAUNCH), resources=_Object(_required(shared_memory=_COUNT)),
     ),
     **_optional(
-        section_heads=_SOME, persistent=_FLAG, pack_gqa=_FLAG, sum_columns=_COUNT, ordered=_FLAG, sha256=_TEXT,
-        min_driver=_COUNT.or_none(), driver=_TEXT, tile_map=_TILE_MAP, classifier=_CLASSIFIER, parts=_List(_PART),
+        section_heads=_SOME, tile_time=_NUMBER, pack_gqa=_FLAG, sum_columns=_COUNT, ordered=_FLAG, sha256=_TEXT,
+        min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
     ),
 })  # fmt: skip
 

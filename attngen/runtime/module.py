@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -53,8 +54,8 @@ class Entry:
         return function
 
 
-class Part:
-    """One of the kernels that a backward launches, one after the other; each has tiles and a grid of its own."""
+class Launch:
+    """One of the launches of a kernel, which a call makes one after the other; each has tiles and a grid of its own."""
 
     def __init__(self, kernel: Kernel, row: Mapping[str, Any], image: Callable[[], bytes]) -> None:
         self.name: str = row["name"]
@@ -63,13 +64,14 @@ class Part:
         self.tile_n: int = row["tile_n"]
         self.full_name = f"{kernel.full_name} ({self.name})"
         self.dtype, self.element_bytes = kernel.dtype, kernel.element_bytes
-        self.section_keys, self.section_heads, self.pack_gqa = kernel.section_keys, kernel.section_heads, False
+        self.section_keys, self.section_heads = kernel.section_keys, kernel.section_heads
+        self.pack_gqa = kernel.pack_gqa
         self.persistent = bool(row.get("persistent"))
         self.cluster: int = row.get("cluster", 1)
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
         shared = (row.get("resources") or {}).get("shared_memory", 0)
         self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
-        self._map: Mapping[str, bool] = row.get("tile_map") or {}
+        self._map: Mapping[str, Any] = row.get("tile_map") or {}
 
     @property
     def by_keys(self) -> bool:
@@ -77,14 +79,48 @@ class Part:
         return self.grid in ("keys", "key_words")
 
     @property
+    def classifies(self) -> bool:
+        """Whether it computes a tile map, which a call may bring instead."""
+        return self.grid.endswith("_words")
+
+    @property
     def needs_tile_map(self) -> bool:
         """Whether it reads or writes a tile map."""
         return bool(self._map)
 
     @property
+    def map_owner(self) -> str:
+        """The launch that reads the tile map."""
+        return str(self._map["owner"])
+
+    @property
     def map_axes(self) -> tuple[bool, bool]:
         """Whether its tile map differs between batch entries, and between heads."""
         return self._map["batch"], self._map["heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Memory that the launches of one call share: as many elements of 4 bytes as ``terms`` say."""
+
+    name: str
+    terms: tuple[tuple[int | str, ...], ...]
+    multiple: int
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Workspace:
+        """Read a row of a manifest."""
+        return cls(row["name"], tuple(tuple(term) for term in row["terms"]), row.get("multiple", 1))
+
+    def elements(self, sizes: Mapping[str, int]) -> int:
+        """Return how many elements it has in a call of such sizes; LoadError for a size that is not known."""
+        total = 0
+        for term in self.terms:
+            try:
+                total += math.prod(sizes[factor] if isinstance(factor, str) else factor for factor in term)
+            except KeyError as error:
+                raise LoadError(f"workspace '{self.name}': no size is called {error}") from None
+        return -(-total // self.multiple) * self.multiple
 
 
 class Kernel:
@@ -94,11 +130,11 @@ class Kernel:
         self,
         manifest: Mapping[str, Any],
         cubin: Callable[[], bytes],
-        classifier: Callable[[], bytes] | None = None,
+        others: Mapping[str, Callable[[], bytes]] | None = None,
         origin: str = "",
-        parts: Mapping[str, Callable[[], bytes]] | None = None,
     ) -> None:
-        """``cubin``, ``classifier`` and ``parts`` return the images; ``origin`` says in messages where it is from.
+        """``cubin`` returns the image of the main launch and of all that ``others`` lacks; ``origin`` says in messages
+        where the kernel is from.
 
         Raises LoadError for a manifest of another format, one without a required entry, or of wrong types.
         """
@@ -106,8 +142,7 @@ class Kernel:
         self.manifest = manifest
         self.origin = origin
         self._cubin = cubin
-        self._classifier = classifier
-        self._part_images = parts or {}
+        self._others = others or {}
         self.name: str = manifest["name"]
         self.package: str = manifest["package"]
         self.variant_name: str = manifest["variant"]["name"]
@@ -121,18 +156,17 @@ class Kernel:
         self.section_heads: int = manifest.get("section_heads", 1)
         self.backend: str = manifest["backend"]
         self.loads: str = manifest["loads"]
-        self.persistent = bool(manifest.get("persistent"))
         self.pack_gqa = bool(manifest.get("pack_gqa"))
+        self.tile_time: float = manifest.get("tile_time", 0.0)  # of a tile of work, beside that of other kernels
         self.tile_m: int = manifest["tile_m"]
         self.tile_n: int = manifest["tile_n"]
         self.sum_columns: int = manifest.get("sum_columns", 0)  # of dQ, if it is added up in global memory
         self.ordered = bool(manifest.get("ordered"))  # which it is in a fixed order
         self.reproducible = self.ordered or not self.sum_columns  # dQ, dK and dV have the same bits on every run
-        self.shared_memory: int = manifest["resources"]["shared_memory"]
-        self.entry = Entry(
-            manifest["symbol"], manifest["parameters"], manifest["threads"], self.shared_memory, self._image
-        )
         self.element_bytes = _element_bytes(self.dtype, origin)
+        self.workspaces = tuple(Workspace.from_dict(row) for row in manifest.get("workspaces", ()))
+        self.launches = tuple(Launch(self, row, self._image_of(row)) for row in manifest["launches"])
+        self.main = _launch_of(self.launches, manifest["main"], origin)
 
     def __repr__(self) -> str:
         return f"Kernel({self.full_name})"
@@ -156,52 +190,32 @@ class Kernel:
         rows = self.manifest["variant"].get("scalars", ())
         return {row["name"]: _number(row["const"]) for row in rows if row.get("const") is not None}
 
-    @cached_property
-    def classifier(self) -> Entry | None:
-        """The kernel that computes the tile map, or None."""
-        row = self.manifest.get("classifier")
-        if not row:
-            return None
-        shared = (row.get("resources") or {}).get("shared_memory", 0)
-        image = self._classifier_image if self._classifier is not None else self._image
-        return Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """What a backward launches, in order; none of a forward."""
-        return tuple(Part(self, row, self._image_of(row)) for row in self.manifest.get("parts", ()))
-
     def _image_of(self, row: Mapping[str, Any]) -> Callable[[], bytes]:
-        read = self._part_images.get(row["name"])
+        read = self._others.get(row["name"])
         if read is None:
-            return self._image
+            return lambda: self._image_bytes
         return lambda: _verified(read, row.get("sha256"), f"{self.full_name} ({row['name']})")
 
     @property
     def needs_tile_map(self) -> bool:
         """Whether a call must bring, or first compute, a tile map."""
-        return bool(self.manifest.get("tile_map"))
+        return self.main.needs_tile_map
 
     @property
-    def map_axes(self) -> tuple[bool, bool]:
-        """Whether the tile map differs between batch entries, and between heads."""
-        axes = self.manifest.get("tile_map") or {}
-        return bool(axes.get("batch", True)), bool(axes.get("heads", True))
-
-    def _image(self) -> bytes:
-        return self._image_bytes
-
-    def _classifier_image(self) -> bytes:
-        return self._classifier_bytes
+    def shared_memory(self) -> int:
+        """Shared memory of a block of the main launch, in bytes."""
+        return self.main.entry.shared_memory
 
     @cached_property
     def _image_bytes(self) -> bytes:
         return _verified(self._cubin, self.manifest.get("sha256"), self.full_name)
 
-    @cached_property
-    def _classifier_bytes(self) -> bytes:
-        assert self._classifier is not None
-        return _verified(self._classifier, self.manifest["classifier"].get("sha256"), f"{self.full_name} (classifier)")
+
+def _launch_of(launches: Sequence[Launch], name: str, origin: str) -> Launch:
+    for launch in launches:
+        if launch.name == name:
+            return launch
+    raise LoadError(f"{origin}: the manifest has no launch '{name}', its main one; {REMEDY}")
 
 
 def _arch(name: str, origin: str) -> Arch:
@@ -236,19 +250,14 @@ def _verified(read: Callable[[], bytes], expected: str | None, name: str) -> byt
 
 
 def read_kernel(folder: Path, *, sealed: bool = False) -> Kernel:
-    """Return the kernel of a folder that holds ``manifest.json``, ``kernel.cubin`` and maybe ``classifier.cubin``.
+    """Return the kernel of a folder that holds ``manifest.json``, ``kernel.cubin``, and maybe those of other launches.
 
     ``sealed`` demands checksums of all of them in ``SHA256SUMS``, as entries of the cache have. Raises LoadError for a
     folder without a sound manifest.
     """
     images = {path.stem: _reader(path) for path in sorted(folder.glob("*.cubin"))}
-    return Kernel(
-        read_manifest(folder, sealed=sealed),
-        images.pop("kernel", _reader(folder / "kernel.cubin")),
-        images.pop("classifier", None),
-        origin=str(folder),
-        parts=images,
-    )
+    main = images.pop("kernel", _reader(folder / "kernel.cubin"))
+    return Kernel(read_manifest(folder, sealed=sealed), main, images, origin=str(folder))
 
 
 def _reader(path: Path) -> Callable[[], bytes]:

@@ -6,23 +6,17 @@ the outputs held before must be known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from attngen.errors import NoKernelError
-from attngen.runtime import counters
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, view
-from attngen.runtime.gradients import (
-    GradientBuffers,
-    PreparedGradients,
-    finish,
-    geometries,
-    map_shapes,
-    view_of,
-)
-from attngen.runtime.launch import Geometry, PreparedLaunch
+from attngen.runtime.geometry import geometries, map_shapes, workspace_sizes
+from attngen.runtime.gradients import GradientBuffers, finish, view_of
+from attngen.runtime.launch import PreparedLaunches
 from attngen.runtime.module import Kernel
 from attngen.runtime.select import Request, reason_against
 
@@ -32,7 +26,8 @@ class Buffers:
     """The memory of one call: inputs, results, and the words of the tile map where the kernel needs one.
 
     ``out`` may have any strides with a contiguous last dimension; ``lse`` is contiguous, or None if the call does not
-    ask for it. ``words`` is int32 of the shape that ``map_shape`` tells, and need not be initialized.
+    ask for it. ``words`` is int32 of the shape that ``prepared_shapes`` tells, as are the ``workspaces``; neither needs
+    to be initialized.
     """
 
     q: Tensor
@@ -41,24 +36,23 @@ class Buffers:
     out: Tensor
     lse: Tensor | None = None
     words: Tensor | None = None
+    workspaces: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def named(self, call: Call) -> dict[str, Tensor | None]:
+        """Return what each address is of that launches take, but for the variant's tensors."""
+        return {
+            **{name: getattr(self, name) for name in ("q", "k", "v", "out", "lse")},
+            **{name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")},
+            **self.workspaces,
+            "tile_map:forward": self.words,
+        }
 
 
-def geometry_of(kernel: Kernel, call: Call, out: Tensor) -> Geometry:
-    """Return the numbers of a call on a kernel, with the strides of this very output."""
-    geometry = Geometry(kernel, call)
-    geometry.views["out"] = view(out.shape, out.stride(), call.order)
-    return geometry
-
-
-def map_shape(kernel: Kernel, call: Call) -> tuple[int, ...] | None:
-    """Return the shape of the tile map of a call, or None for a kernel that needs none."""
-    geometry = Geometry(kernel, call)
-    return None if geometry.map is None else geometry.map.tensor_shape()
-
-
-def gradient_map_shapes(kernel: Kernel, call: Call) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tile maps of a backward, by the kernel that reads each."""
-    return map_shapes(geometries(kernel, call, {}, dlse=False))
+def prepared_shapes(kernel: Kernel, call: Call) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Return what the launches of a kernel share in a call: elements of 4 bytes of each workspace by its name, and the
+    shape of each tile map by the launch that reads it."""
+    found = geometries(kernel, call, {})
+    return workspace_sizes(kernel, found), map_shapes(found)
 
 
 def reason_to_refuse(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -79,33 +73,25 @@ class Pinned:
         reason = reason_to_refuse(kernel, call, buffers.q, buffers.k, buffers.v)
         if reason is not None:
             raise NoKernelError(f"{kernel.full_name} does not take this call: {reason}")
-        driver, device = drivers.current(), call.device.index or 0
-        geometry = geometry_of(kernel, call, buffers.out)
         names = list(call.tensors)
-        self._classify: PreparedLaunch | None = None
-        if geometry.map is not None:
-            assert kernel.classifier is not None, f"{kernel.full_name} needs a tile map and has no classifier"
-            blocks = geometry.classifier_blocks
-            self._classify = PreparedLaunch.of(kernel.classifier, blocks, geometry, names, driver, device)
-        blocks = geometry.blocks(driver, device)
-        self._launch = PreparedLaunch.of(kernel.entry, blocks, geometry, names, driver, device)
-        given = (
-            buffers.q, buffers.k, buffers.v, buffers.out, buffers.lse, call.cu_seqlens_q, call.cu_seqlens_k,
-            call.seqused_k, buffers.words, None, *(call.tensors[name] for name in names),
-        )  # fmt: skip
+        views = {"out": view(buffers.out.shape, buffers.out.stride(), call.order)}
+        self._launch = PreparedLaunches(kernel, call, views, names, drivers.current(), call.device.index or 0)
+        given = buffers.named(call) | {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
         self._kept = (call, buffers)  # the addresses below stay valid as long as these live
-        self._addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        self._counted, self._driver, self._device = kernel.persistent, driver, device
+        self._addresses = _addresses(self._launch.names, given)
         self._scale = call.scale
         self._scalars = [call.scalars[rule.name] for rule in call.rules]
 
     def __call__(self) -> None:
-        """Enqueue the classifier, if there is one, and the kernel, on the current stream."""
-        if self._classify is not None:
-            self._classify(self._addresses, self._scale, self._scalars)
-        if self._counted:
-            self._addresses[9] = counters.address(self._driver.stream(self._device), self._device)
+        """Enqueue the launches on the current stream, that which computes a tile map first."""
+        if self._launch.classifies:
+            self._launch.classify(self._addresses, self._scale, self._scalars)
         self._launch(self._addresses, self._scale, self._scalars)
+
+
+def _addresses(names: Sequence[str], given: Mapping[str, Tensor | None]) -> list[int]:
+    tensors = (given.get(name) for name in names)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 class PinnedGradients:
@@ -118,13 +104,13 @@ class PinnedGradients:
             raise NoKernelError(f"{kernel.full_name} does not take this call: {reason}")
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
         self._call, self._buffers = call, buffers
-        self._launch = PreparedGradients(
-            kernel, call, views, call.tensors, drivers.current(), call.device.index or 0, dlse=buffers.dlse is not None
-        )
+        self._launch = PreparedLaunches(
+            kernel, call, views, call.tensors, drivers.current(), call.device.index or 0,
+            absent={"dlse": buffers.dlse is None},
+        )  # fmt: skip
         self._scalars = [call.scalars[rule.name] for rule in call.rules]
         named = buffers.named(call) | {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
-        given = [named.get(name) for name in self._launch.names]
-        self._addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        self._addresses = _addresses(self._launch.names, named)
 
     def __call__(self) -> None:
         """Enqueue all kernels of the backward, and what comes behind them, on the current stream."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
-from attngen.runtime import counters
-from attngen.runtime.arguments import Call, Number, default_scale, softmax_scale_of
+from attngen.runtime.addresses import LSE, OUT
+from attngen.runtime.arguments import Call, Number, contiguous_view, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
-from attngen.runtime.launch import Geometry, PreparedLaunch
+from attngen.runtime.launch import PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
 from attngen.runtime.scalars import Scalars
 from attngen.runtime.tile_map import TileMap
@@ -28,12 +28,8 @@ class PreparedCall:
 
     __slots__ = (
         "_call",
-        "_classifier",
-        "_counted",
         "_device",
-        "_driver",
         "_dtype",
-        "_index",
         "_kept",
         "_kernel",
         "_launch",
@@ -44,6 +40,8 @@ class PreparedCall:
         "_out_shape",
         "_return_lse",
         "_scale",
+        "_workspace_words",
+        "_workspaces",
         "scalars",
         "sinks_only",
     )  # fmt: skip
@@ -71,26 +69,20 @@ class PreparedCall:
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
         self.sinks_only = kernel is None and call.return_lse and call.variant.sink is not None
         self._device, self._scale = call.device, default_scale(call.head_dim_qk)
-        self._driver, self._index = driver, device
-        self._counted = kernel is not None and kernel.persistent
         self._dtype = getattr(torch, _TORCH_DTYPES[call.dtype])
         self.scalars = Scalars(call)
         self._call = call.without_tensors()
-        self._launch: PreparedLaunch | None = None
-        self._classifier: PreparedLaunch | None = None
+        self._launch: PreparedLaunches | None = None
         self._map_shape: tuple[int, ...] | None = None
+        self._workspaces: tuple[int, ...] = ()  # in bytes from the start of all
+        self._workspace_words = 0
         if kernel is None:
             return
-        geometry = Geometry(kernel, call)
-        self._like_q = geometry.views["q"] == geometry.views["out"]
-        if geometry.map is not None:
-            self._map_shape = geometry.map.tensor_shape()
-            if kernel.classifier is not None:
-                self._classifier = PreparedLaunch.of(
-                    kernel.classifier, geometry.classifier_blocks, geometry, tensor_names, driver, device
-                )
-        blocks = geometry.blocks(driver, device)
-        self._launch = PreparedLaunch.of(kernel.entry, blocks, geometry, tensor_names, driver, device)
+        self._like_q = call.q == contiguous_view(call.out_shape(), call.order)
+        self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
+        self._map_shape = next(iter(launch.maps.values()), None)
+        offsets, self._workspace_words = laid_out(launch.sizes)
+        self._workspaces = tuple(4 * offset for offset in offsets.values())
 
     def __call__(
         self,
@@ -116,32 +108,37 @@ class PreparedCall:
             out = torch.empty_like(q)
         else:
             out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
-        addresses[3] = out.data_ptr()
+        addresses[OUT] = out.data_ptr()
         lse = None
         if self._return_lse:
             # with strides, which torch takes faster than a shape alone
             lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
-            addresses[4] = lse.data_ptr()
-        words = None  # kept until the launch is enqueued
+            addresses[LSE] = lse.data_ptr()
+        shared = words = None  # kept until the launches are enqueued
+        if self._workspaces:
+            shared = torch.empty(self._workspace_words, dtype=torch.float32, device=self._device)
+            start = shared.data_ptr()
+            addresses += [start + offset for offset in self._workspaces]
         if self._map_shape is not None:
             words = self.words(tile_map, addresses, scalars)
-            addresses[8] = words.data_ptr()
-        if self._counted:
-            addresses[9] = counters.address(self._driver.stream(self._index), self._index)
         launch(addresses, scale, scalars)
+        del shared, words
         return out, lse
 
     def words(self, tile_map: TileMap | None, addresses: list[int], scalars: Sequence[Number]) -> Tensor:
-        """Return the words of the tile map: the caller's, or those that the classifier writes now."""
+        """Return the words of the tile map, the caller's or those that are computed now, and append their address."""
         assert self._kernel is not None
         assert self._map_shape is not None
         if tile_map is not None:
-            return tile_map.check(self._kernel, self._call, self._map_shape)
-        if self._classifier is None:
+            words = tile_map.check(self._kernel, self._call, self._map_shape)
+            addresses.append(words.data_ptr())
+            return words
+        assert self._launch is not None
+        if not self._launch.classifies:
             raise NoKernelError(f"{self._kernel.full_name} needs a tile map and has no classifier; pass tile_map=")
         words = torch.empty(self._map_shape, dtype=torch.int32, device=self._device)
-        addresses[8] = words.data_ptr()
-        self._classifier(addresses, self._scale, scalars)
+        addresses.append(words.data_ptr())
+        self._launch.classify(addresses, self._scale, scalars)
         return words
 
     def _nothing(self) -> tuple[Tensor, Tensor | None]:

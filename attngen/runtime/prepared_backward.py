@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from attngen.lang.variant import Variant
+from attngen.runtime.addresses import DK, DOUT, DQ, DV
 from attngen.runtime.arguments import Call, View, contiguous_view, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
-from attngen.runtime.gradients import (
-    ADDRESSES,
-    PreparedGradients,
-    differentiable,
-    gradient_shapes,
-    sums_of,
-)
+from attngen.runtime.gradients import differentiable, gradient_shapes
+from attngen.runtime.launch import PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
 from attngen.runtime.scalars import Scalars
 from attngen.runtime.sinks import add_gradients, learned
@@ -30,7 +26,6 @@ from attngen.runtime.sinks import add_gradients, learned
 #: dq, dk and dv; gradients of the variant's own tensors by name.
 Gradients = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
-_DOUT, _DQ, _DK, _DV = (ADDRESSES.index(name) for name in ("dout", "dq", "dk", "dv"))
 _FLOAT32 = 4
 
 
@@ -38,8 +33,8 @@ class PreparedBackward:
     """The kernels of one backward, with all that does not change between calls."""
 
     __slots__ = (
-        "_call", "_contiguous_dout", "_device", "_floats", "_gradients", "_kept", "_launch", "_like", "_maps",
-        "_places", "_results", "_rows", "_scalars", "_scale", "_sinks", "unordered",
+        "_call", "_contiguous_dout", "_device", "_floats", "_gradients", "_kept", "_launch", "_like", "_results",
+        "_rows", "_scalars", "_scale", "_shared", "_sinks", "unordered",
     )  # fmt: skip
 
     def __init__(
@@ -70,17 +65,16 @@ class PreparedBackward:
         made = {name: contiguous_view(shape, call.order) for name, shape in shapes.items()}
         self._contiguous_dout = dout is None
         views = {"out": out, "dout": contiguous_view(call.out_shape(), call.order) if dout is None else dout, **made}
-        self._launch = PreparedGradients(kernel, call, views, tensors, driver, device, dlse=dlse)
+        self._launch = PreparedLaunches(kernel, call, views, tensors, driver, device, absent={"dlse": not dlse})
         # torch allocates a tensor faster that is like another one
         self._like = call.q == made["dq"], call.k == made["dk"], call.v == made["dv"]
         self._results = tuple(shapes.values())
         self._gradients = differentiable(call)
         self._sinks = bool(learned(call.variant))
-        sizes = {"dq_sum": sums_of(kernel, call), "lse_log2": prod(call.lse_shape()), "delta": prod(call.lse_shape())}
-        maps = self._launch.map_shapes
-        offsets, self._floats = _laid_out(sizes | {f"map:{owner}": prod(shape) for owner, shape in maps.items()})
-        self._places = tuple((ADDRESSES.index(name), _FLOAT32 * offsets[name]) for name in sizes if sizes[name])
-        self._maps = tuple(_FLOAT32 * offsets[f"map:{owner}"] for owner in maps)
+        sizes = self._launch.sizes
+        maps = {f"tile_map:{owner}": prod(shape) for owner, shape in self._launch.maps.items()}
+        offsets, self._floats = laid_out(sizes | maps)
+        self._shared = tuple(_FLOAT32 * offset for offset in offsets.values())
         self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])
 
     def __call__(
@@ -105,21 +99,19 @@ class PreparedBackward:
         numbers = self._scalars(scalars)
         if self._contiguous_dout:
             dout = dout.clone(memory_format=torch.contiguous_format)
-            addresses[_DOUT] = dout.data_ptr()
+            addresses[DOUT] = dout.data_ptr()
         like_q, like_k, like_v = self._like
         dq = torch.empty_like(q) if like_q else self._empty(0, q)
         dk = torch.empty_like(k) if like_k else self._empty(1, k)
         dv = torch.empty_like(v) if like_v else self._empty(2, v)
-        addresses[_DQ], addresses[_DK], addresses[_DV] = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        addresses[DQ], addresses[DK], addresses[DV] = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
         workspace = lse.new_empty(self._floats)
         start = workspace.data_ptr()
-        for place, offset in self._places:
-            addresses[place] = start + offset
         sums = {}
         for name in self._gradients:
             sums[name] = torch.zeros(tensors[name].shape, dtype=torch.float32, device=self._device)
             addresses.append(sums[name].data_ptr())
-        addresses += [start + offset for offset in self._maps]
+        addresses += [start + offset for offset in self._shared]
         self._launch(addresses, scale, numbers)
         if self._sinks:
             named = {rule.name: number for rule, number in zip(self._call.rules, numbers, strict=True)}
@@ -130,12 +122,3 @@ class PreparedBackward:
 
     def _empty(self, index: int, like: Tensor) -> Tensor:
         return torch.empty(self._results[index], dtype=like.dtype, device=self._device)
-
-
-def _laid_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return where each of several parts of a block begins, one behind the other, and the size of all of them."""
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += size
-    return offsets, end

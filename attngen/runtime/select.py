@@ -12,7 +12,7 @@ from attngen.errors import NoKernelError
 from attngen.runtime import tensormap
 from attngen.runtime.arguments import Call, Number, View
 from attngen.runtime.driver import Driver
-from attngen.runtime.launch import group_of, tiles_of
+from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
 
@@ -58,15 +58,11 @@ class Request:
     deterministic: bool = False  # the same bits on every run
 
 
-#: Time of a tile of work by its rows, as far as it decides between tiles: docs/performance.md, "Packed heads".
-_TILE_TIMES = {64: 1.0, 128: 1.25, 192: 1.75}
-
-
 def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kernel]:
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
-    CUDA forwards that differ in their tile, or in whether they pack the heads of a group, are ordered by the time that
-    their tiles of work should take together: large tiles take less for each row, and waste more behind the last one.
+    Forwards whose plans tell the time of a tile are ordered by the time that their tiles of work should take together:
+    large tiles take less for each row, and waste more after the last one. So are those that pack the heads of a group.
     """
 
     def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, float, bool, bool]:
@@ -78,8 +74,8 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
             kernel.loads != "descriptor",
             not by_hand,
             -kernel.arch.capability,
-            by_hand and not kernel.persistent,
-            _time(kernel, call) if by_hand and kernel.direction == "forward" else 0.0,
+            by_hand and not kernel.main.persistent,
+            _time(kernel, call),
             kernel.pack_gqa,
             kernel.ordered,
         )
@@ -88,9 +84,9 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
 
 
 def _time(kernel: Kernel, call: Call | None) -> float:
-    """Return how long the tiles of a call take beside those of other kernels; without a call, a row of them."""
-    tile = _TILE_TIMES[kernel.tile_m]
-    return tile / kernel.tile_m if call is None else tile * _tiles(kernel, call)
+    """Return how long the tiles of a call take beside those of other kernels; without a call, a row of them. It is 0
+    where the plan does not tell."""
+    return kernel.tile_time / kernel.tile_m if call is None else kernel.tile_time * _tiles(kernel, call)
 
 
 def _tiles(kernel: Kernel, call: Call) -> int:
@@ -181,8 +177,7 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     """Check what was promised to the compiler, and what a TMA descriptor can express."""
     call, size = request.call, kernel.element_bytes
     views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v}
-    entries = [part.entry for part in kernel.parts] or [kernel.entry]
-    for parameter in (parameter for entry in entries for parameter in entry.layout.parameters):
+    for parameter in (parameter for launch in kernel.launches for parameter in launch.entry.layout.parameters):
         if parameter.kind == "descriptor" and parameter.of in views:
             if request.addresses[parameter.of] % tensormap.ADDRESS_ALIGNMENT:
                 return f"{parameter.of} does not start at a multiple of 16 B, which a TMA descriptor needs"
@@ -204,15 +199,18 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
 
 
 def _blocks(kernel: Kernel, call: Call) -> int:
-    """Return the blocks of a kernel, or of the part of a backward that has most."""
-    rows = max((-(-call.seqlen_q // part.tile_m) for part in kernel.parts), default=0)
-    keys = max((-(-call.seqlen_k // part.tile_n) for part in kernel.parts), default=0)
-    return max(_tiles(kernel, call), rows * call.heads * call.batch, keys * call.kv_heads * call.batch)
+    """Return the blocks of the launch that has most."""
+    rows = max(
+        (-(-call.seqlen_q // one.tile_m) for one in kernel.launches if one.grid in ("rows", "queries")), default=0
+    )
+    keys = max((-(-call.seqlen_k // one.tile_n) for one in kernel.launches if one.grid == "keys"), default=0)
+    packed = 0 if kernel.pack_gqa else rows * call.heads * call.batch
+    return max(_tiles(kernel, call), packed, keys * call.kv_heads * call.batch)
 
 
 def _against_own_tensors(kernel: Kernel, call: Call) -> str | None:
     """Return which of the variant's tensors is not contiguous along an axis that the kernel has no stride for."""
-    strided = kernel.entry.layout.strided
+    strided = kernel.main.entry.layout.strided
     for name, tensor in call.tensors.items():
         last = tensor.dim() - 1
         if last < 0 or (f"tensor:{name}", last) in strided or tensor.shape[last] == 1 or tensor.stride(last) == 1:

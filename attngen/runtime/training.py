@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime import driver as drivers
+from attngen.runtime.addresses import BACKWARD, CU_SEQLENS_K, CU_SEQLENS_Q, DLSE, DOUT, SEQUSED_K, empty
 from attngen.runtime.arguments import Call, view
 from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.gradients import ADDRESSES, differentiable, gradient_shapes
+from attngen.runtime.gradients import differentiable, gradient_shapes
 from attngen.runtime.prepared import PREPARED_CALLS
 from attngen.runtime.prepared_backward import Gradients, PreparedBackward
 from attngen.runtime.registry import Found, registry
@@ -30,9 +31,6 @@ from attngen.runtime.sinks import add_gradients
 from attngen.runtime.tile_map import TileMap
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
-_CU_SEQLENS_Q, _CU_SEQLENS_K, _SEQUSED_K, _DOUT, _DLSE = map(
-    ADDRESSES.index, ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dout", "dlse")
-)
 
 
 #: What a call says beside its tensors: variant, softmax_scale, layout, package, max_seqlen_q and max_seqlen_k of a
@@ -161,11 +159,9 @@ def differentiate(
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     determinism = 2 if deterministic else asks_for_determinism()
-    # In the order of ``ADDRESSES``; 0 for what is absent, or allocated later.
-    addresses = [
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, 0, 0, dout.data_ptr(), 0,
-        0, 0, 0, 0, 0, 0, 0,
-    ]  # fmt: skip
+    # 0 for what is absent, or allocated later
+    addresses = empty(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), backward=True)
+    addresses[DOUT] = dout.data_ptr()
     # The cache's key: everything that checks, selection and the packed templates depend on. The forward saw to it that
     # all tensors are on one device, and q, k and v of one dtype; the shape of out and dout follows from theirs.
     key: list[Any] = [
@@ -175,17 +171,17 @@ def differentiate(
         k.shape, k.stride(), addresses[1] & 15,
         v.shape, v.stride(), addresses[2] & 15,
         out.stride(), addresses[3] & 15,
-        dout.stride(), addresses[_DOUT] & 15,
+        dout.stride(), addresses[DOUT] & 15,
     ]  # fmt: skip
     cu_seqlens_q = None
     if packing is not None:
         cu_seqlens_q = packing[0]
         key.append(cu_seqlens_q.shape)
-        addresses[_CU_SEQLENS_Q], addresses[_CU_SEQLENS_K] = cu_seqlens_q.data_ptr(), packing[1].data_ptr()
+        addresses[CU_SEQLENS_Q], addresses[CU_SEQLENS_K] = cu_seqlens_q.data_ptr(), packing[1].data_ptr()
     if seqused_k is not None:
-        addresses[_SEQUSED_K] = seqused_k.data_ptr()
+        addresses[SEQUSED_K] = seqused_k.data_ptr()
     if dlse is not None:
-        addresses[_DLSE] = dlse.data_ptr()
+        addresses[DLSE] = dlse.data_ptr()
     for tensor in own:
         address = tensor.data_ptr()
         key += (tensor.dtype, tensor.shape, tensor.stride(), address & 15)
@@ -225,8 +221,8 @@ def carries_tangent(*tensors: Any) -> bool:
 
 def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
     """Return the addresses that selection looks at, of those that ``differentiate`` lists."""
-    known = dict(zip(ADDRESSES[:4], addresses, strict=False))
-    return known | {f"tensor:{name}": address for name, address in zip(names, addresses[len(ADDRESSES) :], strict=True)}
+    known = dict(zip(BACKWARD[:4], addresses, strict=False))
+    return known | {f"tensor:{name}": address for name, address in zip(names, addresses[len(BACKWARD) :], strict=True)}
 
 
 def _prepare(

@@ -13,7 +13,6 @@ from attngen.compile.artifact import Artifact
 from attngen.files import read_regular
 
 CUBIN = "kernel.cubin"
-CLASSIFIER = "classifier.cubin"
 MANIFEST = "manifest.json"
 CHECKSUMS = "SHA256SUMS"
 
@@ -29,9 +28,7 @@ def files_of(artifact: Artifact) -> dict[str, bytes]:
         MANIFEST: json.dumps(artifact.manifest, indent=1, sort_keys=True).encode() + b"\n",
         **{name: text.encode() for name, text in artifact.texts.items()},
     }
-    if artifact.classifier is not None:
-        files[CLASSIFIER] = artifact.classifier
-    files |= {f"{name}.cubin": cubin for name, cubin in artifact.parts.items()}
+    files |= {f"{name}.cubin": cubin for name, cubin in artifact.others.items()}
     lines = [f"{sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items())]
     files[CHECKSUMS] = "".join(lines).encode()
     return files
@@ -67,13 +64,12 @@ def read_entry(folder: Path) -> Artifact:
         manifest = json.loads(read_file(folder, MANIFEST, checksums))
     except (ValueError, RecursionError) as error:
         raise DamagedEntryError(f"{MANIFEST} is no JSON ({error})") from None
-    parts = manifest.get("parts", []) if isinstance(manifest, dict) else None
-    if not isinstance(parts, list) or not all(isinstance(r, dict) and isinstance(r.get("name"), str) for r in parts):
+    rows = manifest.get("launches") if isinstance(manifest, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and isinstance(r.get("name"), str) for r in rows):
         raise DamagedEntryError(f"{MANIFEST} is not the manifest of a kernel")
-    classifier = read_file(folder, CLASSIFIER, checksums) if CLASSIFIER in checksums else None
-    names = [row["name"] for row in parts if f"{row['name']}.cubin" in checksums]
-    parts = {name: read_file(folder, f"{name}.cubin", checksums) for name in names}
-    return Artifact(read_file(folder, CUBIN, checksums), manifest, classifier, parts=parts)
+    names = [row["name"] for row in rows if f"{row['name']}.cubin" in checksums]
+    others = {name: read_file(folder, f"{name}.cubin", checksums) for name in names}
+    return Artifact(read_file(folder, CUBIN, checksums), manifest, others=others)
 
 
 def verify_entry(folder: Path) -> None:

@@ -37,11 +37,11 @@ def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, hea
     where query heads share KV heads, one float32 dK and dV, too. Rows and columns are padded to tiles. Maps of tiles
     and the gradients of a variant's own tensors come on top of it.
     """
-    tile_m = max((part.tile_m for part in plan.parts), default=plan.tile_m)
-    tile_n = max((part.tile_n for part in plan.parts), default=plan.tile_n)
+    tile_m = max((launch.tile_m for launch in plan.launches), default=plan.tile_m)
+    tile_n = max((launch.tile_n for launch in plan.launches), default=plan.tile_n)
     q_tiles, kv_tiles = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
     width_qk, width_v = padded_width(plan.columns_qk), padded_width(plan.columns_v)
-    width_dq = plan.gradients.sum_columns if plan.gradients else width_qk
+    width_dq = plan.sum_columns or width_qk
     rows, keys = batch * heads * q_tiles * tile_m, batch * kv_heads * kv_tiles * tile_n
     numbers = rows * width_dq + 2 * rows + batch * heads * (q_tiles + kv_tiles)
     if heads != kv_heads:

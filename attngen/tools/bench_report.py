@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from attngen.plan.schedules.hopper_forward import HopperForward
 from attngen.tools.bench_cases import DIRECTIONS, SUITES, BenchCase
 from attngen.tools.bench_machine import Ceilings, Reading
 from attngen.tools.bench_timing import Timing
@@ -305,8 +306,9 @@ def memory_of(rung: Rung, resources: Mapping[str, Mapping[str, Any]]) -> dict[st
     None for what is not known before the kernel is compiled, or does not exist.
     """
     found = rung.plan
-    if found is None or found.hopper is None:
+    roles = found.structure if found is not None else None
+    if found is None or not isinstance(roles, HopperForward):
         return {"registers": None, "consumer_registers": None, "shared_memory": None}
     launched = resources.get(found.name, {}).get("registers")
-    own = found.hopper.consumer_registers if found.hopper.specialized else launched
-    return {"registers": launched, "consumer_registers": own, "shared_memory": found.hopper.shared_bytes}
+    own = roles.consumer_registers if roles.specialized else launched
+    return {"registers": launched, "consumer_registers": own, "shared_memory": roles.shared_bytes}

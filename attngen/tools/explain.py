@@ -84,8 +84,7 @@ class PlanExplanation:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes: operands, and all that the plan of a CUDA kernel lists beside them."""
-        roles = self.plan.hopper or self.plan.gradients
-        return roles.shared_bytes if roles else self.memory.total
+        return self.plan.structure.shared_bytes or self.memory.total
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen explain --json`` prints it."""
@@ -128,7 +127,11 @@ class PlanExplanation:
                 for found in self.visits
             ],
             **({"hopper": self.hopper.to_dict()} if self.hopper else {}),
-            **({"derivatives": dict(derivatives(plan)), "queries": self._queries()} if plan.parts else {}),
+            **(
+                {"derivatives": dict(derivatives(plan)), "queries": self._queries()}
+                if plan.direction == "backward"
+                else {}
+            ),
             **({"floors": self.gradients.to_dict()} if self.gradients else {}),
         }
 
@@ -142,9 +145,9 @@ class PlanExplanation:
     def facts(self) -> list[tuple[str, str]]:
         """Return label and text of everything but bands, floors and efficiency, for people."""
         plan = self.plan
-        if plan.parts:
+        if plan.direction == "backward":
             return backward_facts(plan)
-        classifier = plan.classifier.name if plan.classifier else ""
+        classifier = plan.launch("classify").symbol if plan.has_launch("classify") else ""
         told = self.hopper.facts() if self.hopper else {}
         target = f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}{', CUDA' if told else ''}"
         operands = f"{self.memory.total} B of {plan.arch.shared_memory} B: {self.memory}"
@@ -339,7 +342,7 @@ class _Measured:
 
         scalars = scalars_of(plan.variant, self._given)
         tensors = self._of_variant(plan.variant)
-        consumers = (plan.hopper.consumers, plan.hopper.skips, plan.stages) if plan.hopper else None
+        consumers = (plan.structure.consumers, plan.structure.skips, plan.stages) if plan.structure.consumers else None
         key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa, consumers)
         if key not in self._known:
             self._known[key] = efficiency(plan, self._lengths(plan.variant), scalars, tensors, self.seed)
@@ -401,7 +404,7 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     explained = PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, measured.hopper(plan))
     tensors, assumed = measured.told(plan)
     explained = replace(explained, tensors=tensors, assumed=assumed, seed=measured.seed)
-    if not plan.parts:
+    if plan.direction == "forward":
         return explained
     turned = bands(plan.variant.mask, Facts.of(plan.variant), over="q")
     some, every = (tuple(Band.of(one, "q") for one in part) for part in (turned.visible, turned.full))

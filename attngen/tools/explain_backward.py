@@ -8,7 +8,8 @@ from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.printing import canonical
 from attngen.plan.backward_arguments import differentiable
 from attngen.plan.budget import GradientMemory, gradient_memory
-from attngen.plan.model import HopperGradients, Part, Plan
+from attngen.plan.model import Launch, Plan
+from attngen.plan.schedules.hopper_backward import HopperBackward
 from attngen.plan.tiles import padded_width
 
 
@@ -23,14 +24,14 @@ def derivatives(plan: Plan) -> Iterator[tuple[str, str]]:
                     yield f"{name}{canonical(load)}", canonical(derivative)
 
 
-def memory_of(plan: Plan, part: Part) -> GradientMemory:
+def memory_of(plan: Plan, launch: Launch) -> GradientMemory:
     """Return the shared memory that the operands of one kernel take."""
-    by_keys = part.name == "dkdv"
-    kept, moved = (part.tile_n, part.tile_m) if by_keys else (part.tile_m, part.tile_n)
+    by_keys = launch.name == "dkdv"
+    kept, moved = (launch.tile_n, launch.tile_m) if by_keys else (launch.tile_m, launch.tile_n)
     return gradient_memory(
         kept_rows=kept,
         moved_rows=moved,
-        stages=part.stages,
+        stages=launch.stages,
         width_qk=padded_width(plan.columns_qk),
         width_v=padded_width(plan.columns_v),
         element_bytes=plan.dtype.bytes,
@@ -89,47 +90,47 @@ def backward_facts(plan: Plan) -> list[tuple[str, str]]:
         ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, backward"),
         ("gradients", ", ".join(["q", "k", "v", *(tensor.name for tensor in variant.tensors if tensor.grad)])),
     ]
-    ordered = plan.gradients is not None and plan.gradients.ordered
-    does = {**_DOES, **_does_in_cuda(plan.gradients)}
-    for part in plan.parts:
-        order = ", those of the first keys first" if ordered and part.name == "dkdv" else ""
-        lines.append((part.name, does[part.name].format(tile_m=part.tile_m, tile_n=part.tile_n) + order))
-        if plan.gradients is None and part.name in ("dkdv", "dq"):
-            memory = memory_of(plan, part)
+    roles = plan.structure if isinstance(plan.structure, HopperBackward) else None
+    does = {**_DOES, **_does_in_cuda(roles)}
+    for launch in plan.launches:
+        order = ", those of the first keys first" if plan.ordered and launch.name == "dkdv" else ""
+        lines.append((launch.name, does[launch.name].format(tile_m=launch.tile_m, tile_n=launch.tile_n) + order))
+        if roles is None and launch.name in ("dkdv", "dq"):
+            memory = memory_of(plan, launch)
             lines += [
-                ("", f"{part.stages} stages, {part.num_warps} warps, loop: {part.driver}"),
+                ("", f"{launch.stages} stages, {launch.num_warps} warps, loop: {launch.driver}"),
                 ("", f"shared memory {memory.total} B of {plan.arch.shared_memory} B: {memory}"),
             ]
-        elif plan.gradients is not None and part.name == "dkdv":
-            lines += _roles(plan, part, plan.gradients)
-    atomic = differentiable(plan) if plan.gradients is None else [] if ordered else ["dq"]
+        elif roles is not None and launch.name == "dkdv":
+            lines += _roles(plan, launch, roles)
+    atomic = [] if plan.ordered else ["dq"] if plan.sum_columns else differentiable(plan)
     lines.append(("same bits", f"on every run, but for {', '.join(atomic)}" if atomic else "on every run"))
     return lines
 
 
-def _does_in_cuda(roles: HopperGradients | None) -> Mapping[str, str]:
+def _does_in_cuda(roles: HopperBackward | None) -> Mapping[str, str]:
     if roles is None:
         return {}
     return _DOES_IN_CUDA if roles.cluster == 1 else _DOES_IN_CLUSTERS
 
 
-def _roles(plan: Plan, part: Part, roles: HopperGradients) -> Iterator[tuple[str, str]]:
+def _roles(plan: Plan, launch: Launch, roles: HopperBackward) -> Iterator[tuple[str, str]]:
     """Yield label and text of the warpgroups of the CUDA kernel of all products, and of its shared memory."""
     for text in _warpgroups(roles) if roles.cluster == 1 else _warpgroups_of_cluster(roles):
         yield "", text
-    yield "", f"loop: {part.driver}; the softmax of a step {_OVERLAPS[roles.overlap]}"
+    yield "", f"loop: {launch.driver}; the softmax of a step {_OVERLAPS[roles.overlap]}"
     halved = roles.cluster > 1 and roles.parts_of(padded_width(plan.columns_v)) > 1
-    yield "", f"in flight: {roles.q_stages} tiles of Q, {part.stages} {'half ones ' if halved else ''}of dO, 2 of dS"
+    yield "", f"in flight: {roles.q_stages} tiles of Q, {launch.stages} {'half ones ' if halved else ''}of dO, 2 of dS"
     sizes = ", ".join(f"{region.name} {region.bytes}" for region in roles.shared if region.bytes >= 1024)
     yield "", f"shared memory {roles.shared_bytes} B: {sizes}"
 
 
-def _warpgroups(roles: HopperGradients) -> Iterator[str]:
+def _warpgroups(roles: HopperBackward) -> Iterator[str]:
     yield f"producer: 1 warpgroup, {roles.producer_registers} registers a thread: loads, adds up dQ and rounds it"
     yield f"consumers: {roles.consumers} warpgroups of 64 keys, {roles.consumer_registers} registers a thread"
 
 
-def _warpgroups_of_cluster(roles: HopperGradients) -> Iterator[str]:
+def _warpgroups_of_cluster(roles: HopperBackward) -> Iterator[str]:
     yield f"a cluster of {roles.cluster} blocks of {roles.keys} keys, in each of which 1 warpgroup"
     order = "; a warp of it keeps the order of sums" if roles.ordered else ""
     yield f"loads: {roles.producer_registers} registers a thread; a half of Q and dO for both blocks{order}"

@@ -52,18 +52,18 @@ class GradientFloors:
 
         ``visited`` returns the tiles that a kernel visits, at the same lengths for each.
         """
-        found = (gradient_floor(plan, part) for part in plan.parts)
+        found = (gradient_floor(plan, launch) for launch in plan.launches)
         kernels = tuple(low for low in found if low is not None)
         if plan.arch_name != "sm90a" or plan.dtype.bytes != 2 or not kernels:
             return None
-        rows = zip(*(visited(plan.of_part(low.part)) for low in kernels), strict=True)
+        rows = zip(*(visited(plan.of_launch(low.launch)) for low in kernels), strict=True)
         return cls(plan, kernels, tuple(_head(plan, kernels, each) for each in rows))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen explain --json`` prints it; clocks are those of one multiprocessor."""
         return {
             "kernels": {
-                low.part.name: {
+                low.launch.name: {
                     **low.parts,
                     "step": low.clocks,
                     "bound_by": list(low.binding),
@@ -80,9 +80,9 @@ class GradientFloors:
     def lines(self) -> Iterator[str]:
         """Yield the arithmetic of each floor, what binds, and heads."""
         for low in self.kernels:
-            m, n = low.part.tile_m, low.part.tile_n
+            m, n = low.launch.tile_m, low.launch.tile_n
             by_qk, by_v = low.products
-            yield f"floor of a step of {low.part.name} in clocks: {m} queries x {n} keys"
+            yield f"floor of a step of {low.launch.name} in clocks: {m} queries x {n} keys"
             products = (
                 f"{by_qk} products of q's head_dim and {by_v} of v's: {low.flops} FLOP at {FLOPS.value} per clock"
             )
@@ -93,7 +93,7 @@ class GradientFloors:
             share = (
                 f"HBM binds unless L2 holds {100 * low.cached_share:.0f} %" if low.cached_share else "HBM never binds"
             )
-            moved = "Q and dO" if low.part.grid == "keys" else "K and V"
+            moved = "Q and dO" if low.launch.grid == "keys" else "K and V"
             rate = f"{float(MEMORY_PER_CLOCK):.1f} B per clock"
             yield f"  {moved:14s} {low.uncached:6d}  {low.loaded} B at {rate} from HBM; {share}"
         for head in self.heads:
@@ -105,11 +105,11 @@ class GradientFloors:
 def _head(plan: Plan, kernels: Sequence[GradientFloor], visited: Sequence[Visits]) -> HeadGradientFloor:
     """Return the floor of one head: the kernels run one after the other, behind the sums of rows."""
     seqlen, pairs = visited[0].seqlen, visited[0].visible_pairs
-    steps = {low.part.name: each.full + each.partial for low, each in zip(kernels, visited, strict=True)}
+    steps = {low.launch.name: each.full + each.partial for low, each in zip(kernels, visited, strict=True)}
     clocks = ceil(seqlen * row_sums_bytes(plan) / MEMORY_PER_CLOCK)
     for low in kernels:
-        kept = low.part.tile_n if low.part.grid == "keys" else low.part.tile_m
-        clocks += low.call(steps[low.part.name], ceil(seqlen / kept))
+        kept = low.launch.tile_n if low.launch.grid == "keys" else low.launch.tile_m
+        clocks += low.call(steps[low.launch.name], ceil(seqlen / kept))
     seconds = clocks / (MULTIPROCESSORS.value * CLOCK.value)
     by_qk, by_v = _COUNTED
     flops = 2 * pairs * (by_qk * plan.head_dim_qk + by_v * plan.head_dim_v)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from attngen.plan.floors import ROWS, Floor, floor
-from attngen.plan.model import Hopper, Plan
+from attngen.plan.model import Plan
+from attngen.plan.schedules.hopper_forward import HopperForward
 from attngen.tools.explain_floor import HeadFloor, floor_dict, floor_lines
 
 _WARPGROUP = 128  # threads
@@ -45,7 +46,7 @@ class HopperExplanation:
     """Everything that ``attngen explain`` says of a Hopper kernel beside what it says of any."""
 
     plan: Plan
-    hopper: Hopper
+    hopper: HopperForward
     registers: Registers
     barriers: tuple[Barrier, ...]
     floor: Floor
@@ -54,10 +55,10 @@ class HopperExplanation:
     @classmethod
     def of(cls, plan: Plan) -> HopperExplanation | None:
         """Return the explanation of a plan, or None if the plan has no roles."""
-        if plan.hopper is None:
+        roles = plan.structure
+        if not isinstance(roles, HopperForward):
             return None
-        barriers = tuple(_barriers(plan, plan.hopper))
-        return cls(plan, plan.hopper, _registers(plan, plan.hopper), barriers, floor(plan))
+        return cls(plan, roles, _registers(plan, roles), tuple(_barriers(plan, roles)), floor(plan))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen explain --json`` prints it."""
@@ -87,7 +88,9 @@ class HopperExplanation:
 
     def regions(self) -> list[dict[str, Any]]:
         """Return the map of shared memory: name, offset and size in bytes, and what it holds."""
-        return [{**asdict(region), "holds": _holds(self.plan, region.name)} for region in self.hopper.shared]
+        return [
+            {**asdict(region), "holds": _holds(self.plan, self.hopper, region.name)} for region in self.hopper.shared
+        ]
 
     def facts(self) -> dict[str, list[str]]:
         """Return lines by label, for people."""
@@ -167,7 +170,7 @@ _SOFTMAX = {
 }
 
 
-def _registers(plan: Plan, hopper: Hopper) -> Registers:
+def _registers(plan: Plan, hopper: HopperForward) -> Registers:
     launch = min(plan.arch.registers // plan.threads // 8 * 8, 256)
     s, p, o = plan.tile_n // 2, plan.tile_n // 4, plan.columns_v[0].width // 2
     producer, consumer = hopper.producer_registers, hopper.consumer_registers
@@ -185,7 +188,7 @@ def _registers(plan: Plan, hopper: Hopper) -> Registers:
     )
 
 
-def _barriers(plan: Plan, hopper: Hopper) -> Iterator[Barrier]:
+def _barriers(plan: Plan, hopper: HopperForward) -> Iterator[Barrier]:
     """Yield the barriers with their arrivals, as the template of the schedule initializes them."""
     consumers = hopper.consumers
     sizes = {region.name: region.bytes // 8 for region in hopper.shared}
@@ -221,7 +224,7 @@ def _barrier(barrier: Barrier) -> str:
     return f"{barrier.name:10s} {barrier.count} x {who:11s}  {barrier.guards}" + (" (named)" if barrier.named else "")
 
 
-def _roles(plan: Plan, hopper: Hopper) -> Iterator[str]:
+def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
     first = 4 * hopper.consumers
     each = "consumer" if hopper.consumers == 1 else "consumers"
     if not hopper.specialized:
@@ -244,13 +247,13 @@ def _roles(plan: Plan, hopper: Hopper) -> Iterator[str]:
         yield "not persistent: one tile of work per block"
 
 
-def _overlap(hopper: Hopper) -> str:
+def _overlap(hopper: HopperForward) -> str:
     if hopper.overlap:
         return "overlap: PV of a step runs under the logits of the next"
     return "no overlap: a warpgroup waits for all its products before its softmax"
 
 
-def _epilogue(plan: Plan, hopper: Hopper) -> str:
+def _epilogue(plan: Plan, hopper: HopperForward) -> str:
     if not hopper.staged:
         return "direct: O goes from registers to memory, 16 bytes of a row at a time"
     return "staged: O goes through shared memory, " + ("and out by rows" if plan.varlen else "and out by TMA")
@@ -264,10 +267,8 @@ def _masks(plan: Plan) -> str:
     return f"only on tiles that {who} see in part{score}"
 
 
-def _holds(plan: Plan, region: str) -> str:
+def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
     """Say what a region of shared memory holds."""
-    hopper = plan.hopper
-    assert hopper is not None
     width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
     tiles = "1 tile" if hopper.q_stages == 1 else f"{hopper.q_stages} tiles"
     parts = "" if hopper.out_columns == width_v else f", {width_v // hopper.out_columns} parts in turn"

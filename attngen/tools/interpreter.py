@@ -20,12 +20,12 @@ import torch
 
 from attngen.errors import CompileError
 from attngen.plan.model import Plan
-from attngen.runtime.arguments import Call
-from attngen.runtime.gradients import GradientBuffers, PartGeometry, finish, geometries, map_owner, view_of
-from attngen.runtime.launch import Geometry
+from attngen.runtime.arguments import Call, View
+from attngen.runtime.geometry import Geometry, geometries
+from attngen.runtime.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import Parameter
-from attngen.runtime.pinned import Buffers, geometry_of
+from attngen.runtime.pinned import Buffers
 from attngen.runtime.tensormap import windowed
 
 
@@ -50,7 +50,7 @@ def reason_against(plan: Plan) -> str | None:
 def kernel_of(plan: Plan) -> Kernel:
     """Return what the runtime sees of a planned kernel, without a cubin."""
     none = {"registers": 0, "spills": 0, "shared_memory": 0, "cubin_bytes": 0, "compile_seconds": 0.0}
-    return Kernel({**plan.to_dict(), "resources": none}, bytes, bytes, origin=plan.name)
+    return Kernel({**plan.to_dict(), "resources": none}, bytes, origin=plan.name)
 
 
 class Interpreted:
@@ -62,20 +62,22 @@ class Interpreted:
         self._module = _import(plan.name, text)
 
     def __call__(self, call: Call, buffers: Buffers) -> None:
-        """Run the classifier, if there is one, and the kernel, one program after the other."""
-        geometry = geometry_of(self.kernel, call, buffers.out)
-        if self.kernel.classifier is not None:
-            self._run(self.kernel.classifier, geometry.classifier_blocks, geometry, buffers)
-        self._run(self.kernel.entry, geometry.tiles, geometry, buffers)
+        """Run the launches of a forward, one program after the other."""
+        self._run_all(call, buffers, {"out": view_of(buffers.out, call)}, {})
 
     def differentiate(self, call: Call, buffers: GradientBuffers) -> None:
-        """Run a backward: its kernels, one after the other, and what comes behind them."""
+        """Run a backward: its launches, and what comes after them."""
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
-        for geometry in geometries(self.kernel, call, views, dlse=buffers.dlse is not None):
-            blocks = geometry.part_tiles
-            if blocks:
-                self._run(geometry.part.entry, blocks, geometry, buffers)
+        self._run_all(call, buffers, views, {"dlse": buffers.dlse is None})
         finish(call, buffers)
+
+    def _run_all(
+        self, call: Call, buffers: Buffers | GradientBuffers, views: Mapping[str, View], absent: Mapping[str, bool]
+    ) -> None:
+        found = geometries(self.kernel, call, views, absent=absent)
+        for launch, geometry in zip(self.kernel.launches, found, strict=True):
+            if blocks := geometry.tiles:
+                self._run(launch.entry, blocks, geometry, buffers)
 
     def _run(self, entry: Entry, blocks: int, geometry: Geometry, buffers: Buffers | GradientBuffers) -> None:
         function: Any = getattr(self._module, entry.symbol)
@@ -104,13 +106,8 @@ def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers | Gradient
 
 def _tensors(geometry: Geometry, buffers: Buffers | GradientBuffers) -> Mapping[str, torch.Tensor | None]:
     call = geometry.call
-    own = {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
-    if isinstance(buffers, GradientBuffers):
-        assert isinstance(geometry, PartGeometry)
-        return {**buffers.named(call), **own, "tile_map": buffers.words.get(map_owner(geometry.part.name))}
-    named = {name: getattr(buffers, name) for name in ("q", "k", "v", "out", "lse")}
-    packed = {name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
-    return {**named, **packed, **own, "tile_map": buffers.words}
+    found = {**buffers.named(call), **{f"tensor:{name}": tensor for name, tensor in call.tensors.items()}}
+    return found | ({"tile_map": found[f"tile_map:{geometry.launch.map_owner}"]} if geometry.map else {})
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Ladder:
 
 def reason_against(found: Plan) -> str | None:
     """Return why a kernel has no ladder, or None."""
-    if found.hopper is None:
+    if found.backend != "cuda":
         return "only CUDA kernels have a ladder"
     return "the ladder begins without warp roles, which packed heads need" if found.pack_gqa else None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers, differentiable, gradient_shapes
 from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers, map_shape
+from attngen.runtime.pinned import Buffers, prepared_shapes
 
 #: Bytes of a guard; every one holds _CANARY.
 _GUARD_BYTES = 8192
@@ -61,19 +61,15 @@ def poisoned(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Poi
     memory = Guarded(call.device)
     out = memory.allocate("out", call.out_shape(), q.dtype).fill_(torch.nan)
     lse = memory.allocate("the log-sum-exp", call.lse_shape(), torch.float32).fill_(torch.nan)
-    shape = map_shape(kernel, call)
-    words = None if shape is None else memory.allocate("the tile map", shape, torch.int32)
-    return Poisoned(Buffers(q, k, v, out, lse, words), memory)
+    sizes, maps = prepared_shapes(kernel, call)
+    words = {owner: memory.allocate("the tile map", shape, torch.int32) for owner, shape in maps.items()}
+    return Poisoned(Buffers(q, k, v, out, lse, words.get("forward"), _workspaces(memory, sizes)), memory)
 
 
 def poisoned_gradients(
-    call: Call,
-    inputs: Mapping[str, Tensor],
-    map_shapes: Mapping[str, tuple[int, ...]],
-    dlse: Tensor | None,
-    sums: int = 0,
+    kernel: Kernel, call: Call, inputs: Mapping[str, Tensor], dlse: Tensor | None
 ) -> tuple[GradientBuffers, Guarded]:
-    """Return buffers of a backward whose results and row sums are NaN, and whose tile maps are 0xAA in every byte.
+    """Return buffers of a backward whose results and workspaces are NaN, and whose tile maps are 0xAA in every byte.
 
     The gradients of the variant's own tensors are added to, and start at 0. ``inputs`` are q, k, v, out, lse, dout.
     """
@@ -82,14 +78,20 @@ def poisoned_gradients(
     results = {
         name: memory.allocate(name, shape, dtype).fill_(torch.nan) for name, shape in gradient_shapes(call).items()
     }
-    rows = memory.allocate("the sums of rows", (2, *call.lse_shape()), torch.float32).fill_(torch.nan)
-    dq_sum = memory.allocate("the sums of dQ", (sums,), torch.float32).fill_(torch.nan) if sums else None
+    sizes, maps = prepared_shapes(kernel, call)
     gradients = {
         name: memory.allocate(f"the gradient of {name}", tuple(call.tensors[name].shape), torch.float32).zero_()
         for name in differentiable(call)
     }
-    words = {name: memory.allocate(f"the tile map of {name}", shape, torch.int32) for name, shape in map_shapes.items()}
-    buffers = GradientBuffers(
-        **inputs, **results, dlse=dlse, rows=rows, dq_sum=dq_sum, gradients=gradients, words=words
-    )
+    words = {name: memory.allocate(f"the tile map of {name}", shape, torch.int32) for name, shape in maps.items()}
+    workspaces = _workspaces(memory, sizes)
+    buffers = GradientBuffers(**inputs, **results, dlse=dlse, workspaces=workspaces, gradients=gradients, words=words)
     return buffers, memory
+
+
+def _workspaces(memory: Guarded, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return workspaces of a call, all NaN."""
+    return {
+        name: memory.allocate(f"workspace {name}", (size,), torch.float32).fill_(torch.nan)
+        for name, size in sizes.items()
+    }

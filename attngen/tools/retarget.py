@@ -7,7 +7,7 @@ from dataclasses import replace
 from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.plan import plan
-from attngen.plan.model import Part
+from attngen.plan.model import Plan
 from attngen.render import render
 from attngen.spec.expand import Backward, Gradient
 from attngen.tools.build import Prepared
@@ -24,8 +24,8 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
     before = prepared.plan
     free = replace(prepared.spec, arch=arch.name, backend=before.backend, loads=before.loads, allow=_ALLOW)
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
-    if before.parts:
-        same = replace(free, backward=Backward(_tile(before.part("dkdv")), _tile(before.part("dq"))))
+    if before.direction == "backward":
+        same = replace(free, backward=Backward(*(_tile(before, name) for name in ("dkdv", "dq"))))
     try:
         planned = plan(same)
     except PlanError:  # it takes more shared memory than this arch has
@@ -33,5 +33,8 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
     return Prepared(prepared.spec, planned, render(planned))
 
 
-def _tile(part: Part) -> Gradient:
-    return Gradient(part.tile_m, part.tile_n, part.stages, part.num_warps)
+def _tile(before: Plan, name: str) -> Gradient:
+    if not before.has_launch(name):
+        return Gradient()
+    launch = before.launch(name)
+    return Gradient(launch.tile_m, launch.tile_n, launch.stages, launch.num_warps)

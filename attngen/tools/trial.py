@@ -11,9 +11,9 @@ from attngen.errors import AttngenError
 from attngen.lang.variant import Bound, Variant
 from attngen.runtime import debug
 from attngen.runtime.arguments import Call
-from attngen.runtime.gradients import GradientBuffers, sums_of
+from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers, gradient_map_shapes
+from attngen.runtime.pinned import Buffers
 from attngen.tools.cases import Case, cases_of
 from attngen.tools.contract import Deviation, Expected, Tally, deviation, expected
 from attngen.tools.gradient_contract import expected_gradients, gradient_deviation
@@ -119,9 +119,7 @@ def _try_gradients(
         return CaseResult(case.name, seed, skipped=str(error))
     wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(seed))
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
-    buffers, memory = poisoned_gradients(
-        call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous(), sums_of(kernel, call)
-    )
+    buffers, memory = poisoned_gradients(kernel, call, given, wanted.dlse.contiguous())
     try:
         launch(call, buffers)
         found = gradient_deviation(call, buffers, wanted)

@@ -92,15 +92,15 @@ def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
         full, partial = grid.in_ranges()
     share = len(some) / tiles
     rows = int((seqlen - first).clamp(max=plan.tile_m).sum())
-    loaded, hopper = full + partial, plan.hopper
+    loaded, consumers = full + partial, plan.structure.consumers if plan.direction == "forward" else 0
     visible = round(visible * seqlen / rows)
     full, partial = round(full / share), round(partial / share)
     sampled = (len(some), tiles)
-    if hopper is None:
+    if not consumers:
         pairs = plan.tile_m * plan.tile_n
         return Visits(seqlen, visible, full, partial, full + partial, 0, pairs, sampled, grid.outside)
-    every = hopper.consumers * loaded
-    steps = _skipping_steps(plan, seqlen, arguments, first) if hopper.skips else every
+    every = consumers * loaded
+    steps = _skipping_steps(plan, seqlen, arguments, first) if plan.structure.skips else every
     steps, skipped = round(steps / share), round((every - steps) / share)
     return Visits(seqlen, visible, full, partial, steps, skipped, ROWS * plan.tile_n, sampled, grid.outside)
 
@@ -135,8 +135,7 @@ def _cost(expr: Expr) -> int:
 
 def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor) -> int:
     """Count the tiles that consumers multiply where each passes over what its own rows do not see."""
-    assert plan.hopper is not None
-    consumers = plan.hopper.consumers
+    consumers = plan.structure.consumers
     loaded = _Grid(plan, seqlen, arguments, first).loaded()
     starts = first[:, None] + ROWS * torch.arange(consumers)
     own = starts < seqlen  # consumers whose rows lie behind the end see nothing

@@ -13,12 +13,13 @@ from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import hopper_backward_arguments as arguments
 from attngen.plan import naming
+from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
 from attngen.plan.backward_arguments import differentiable_of
-from attngen.plan.choices import check_head_dims, driver_of, map_axes, refuse
-from attngen.plan.draft import drafted
-from attngen.plan.model import Columns, HopperGradients, Part, Plan, Region
+from attngen.plan.choices import check_head_dims, driver_of, refuse
+from attngen.plan.draft import axes_of, drafted, row_workspaces
+from attngen.plan.model import Columns, Launch, Plan, Region, Structure, Workspace
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.hopper_forward import widths
+from attngen.plan.schedules.hopper_forward import MMA_BYTES, widths
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
 from attngen.spec.expand import Backward, KernelSpec
 
@@ -50,6 +51,50 @@ _LABELS = {
 
 #: Query rows of a block that computes the sums of rows, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperBackward(Structure):
+    """Roles, pipeline and memory of a Hopper kernel of dQ, dK and dV in CUDA."""
+
+    # consumers keep sums in registers: of 64 keys each, or one of dV and one of dK
+    producer_registers: int  # per thread, as are the next two
+    consumer_registers: int
+    overlap: str  # what the softmax of a step runs over: pingpong (products of the other consumer) |
+    # gradients (dQ and dK of the step before) | dk | nothing;
+    # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
+    packed: bool  # dS is computed from probabilities in 16 bits, not in float32
+    rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
+    rows_early: bool  # the loader asks for LSE and D of a step before it has a place for them
+    q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
+    box_columns: int  # columns of one copy
+    dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
+    dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
+    ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys behind its sums
+    cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
+    queries_registers: int = 0  # where a warpgroup of its own multiplies dQ,
+    dq_part: int = 0  # so many columns at once
+
+    @property
+    def pingpong(self) -> bool:
+        """Whether consumers take turns at the tensor cores."""
+        return self.overlap == "pingpong"
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return 64 if self.cluster > 1 else 64 * self.consumers
+
+    @staticmethod
+    def parts_of(width: int) -> int:
+        """Products that columns of dK or dV are parted into where four warpgroups run: ptxas plans each with the 128
+        registers that a thread of them begins with."""
+        return 2 if width > 192 else 1
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of the sums of dQ, which may be more than dQ has."""
+        return self.dq_columns if self.dq_by_rows else self.consumers * self.dq_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +171,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
     if given.tile_n not in (None, _KEYS):
         raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
-    parts_of_dout = HopperGradients.parts_of(v) if wide else 1
+    parts_of_dout = HopperBackward.parts_of(v) if wide else 1
     stages = given.stages or parts_of_dout + 1
     if stages < parts_of_dout:
         raise refuse(
@@ -145,7 +190,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
-    draft = HopperGradients(
+    draft = HopperBackward(
         consumers=_CONSUMERS,
         producer_registers=registers[0],
         consumer_registers=registers[1],
@@ -187,10 +232,12 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         softmax="exact_max",
         section_bytes=_SECTION_BYTES,
         section_heads=_SECTION_HEADS if _is_uneven(spec, driver) else 1,
-        gradients=roles,
+        structure=roles,
+        main="dkdv",
+        sum_columns=roles.sum_columns,
+        ordered=roles.ordered,
     )
-    parts = tuple(_parts(planned))
-    return replace(planned, parts=parts, arguments=next(part for part in parts if part.name == "dkdv").arguments)
+    return replace(planned, launches=tuple(_launches(planned, roles)), workspaces=tuple(_workspaces(planned, roles)))
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -212,7 +259,7 @@ def is_wide(spec: KernelSpec) -> bool:
     return max(spec.head_dim_qk, spec.head_dim_v) > _BLOCK_HEAD_DIM
 
 
-def _clustered(draft: HopperGradients, qk: int, v: int, *, divides: bool) -> HopperGradients:
+def _clustered(draft: HopperBackward, qk: int, v: int, *, divides: bool) -> HopperBackward:
     """Return the roles of a block of a cluster; a mask that ``divides`` positions takes more of what finds tiles."""
     all_of_dq, columns = max(qk, v) <= _ALL_OF_DQ, qk // _CLUSTER
     parts = [part for part in _REGISTERS_OF_PART if columns % part == 0]
@@ -311,28 +358,61 @@ def _varies(spec: KernelSpec) -> bool:
     return derivative(spec.variant, fast_math=spec.fast_math).varying is not None
 
 
-def _parts(plan: Plan) -> Iterator[Part]:
-    """Yield the kernels in the order of their launches."""
-    common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1, "driver": "ranges"}
+def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
+    """Yield the launches in their order."""
+    common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1}
 
-    def part(name: str, grid: str, warps: int, **fields: object) -> Part:
-        symbol = naming.part_name(plan.name, name)
-        return Part(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
+    def launch(name: str, grid: str, warps: int, **fields: object) -> Launch:
+        symbol = naming.launch_name(plan.name, name)
+        return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
 
     rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v))
-    yield part("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=arguments.preprocess_arguments(plan))
-    axes = map_axes(plan.variant, varlen=plan.varlen) if plan.driver == "tile_map" else None
+    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=arguments.preprocess_arguments(plan))
+    axes = axes_of(plan, "dkdv") if plan.driver == "tile_map" else None
     if axes is not None:
         own = arguments.classifier_arguments(plan)
-        yield part("classify_dkdv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
-    assert plan.gradients is not None
-    cluster = plan.gradients.cluster
-    yield part(
+        yield launch("classify_dkdv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
+    cluster = roles.cluster
+    yield launch(
         "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
-        persistent=cluster == 1, arguments=arguments.dkdv_arguments(plan),
+        persistent=cluster == 1, arguments=arguments.dkdv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
+        max_spills=(PINGPONG_SPILLS if roles.pingpong else SPILLS).bytes, products=_products(plan, roles),
     )  # fmt: skip
     if cluster > 1:  # a block alone rounds dQ itself
-        yield part("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
+        yield launch("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
+
+
+def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
+    """Yield what launches share: two numbers of each row; sums of dQ by tiles of rows, and counters after them.
+
+    There is a counter for each tile of keys, where the order is fixed; and one for each KV head and one for all pieces,
+    where the kernel that adds dQ up rounds it, too.
+    """
+    yield from row_workspaces()
+    counters: list[tuple[int | str, ...]] = []
+    if roles.ordered:
+        counters.append((roles.cluster, "kv_units", "kv_tiles"))  # blocks of a cluster add to columns of their own
+    if roles.cluster == 1:
+        counters += [("kv_units",), (1,)]
+    yield Workspace("dq_sum", "fp32", ((plan.tile_m * roles.sum_columns, "sum_tiles"), *counters), multiple=4)
+
+
+def _products(plan: Plan, roles: HopperBackward) -> int:
+    """Return how many wgmma instructions the kernel of all products has.
+
+    In the loop one of each product; before it S of the first step and, where steps do not overlap, its dP and dV. Where
+    consumers take turns, all of the first step stand before the loop, but dQ, which that of the last one follows.
+    """
+    depth = MMA_BYTES // plan.dtype.bytes
+    s, dp, rows = plan.columns_qk[0].width // depth, plan.columns_v[0].width // depth, plan.tile_m // depth
+    keys = plan.tile_n // depth
+    loop = s + dp + 2 * rows + keys
+    if roles.cluster > 1:  # each begins with one of its own
+        parts = sum(roles.parts_of(columns[0].width) for columns in (plan.columns_qk, plan.columns_v))
+        return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
+    if roles.pingpong:
+        return 2 * loop
+    return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
 
 
 def _family(spec: KernelSpec) -> str:
@@ -367,8 +447,8 @@ def by_head(variant: Variant) -> bool:
 
 
 def _with_memory(
-    spec: KernelSpec, arch: Arch, draft: HopperGradients, tile_m: int, stages: int, qk: int, v: int
-) -> HopperGradients:
+    spec: KernelSpec, arch: Arch, draft: HopperBackward, tile_m: int, stages: int, qk: int, v: int
+) -> HopperBackward:
     """Return the roles with the stages of Q that fit."""
     for q_stages in range(draft.q_stages, 1, -1):
         roles = replace(draft, q_stages=q_stages)
@@ -397,7 +477,7 @@ _OPERANDS = {
 }  # fmt: skip
 
 
-def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:
+def _regions(roles: HopperBackward, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:
     """Yield the regions of shared memory in order; matrices first, since these need the alignment."""
     sizes = {
         "k": _KEYS * qk * _ELEMENT_BYTES,
@@ -429,7 +509,7 @@ def _regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) 
     yield from _placed(sizes)
 
 
-def _cluster_regions(roles: HopperGradients, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:
+def _cluster_regions(roles: HopperBackward, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:
     """Yield the regions of a block of a cluster."""
     sizes = {
         "k": roles.keys * qk * _ELEMENT_BYTES,

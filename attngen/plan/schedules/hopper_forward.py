@@ -10,16 +10,19 @@ from attngen.arch import Arch
 from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
+from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_arguments
-from attngen.plan.draft import classifier_of, drafted
-from attngen.plan.model import Columns, Hopper, Plan, Region
+from attngen.plan.draft import drafted, forward_launches
+from attngen.plan.model import Columns, Plan, Region, Structure
 from attngen.plan.schedule import Schedule
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.spec.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
 _ROWS = 64  # query rows of a consumer: M of wgmma
+#: Bytes of a row that one wgmma sums over: K is 16 elements of 16 bits, 32 of 8 (PTX ISA, wgmma.mma_async).
+MMA_BYTES = 32
 _BARRIER_BYTES = 8
 _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
@@ -34,6 +37,35 @@ _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
 #: Of a thread without roles, which an instruction can name.
 _MOST_REGISTERS = 255
+
+
+#: Time of a tile of work by its consumers, as far as it decides between tiles: docs/performance.md, "Packed heads".
+_TILE_TIMES = {1: 1.0, 2: 1.25, 3: 1.75}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperForward(Structure):
+    """Roles, pipeline and memory of a Hopper forward; a consumer has 64 query rows."""
+
+    specialized: bool  # a warpgroup more produces; else those that multiply also load
+    producer_registers: int  # per thread, as is the next
+    consumer_registers: int
+    pingpong: bool  # consumers take turns at the tensor cores
+    overlap: bool  # the product with V runs under the softmax of the next tile
+    longest_first: bool  # query tiles from the last to the first, head by head within a section
+    staged: bool  # outputs leave through shared memory
+    q_stages: int  # tiles of Q in flight
+    box_columns: int  # columns of one copy
+    out_columns: int  # columns of O that are staged at once
+    lookahead: int  # steps before the end of a tile at which the next one is taken
+    redo_above: str  # literal; see docs/performance.md
+    redo_growth: str
+    softmax: str
+
+    @property
+    def schedule(self) -> str:
+        """How consumers share the tensor cores, as specs say it."""
+        return "pingpong" if self.pingpong else "cooperative"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +111,7 @@ class HopperTile:
     tile_m: int
     tile_n: int
     stages: int
-    roles: Hopper
+    roles: HopperForward
 
 
 def widths(head_dim: int) -> Columns:
@@ -140,11 +172,33 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
         mask_code="branch",
         softmax=roles.softmax,
         section_bytes=SECTION_BYTES,
-        hopper=roles,
+        structure=roles,
+        tile_time=_TILE_TIMES[roles.consumers],
         pack_gqa=pack_gqa,
     )
-    classifier = classifier_of(planned, cuda_classifier_arguments(planned)) if driver == "tile_map" else None
-    return planned.with_arguments(cuda_arguments(planned), classifier)
+    return forward_launches(
+        planned,
+        cuda_arguments(planned, roles),
+        lambda: cuda_classifier_arguments(planned),
+        persistent=roles.persistent,
+        shared_bytes=roles.shared_bytes,
+        max_spills=SPILLS.bytes,
+        products=_products(planned, roles),
+    )
+
+
+def _products(planned: Plan, roles: HopperForward) -> int:
+    """Return how many wgmma instructions the kernel has.
+
+    Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V in the loop and after it.
+    Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own. Without a
+    producer a block has one tile of work, and no Q K^T after it.
+    """
+    depth = MMA_BYTES // planned.dtype.bytes
+    qk, pv = planned.columns_qk[0].width // depth, planned.tile_n // depth
+    if not roles.specialized:
+        return 2 * qk + 2 * pv
+    return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
 def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
@@ -184,7 +238,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = 64 if qk % 64 == 0 and v % 64 == 0 else 32
     softmax = spec.softmax or _SOFTMAXES[0]
-    draft = Hopper(
+    draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
         producer_registers=registers[0],
@@ -210,8 +264,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     """Yield the spec of a forward with other choices than those of its ``first`` plan, each with fewer registers taken:
     narrower tiles, then fewer consumers, which have more registers each, then probabilities that wait for V."""
-    assert first.hopper is not None
-    given, most = spec.roles or Roles(), first.hopper.consumers
+    given, most = spec.roles or Roles(), first.structure.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
     narrower = [n for n in _FEWER_KEYS if n < first.tile_n] if spec.tile_n is None else []
     tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
@@ -349,8 +402,8 @@ def _searches(spec: KernelSpec) -> bool:
 
 
 def _with_memory(
-    spec: KernelSpec, arch: Arch, draft: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: int
-) -> Hopper:
+    spec: KernelSpec, arch: Arch, draft: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int
+) -> HopperForward:
     """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
     parts = [columns for columns in (v // 2, 64, 32) if columns % draft.box_columns == 0 and v % columns == 0]
     choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
@@ -370,7 +423,7 @@ def _with_memory(
     )
 
 
-def _regions(roles: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: int) -> Iterator[Region]:
+def _regions(roles: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int) -> Iterator[Region]:
     """Yield the regions of shared memory in order; matrices first, since these need the alignment."""
     element = dtype("bf16").bytes
     sizes = {

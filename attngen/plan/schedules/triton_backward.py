@@ -15,6 +15,7 @@ from attngen.lang.ir import names
 from attngen.lang.settle import reads_products
 from attngen.lang.variant import Variant
 from attngen.plan import backward_arguments, budget, naming
+from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import (
     SECTION_BYTES,
     STAGES,
@@ -22,11 +23,10 @@ from attngen.plan.choices import (
     WARPS,
     check_sizes,
     driver_of,
-    map_axes,
     refuse,
 )
-from attngen.plan.draft import drafted
-from attngen.plan.model import Part, Plan
+from attngen.plan.draft import axes_of, drafted, row_workspaces
+from attngen.plan.model import Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.tiles import Tile, completed, family, gradient_columns, padded_width
 from attngen.plan.traits import gathers, is_light
@@ -168,16 +168,16 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         num_warps=main.warps,
         max_registers=None,
         driver=drivers[_DKDV],
+        main="dkdv",
         mask_code="branch",
         softmax="exact_max",
         section_bytes=SECTION_BYTES,
         allow=(*spec.allow, "serialized_wgmma") if _serializes(spec.variant) else spec.allow,
     )
-    parts = [_preprocess(planned)]
+    launches = [_preprocess(planned)]
     for kind, tile in tiles.items():
-        parts += _gradient(planned, kind, tile, drivers[kind])
-    dkdv = next(part for part in parts if part.name == "dkdv")
-    return replace(planned, parts=tuple(parts), arguments=dkdv.arguments)
+        launches += _gradient(planned, kind, tile, drivers[kind])
+    return replace(planned, launches=tuple(launches), workspaces=tuple(row_workspaces()))
 
 
 def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -262,27 +262,26 @@ def _smaller(kind: _Kind, given: Gradient, tile: Tile) -> Tile | None:
     return None
 
 
-def _preprocess(draft: Plan) -> Part:
-    """Return the kernel that computes what both others need of each query row."""
-    return Part(
+def _preprocess(planned: Plan) -> Launch:
+    """Return the launch that computes what both others need of each query row."""
+    return Launch(
         name="preprocess",
-        symbol=naming.part_name(draft.name, "preprocess"),
+        symbol=naming.launch_name(planned.name, "preprocess"),
         grid="rows",
         tile_m=_ROWS,
-        tile_n=draft.tile_n,
+        tile_n=planned.tile_n,
         stages=1,
-        num_warps=_ROWS_WARPS[draft.dtype.bytes],
-        driver="ranges",
-        arguments=backward_arguments.preprocess_arguments(draft),
+        num_warps=_ROWS_WARPS[planned.dtype.bytes],
+        arguments=backward_arguments.preprocess_arguments(planned),
     )
 
 
-def _gradient(draft: Plan, kind: _Kind, tile: Tile, driver: str) -> list[Part]:
+def _gradient(planned: Plan, kind: _Kind, tile: Tile, driver: str) -> list[Launch]:
     """Return one of the two kernels, after the one that computes its tile map if it needs one."""
-    axes = map_axes(draft.variant, varlen=draft.varlen) if driver == "tile_map" else None
-    part = Part(
+    axes = axes_of(planned, kind.name) if driver == "tile_map" else None
+    launch = Launch(
         name=kind.name,
-        symbol=naming.part_name(draft.name, kind.name),
+        symbol=naming.launch_name(planned.name, kind.name),
         grid=kind.grid,
         tile_m=tile.m,
         tile_n=tile.n,
@@ -290,22 +289,24 @@ def _gradient(draft: Plan, kind: _Kind, tile: Tile, driver: str) -> list[Part]:
         num_warps=tile.warps,
         driver=driver,
         tile_map=axes,
+        max_spills=SPILLS.bytes,
     )
-    own = draft.of_part(part)
+    own = planned.of_launch(launch)
     listed = backward_arguments.dkdv_arguments if kind.by_keys else backward_arguments.dq_arguments
-    parts = [replace(part, arguments=listed(own))]
+    launches = [replace(launch, arguments=listed(own))]
     if axes is not None:
         classifier = replace(
-            part,
+            launch,
             name=f"classify_{kind.name}",
-            symbol=naming.part_name(draft.name, f"classify_{kind.name}"),
+            symbol=naming.launch_name(planned.name, f"classify_{kind.name}"),
             grid=kind.words,
             num_warps=4,
             stages=1,
+            max_spills=None,
             arguments=backward_arguments.classifier_arguments(own, by_keys=kind.by_keys),
         )
-        parts.insert(0, classifier)
-    return parts
+        launches.insert(0, classifier)
+    return launches
 
 
 SCHEDULE = Schedule(

@@ -8,8 +8,9 @@ from dataclasses import replace
 from attngen.arch import Arch
 from attngen.dtypes import dtype
 from attngen.plan import arguments, budget
+from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, driver_of, refuse
-from attngen.plan.draft import classifier_of, drafted
+from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.tiles import Tile, columns, completed, family, padded_width
@@ -92,8 +93,12 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         softmax=spec.softmax or "exact_max",
         section_bytes=SECTION_BYTES,
     )
-    classifier = classifier_of(planned, arguments.classifier_arguments(planned)) if driver == "tile_map" else None
-    return planned.with_arguments(arguments.forward_arguments(planned), classifier)
+    return forward_launches(
+        planned,
+        arguments.forward_arguments(planned),
+        lambda: arguments.classifier_arguments(planned),
+        max_spills=SPILLS.bytes,
+    )
 
 
 def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.lang.ir import MAX_SEQLEN
-from attngen.plan.model import HopperGradients, Part, Plan
-from attngen.plan.schedules.hopper_backward import PIECE_BYTES, by_head, row_lanes
+from attngen.plan.model import Launch, Plan
+from attngen.plan.schedules.hopper_backward import PIECE_BYTES, HopperBackward, by_head, row_lanes
 from attngen.plan.traits import reads_positions
 from attngen.render.cuda_gradients import factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
@@ -72,13 +72,13 @@ class CudaBackwardView:
     piece_bytes: int
     swizzle: int
     swizzled_row: str
-    preprocess: Part
+    preprocess: Launch
     preprocess_lines: tuple[str, ...]
     lanes_of_row: int
     chunks_of_row: int
     row_of_out: str
     row_of_dout: str
-    dkdv: Part
+    dkdv: Launch
     dkdv_lines: tuple[str, ...]
     key_box: str
     query_box: str
@@ -109,7 +109,7 @@ class CudaBackwardView:
     uses_b: bool
     dk_rows: str
     dv_rows: str
-    dq: Part | None  # where it has a kernel of its own
+    dq: Launch | None  # where it has a kernel of its own
     dq_lines: tuple[str, ...]
     dq_uses_hk: bool
     dq_factor_lines: tuple[str, ...]
@@ -121,14 +121,14 @@ class CudaBackwardView:
 
 def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     """Return the view of a plan."""
-    roles = plan.gradients
-    assert roles is not None
-    parts = {part.name: part for part in plan.parts}
-    dkdv, rounding = plan.of_part(parts["dkdv"]), parts.get("dq")
+    roles = plan.structure
+    assert isinstance(roles, HopperBackward)
+    parts = {part.name: part for part in plan.launches}
+    dkdv, rounding = plan.of_launch(parts["dkdv"]), parts.get("dq")
     found, code = tiles(dkdv, QUERIES), probabilities(dkdv)
     listed = query_word(dkdv) if plan.driver != "ranges" else ()
     factor_lines, factor_text = factor(dkdv, code.factor)
-    dq_factor_lines, dq_factor = factor(plan.of_part(rounding) if rounding else dkdv, code.factor)
+    dq_factor_lines, dq_factor = factor(plan.of_launch(rounding) if rounding else dkdv, code.factor)
     steps = "\n".join([code.partial.text, code.full.text, code.exponent])
     spans = "\n".join([*found.lines, *found.values.values(), *listed])
     end_qk, end_v = (-(-each // roles.box_columns) * roles.box_columns for each in (plan.head_dim_qk, plan.head_dim_v))
@@ -203,7 +203,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     )
 
 
-def _region_text(roles: HopperGradients, plan: Plan, name: str) -> str:
+def _region_text(roles: HopperBackward, plan: Plan, name: str) -> str:
     if roles.cluster > 1 and name == "dout":
         part = "a tile" if roles.parts_of(plan.columns_v[0].width) == 1 else "half a tile"
         return f"dO, {part} per stage, then dV on its way out"
@@ -211,7 +211,7 @@ def _region_text(roles: HopperGradients, plan: Plan, name: str) -> str:
     return texts.get(name, "barriers")
 
 
-def _lines(plan: Plan, part: Part) -> tuple[str, ...]:
+def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:
     return argument_lines(plan, part.arguments, written=_WRITTEN[part.name])
 
 
@@ -235,8 +235,7 @@ def _cluster_lines(steps: str) -> tuple[str, ...]:
 
 def _key_box(plan: Plan, start: str) -> str:
     """Return the coordinates of a box of keys: what lies beyond the last of its ``rows`` arrives as zeros."""
-    assert plan.gradients is not None
-    keys = "kKeys" if plan.gradients.cluster > 1 else "kBlockN"
+    keys = "kKeys" if plan.launch(plan.main).cluster > 1 else "kBlockN"
     return f"{keys} - rows, k_begin + {start} + rows" if plan.varlen else f"{keys} - rows, {start} + rows, b"
 
 
@@ -280,8 +279,8 @@ def _counters(plan: Plan) -> str:
     return f"reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>({tiles}) * kSumsOfTile)"
 
 
-def _classifier(plan: Plan, part: Part) -> KeyClassifier:
-    code = elements(plan.of_part(part))
+def _classifier(plan: Plan, part: Launch) -> KeyClassifier:
+    code = elements(plan.of_launch(part))
     texts = "\n".join([*code.hoisted, *code.lines, code.visible])
     return KeyClassifier(
         symbol=part.symbol,

@@ -10,6 +10,7 @@ from functools import partial
 from attngen.dtypes import dtype
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.schedules.hopper_forward import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.expressions import atom
 from attngen.render.header import argument_groups, command, summary
@@ -34,6 +35,7 @@ class RegionView:
 class ClassifierView:
     """The kernel that computes the tile map."""
 
+    symbol: str
     threads: int
     argument_lines: tuple[str, ...]
     uses_packed: bool
@@ -107,8 +109,8 @@ class CudaView:
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
     """Return the view of a plan."""
-    hopper = plan.hopper
-    assert hopper is not None
+    hopper = plan.structure
+    assert isinstance(hopper, HopperForward)
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
     spans = "\n".join([*found.lines, *found.values.values(), *listed])
@@ -182,17 +184,17 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
         multiplier=code.multiplier,
         sink=_sink(plan, work_lines),
-        classifier=_classifier(plan) if plan.classifier else None,
+        classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
 
 
 def _classifier(plan: Plan) -> ClassifierView:
-    assert plan.classifier is not None
-    code = elements(plan)
+    own, code = plan.launch("classify"), elements(plan)
     texts = "\n".join([*code.hoisted, *code.lines, code.visible])
     return ClassifierView(
-        threads=32 * plan.classifier.num_warps,
-        argument_lines=argument_lines(plan, plan.classifier.arguments, written=frozenset({"tile_map"})),
+        symbol=own.symbol,
+        threads=32 * own.num_warps,
+        argument_lines=argument_lines(plan, own.arguments, written=frozenset({"tile_map"})),
         uses_packed=uses("q_begin", texts) or uses("k_begin", texts),
         uses_hk=uses("hk", texts),
         hoisted=code.hoisted,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attngen.plan.arguments import block_suffix
 from attngen.plan.backward_arguments import has_window, through_descriptor
-from attngen.plan.model import Columns, Part, Plan
+from attngen.plan.model import Columns, Launch, Plan
 from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, gradients
 from attngen.render.expressions import atom
 from attngen.render.header import command, summary
@@ -51,7 +51,7 @@ class Kernel:
     ``flat``: one loop goes through the tiles of all heads of a group, since these are the same.
     """
 
-    part: Part
+    part: Launch
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
     range_lines: tuple[str, ...]
@@ -76,7 +76,7 @@ class Kernel:
 class Classifier:
     """The kernel that computes the tile map of either."""
 
-    part: Part
+    part: Launch
     by_keys: bool
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
@@ -95,7 +95,7 @@ class BackwardView:
     summary: str
     searches: bool
     lists: bool
-    preprocess: Part
+    preprocess: Launch
     preprocess_lines: tuple[str, ...]
     out_blocks: tuple[Result, ...]
     dkdv: Kernel
@@ -106,9 +106,9 @@ class BackwardView:
 
 def backward_view(plan: Plan, template: str) -> BackwardView:
     """Return the view of a plan."""
-    dkdv, dq = (_kernel(plan, plan.part(name), form) for name, form in (("dkdv", BY_KEYS), ("dq", BY_QUERIES)))
-    classifiers = tuple(_classifier(plan, part) for part in plan.parts if part.name.startswith("classify_"))
-    preprocess = plan.part("preprocess")
+    dkdv, dq = (_kernel(plan, plan.launch(name), form) for name, form in (("dkdv", BY_KEYS), ("dq", BY_QUERIES)))
+    classifiers = tuple(_classifier(plan, part) for part in plan.launches if part.name.startswith("classify_"))
+    preprocess = plan.launch("preprocess")
     texts = [
         line for kernel in (dkdv, dq) for line in (*kernel.range_lines, *kernel.hoisted_lines, *kernel.of_head_lines)
     ]
@@ -129,8 +129,8 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
     )
 
 
-def _kernel(plan: Plan, part: Part, form: Form) -> Kernel:
-    own = plan.of_part(part)
+def _kernel(plan: Plan, part: Launch, form: Form) -> Kernel:
+    own = plan.of_launch(part)
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
     condition = spans.condition if part.driver == "ranges" else listed.condition
@@ -209,7 +209,7 @@ def _keep(plan: Plan, form: Form) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _heads(plan: Plan, part: Part, form: Form) -> tuple[str, ...]:
+def _heads(plan: Plan, part: Launch, form: Form) -> tuple[str, ...]:
     """Return the lines that find the rows of a head of what the loops load, where these have pointers."""
     lines = []
     names, head, begin = (("q", "dout"), "h", "q_begin") if form is BY_KEYS else (("k", "v"), "hk", "k_begin")
@@ -220,7 +220,7 @@ def _heads(plan: Plan, part: Part, form: Form) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _load(plan: Plan, part: Part, form: Form, names: tuple[str, str], which: int) -> tuple[str, ...]:
+def _load(plan: Plan, part: Launch, form: Form, names: tuple[str, str], which: int) -> tuple[str, ...]:
     """Return the lines that load one tile of what the loops go along; rows behind the end of a sequence are 0."""
     name = names[which]
     head, index, start, length, begin, rows = (
@@ -252,7 +252,7 @@ def _load(plan: Plan, part: Part, form: Form, names: tuple[str, str], which: int
 # --- one step -----------------------------------------------------------------------------------------------
 
 
-def _step(plan: Plan, part: Part, form: Form, code: Gradients, condition: str | None) -> Step:
+def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str | None) -> Step:
     precision, element = precision_of(plan), f"tl.{plan.dtype.triton_language}"
 
     def product(result: str, left: str, right: str, blocks: tuple[Columns, ...]) -> tuple[str, ...]:
@@ -307,8 +307,8 @@ def _step(plan: Plan, part: Part, form: Form, code: Gradients, condition: str | 
     )
 
 
-def _classifier(plan: Plan, part: Part) -> Classifier:
-    own = plan.of_part(part)
+def _classifier(plan: Plan, part: Launch) -> Classifier:
+    own = plan.of_launch(part)
     by_keys = part.grid == "key_words"
     code = map_lines(own, (BY_KEYS if by_keys else BY_QUERIES).along)
     texts = (*code.range_lines, *code.hoisted, *code.lines)

@@ -131,7 +131,7 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         sink=atom(sink_text),
         element=f"tl.{plan.dtype.triton_language}",
         precision=precision_of(plan),
-        classifier=_classifier(plan, uses_q_pos=code.uses_q_pos) if plan.classifier else None,
+        classifier=_classifier(plan, uses_q_pos=code.uses_q_pos) if plan.has_launch("classify") else None,
     )
 
 
@@ -251,10 +251,9 @@ def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: 
 
 
 def _classifier(plan: Plan, *, uses_q_pos: bool) -> ClassifierView:
-    assert plan.classifier is not None
     code = classifier(plan)
     return ClassifierView(
-        argument_lines=parameter_list(plan.classifier.arguments),
+        argument_lines=parameter_list(plan.launch("classify").arguments),
         begin_lines=begins(plan, (*code.range_lines, *code.hoisted, *code.lines)),
         range_lines=code.range_lines,
         hoisted_lines=code.hoisted,

@@ -1,0 +1,260 @@
+"""The numbers of a call that depend on shapes and strides only: sizes, grids, tile maps and workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Protocol
+
+from attngen.errors import LoadError
+from attngen.runtime.arguments import Call, View, contiguous_view
+from attngen.runtime.driver import Driver
+from attngen.runtime.module import Kernel
+from attngen.runtime.packing import Parameter
+from attngen.runtime.tensormap import usable_strides, windowed
+
+
+class MapShape:
+    """Shape of a tile map: (batch, heads, rows, 2, words) of int32; batch or heads are 1 where shared.
+
+    A row is a tile of queries and its bits are those of the tiles of keys; ``by_keys`` it is the other way round.
+    """
+
+    __slots__ = ("batch", "heads", "rows", "words")
+
+    def __init__(self, launch: Tiled, call: Call, *, by_keys: bool = False) -> None:
+        per_batch, per_head = launch.map_axes
+        # Lengths of its own for each sequence make a map for each sequence, whatever the mask reads.
+        per_batch = per_batch or call.layout == "varlen" or call.seqused_k is not None
+        self.batch = call.batch if per_batch else 1
+        self.heads = call.heads if per_head else 1
+        q_tiles, kv_tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
+        self.rows, listed = (kv_tiles, q_tiles) if by_keys else (q_tiles, kv_tiles)
+        self.words = -(-listed // 32)
+
+    def tensor_shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of the tensor: for each row the bits of full tiles, then those of partial tiles."""
+        return (self.batch, self.heads, self.rows, 2, self.words)
+
+    def stride(self, axis: str) -> int:
+        """Stride along b, h or the rows (q or kv) in words; 0 along an axis that is shared."""
+        row = 2 * self.words
+        if axis in ("q", "kv"):
+            return row
+        if axis == "h":
+            return row * self.rows if self.heads > 1 else 0
+        return row * self.rows * self.heads if self.batch > 1 else 0
+
+
+def group_of(call: Call) -> int:
+    """Return the query heads of one KV head."""
+    return call.heads // max(call.kv_heads, 1)
+
+
+def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool) -> tuple[int, int]:
+    """Return the tiles of query rows of a unit, and the units: heads, or KV heads with all rows of their group."""
+    rows, heads = (call.seqlen_q * group_of(call), call.kv_heads) if pack_gqa else (call.seqlen_q, call.heads)
+    return -(-rows // tile_m), call.batch * heads
+
+
+def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
+    """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
+
+    That are K and V; or Q and dO of all heads of a KV head, where blocks are tiles of keys and KV heads are counted:
+    at least ``section_heads`` of these.
+    """
+    if by_keys:
+        kv_heads = -(-launch.section_keys // (call.seqlen_q * group_of(call) + 1))
+        return max(min(max(kv_heads, launch.section_heads), call.batch * call.kv_heads), 1)
+    kv_heads = -(-launch.section_keys // (call.seqlen_k + 1))
+    return max(min(kv_heads * (1 if launch.pack_gqa else group_of(call)), units), 1)
+
+
+class Tiled(Protocol):
+    """What the numbers of a call depend on of a launch."""
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def element_bytes(self) -> int: ...
+    @property
+    def section_keys(self) -> int: ...
+    @property
+    def section_heads(self) -> int: ...
+    @property
+    def persistent(self) -> bool: ...
+    @property
+    def pack_gqa(self) -> bool: ...
+    @property
+    def needs_tile_map(self) -> bool: ...
+    @property
+    def map_axes(self) -> tuple[bool, bool]: ...
+    @property
+    def by_keys(self) -> bool: ...
+    @property
+    def grid(self) -> str: ...
+    @property
+    def cluster(self) -> int: ...
+    @property
+    def map_owner(self) -> str: ...
+
+
+class Geometry:
+    """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
+
+    def __init__(self, launch: Tiled, call: Call, views: Mapping[str, View] | None = None) -> None:
+        """``views`` has what differs from q, k, v and a contiguous output, or comes on top of these."""
+        self.launch = launch
+        self.call = call
+        self.map = MapShape(launch, call, by_keys=launch.by_keys) if launch.needs_tile_map else None
+        out = contiguous_view(call.out_shape(), call.order)
+        self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": out, **(views or {})}
+        q_tiles, units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
+        kv_tiles, group, packed = -(-call.seqlen_k // launch.tile_n), group_of(call), call.layout == "varlen"
+        rows = call.total_q if packed else call.seqlen_q
+        row_tiles = -(-rows // launch.tile_m)
+        self.sizes: dict[str, int] = {
+            "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads,
+            "group": group, "group_bits": group.bit_length() - 1,
+            "section": _section(launch, call, units, by_keys=launch.by_keys),
+            "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
+            "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
+            "total_q": call.total_q, "total_k": call.total_k,
+            "head_dim_qk": call.head_dim_qk, "head_dim_v": call.head_dim_v,
+            "q_tiles": q_tiles, "kv_tiles": kv_tiles, "kv_units": call.batch * call.kv_heads,
+            "rows": rows, "row_tiles": row_tiles, "lse_rows": prod(call.lse_shape()),
+            # tiles of query rows of all heads, where those of each sequence begin on a tile
+            "sum_tiles": call.heads * (rows // launch.tile_m + call.batch if packed else call.batch * row_tiles),
+        }  # fmt: skip
+        if self.map is not None:
+            self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
+        self._q_tiles = q_tiles * units
+        words = self.map.words * self.map.rows * self.map.heads * self.map.batch if self.map is not None else 0
+        self._tiles = {
+            "rows": row_tiles * call.heads * (1 if packed else call.batch),
+            "queries": self._q_tiles,
+            "keys": kv_tiles * call.kv_heads * call.batch,
+            "query_words": words,
+            "key_words": words,
+        }
+        self.absent: dict[str, bool] = {}  # whether something that a call may leave out is left out
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of work, whatever they are; LoadError for a grid that this version does not know."""
+        try:
+            return self._tiles[self.launch.grid]
+        except KeyError:
+            raise LoadError(
+                f"grid '{self.launch.grid}' is not known to this version of attngen; known: {', '.join(self._tiles)}"
+            ) from None
+
+    def blocks(self, driver: Driver, device: int) -> int:
+        """Blocks of the launch: one for each tile, or a cluster, or as many as run at once where each takes tile after
+        tile. In a backward these round dQ of tiles of queries, too."""
+        if not self.launch.persistent:
+            return self.tiles * self.launch.cluster
+        return min(max(self.tiles, self._q_tiles), driver.multiprocessors(device))
+
+    def number(self, parameter: Parameter) -> int:
+        """Return the value of a stride, extent, size or presence; LoadError for one that is not known."""
+        match parameter.kind:
+            case "stride":
+                return self._stride(parameter)
+            case "extent":
+                return int(self.call.tensors[self._tensor(parameter)].shape[int(parameter.axis or 0)])
+            case "size":
+                name = parameter.of or parameter.name
+                if name not in self.sizes:
+                    raise LoadError(f"parameter '{parameter.name}': no size is called '{name}'")
+                return self.sizes[name]
+            case "present":
+                return int(self._present(parameter))
+            case "descriptor_shape":
+                return self._described_form(parameter)[0][self._axis(parameter)]
+            case "descriptor_stride":
+                return usable_strides(*self._described_form(parameter), self.launch.element_bytes)[
+                    self._axis(parameter)
+                ]
+            case _:
+                raise LoadError(f"parameter '{parameter.name}': kind '{parameter.kind}' is not a number")
+
+    def _stride(self, parameter: Parameter) -> int:
+        of, axis = parameter.of, parameter.axis
+        if of in self.views:
+            seen = self.views[of]
+            name = str(axis) if isinstance(axis, str) else seen.axes[int(axis or 0)]
+            # Along an axis of extent 1 nothing steps, and torch's stride there is arbitrary.
+            one = name in seen.axes and seen.shape[seen.axes.index(name)] == 1
+            return 0 if one else seen.stride(name)
+        if of == "lse":
+            return self._lse_stride(str(axis))
+        if of == "tile_map" and self.map is not None:
+            return self.map.stride(str(axis))
+        tensor = self.call.tensors[self._tensor(parameter)]
+        index = int(axis or 0)
+        return 0 if tensor.shape[index] == 1 else tensor.stride(index)
+
+    def _lse_stride(self, axis: str) -> int:
+        rows = self.call.total_q if self.call.layout == "varlen" else self.call.seqlen_q
+        by_axis = {"s": 1, "h": rows, "b": 0 if self.call.layout == "varlen" else rows * self.call.heads}
+        return by_axis[axis]
+
+    def _tensor(self, parameter: Parameter) -> str:
+        name = parameter.tensor
+        if name is None or name not in self.call.tensors:
+            raise LoadError(f"parameter '{parameter.name}': the variant has no tensor for '{parameter.of}'")
+        return name
+
+    def _present(self, parameter: Parameter) -> bool:
+        if parameter.of == "lse":
+            return self.call.return_lse
+        if parameter.of == "seqused_k":
+            return self.call.seqused_k is not None
+        if parameter.of in self.absent:
+            return not self.absent[parameter.of]
+        raise LoadError(f"parameter '{parameter.name}': presence of '{parameter.of}' is not known")
+
+    def _described(self, parameter: Parameter) -> View:
+        if parameter.of not in self.views:
+            raise LoadError(f"parameter '{parameter.name}': '{parameter.of}' has no descriptor")
+        return self.views[parameter.of]
+
+    def _described_form(self, parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and strides of a descriptor as the kernel knows it."""
+        described = self._described(parameter)
+        if parameter.window is None:
+            return described.shape, described.strides
+        strides = usable_strides(described.shape, described.strides, self.launch.element_bytes)
+        return windowed(described.shape, strides, parameter.window)
+
+    def _axis(self, parameter: Parameter) -> int:
+        axis = parameter.axis
+        return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
+
+
+def geometries(
+    kernel: Kernel, call: Call, views: Mapping[str, View], *, absent: Mapping[str, bool] | None = None
+) -> list[Geometry]:
+    """Return the numbers of a call for each launch of a kernel, in order; ``views`` and ``absent`` as above."""
+    found = [Geometry(launch, call, views) for launch in kernel.launches]
+    elements = workspace_sizes(kernel, found)
+    for geometry in found:
+        geometry.absent |= absent or {}
+        geometry.sizes |= {f"{name}_chunks": count // 4 for name, count in elements.items()}
+    return found
+
+
+def workspace_sizes(kernel: Kernel, found: Sequence[Geometry]) -> dict[str, int]:
+    """Return how many elements of 4 bytes each workspace of a call has."""
+    sizes = found[kernel.launches.index(kernel.main)].sizes
+    return {workspace.name: workspace.elements(sizes) for workspace in kernel.workspaces}
+
+
+def map_shapes(found: Sequence[Geometry]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tile map, by the launch that reads it."""
+    return {one.launch.map_owner: one.map.tensor_shape() for one in found if one.map is not None}
