@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.arch import ARCHES, Arch
-from attngen.plan.model import Argument, Classifier
+from attngen.plan.model import Argument, Launch
 
 TEXT = (Path(__file__).parent / "kernels" / "small.py").read_text()
 
@@ -33,8 +33,16 @@ class Plan:
     fast_math: bool = True
     stages: int = 2
     allow: tuple[str, ...] = ()
-    classifier: Classifier | None = None
-    parts: tuple[()] = ()
+    main: str = "forward"
+    classifier: Launch | None = None
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        own = Launch(
+            "forward", self.name, "queries", 64, 64, self.stages, self.num_warps, arguments=self.arguments,
+            max_registers=self.max_registers, max_spills=32,
+        )  # fmt: skip
+        return (own,) if self.classifier is None else (self.classifier, own)
 
     @property
     def arch(self) -> Arch:
@@ -44,12 +52,10 @@ class Plan:
         return {
             "format": 1,
             "name": self.name,
-            "symbol": self.name,
             "arch": self.arch_name,
             "backend": "triton",
             "num_warps": self.num_warps,
-            "classifier": {"symbol": self.classifier.name} if self.classifier else None,
-            "parameters": [a.to_dict() for a in self.arguments],
+            "main": self.main,
         }
 
 
@@ -81,10 +87,7 @@ POINTER = Plan(
     arch_name="sm80",
 )
 SPILLING = Plan("spilling_kernel", (Argument("x", "pointer", "*fp32"), Argument("out", "pointer", "*fp32")))
-CLASSIFIER = Classifier(
-    "classify_kernel",
-    (Argument("out", "pointer", "*i32", of="tile_map"), Argument("n", "size", "i32")),
-    batch=False,
-    heads=False,
-    num_warps=1,
-)
+CLASSIFIER = Launch(
+    "classify", "classify_kernel", "query_words", 64, 64, stages=1, num_warps=1,
+    arguments=(Argument("out", "pointer", "*i32", of="tile_map"), Argument("n", "size", "i32")),
+)  # fmt: skip

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from attngen.compile import Artifact, compile_source, cuda
-from attngen.compile.cuda import compile_text, planned_wgmma
+from attngen.compile.cuda import compile_text
 from attngen.compile.inspect import count_instructions, parameter_places
-from attngen.compile.speed import MAX_SPILLS
 from attngen.errors import CompileError
 from attngen.plan import Plan
+from attngen.plan.allowances import SPILLS
 from attngen.render import render
 from attngen.resources import root
 from attngen.store import Store
@@ -66,11 +66,10 @@ def compiled(variant: str, head_dim: int, pack_gqa: bool = False) -> tuple[Plan,
 def test_kernels_keep_their_speed(variant: str, head_dim: int, pack_gqa: bool) -> None:
     plan, artifact = compiled(variant, head_dim, pack_gqa)
     resources = artifact.manifest["resources"]
-    assert 0 <= resources["spills"] <= MAX_SPILLS
+    assert 0 <= resources["spills"] <= SPILLS.bytes
     assert resources["serialized_wgmma"] is False
-    assert resources["wgmma"] == planned_wgmma(plan) == count_instructions(artifact.cubin, "HGMMA") > 0
-    assert plan.hopper is not None
-    assert resources["shared_memory"] == plan.hopper.shared_bytes
+    assert resources["wgmma"] == plan.launch("forward").products == count_instructions(artifact.cubin, "HGMMA") > 0
+    assert resources["shared_memory"] == plan.structure.shared_bytes
     # what a launch reserves for each thread, before the roles share it out
     assert 24 <= resources["registers"] <= 65536 // plan.threads
     assert resources["cubin_bytes"] == len(artifact.cubin)
@@ -80,9 +79,10 @@ def test_kernels_keep_their_speed(variant: str, head_dim: int, pack_gqa: bool) -
 @each
 def test_parameters_are_those_of_the_cubin(variant: str, head_dim: int, pack_gqa: bool) -> None:
     plan, artifact = compiled(variant, head_dim, pack_gqa)
-    parts = [(plan.name, plan.arguments, artifact.manifest["parameters"])]
-    if plan.classifier:
-        parts.append((plan.classifier.name, plan.classifier.arguments, artifact.manifest["classifier"]["parameters"]))
+    parts = [
+        (launch.symbol, launch.arguments, row["parameters"])
+        for launch, row in zip(plan.launches, artifact.manifest["launches"], strict=True)
+    ]
     for symbol, arguments, parameters in parts:
         assert [p["name"] for p in parameters] == [argument.name for argument in arguments]
         places = parameter_places(artifact.cubin, symbol)
@@ -108,13 +108,12 @@ CHOICES: tuple[tuple[str, dict[str, object]], ...] = (
 def test_choices_keep_their_speed(variant: str, fields: dict[str, object]) -> None:
     plan = planned(variant, backend="cuda", **fields)  # type: ignore[arg-type]
     resources = compile_source(plan, render(plan)).manifest["resources"]
-    assert 0 <= resources["spills"] <= MAX_SPILLS
+    assert 0 <= resources["spills"] <= SPILLS.bytes
     assert resources["serialized_wgmma"] is False
-    assert resources["wgmma"] == planned_wgmma(plan)
-    assert plan.hopper is not None
-    assert resources["shared_memory"] == plan.hopper.shared_bytes
-    if not plan.hopper.specialized:
-        assert resources["registers"] <= plan.hopper.consumer_registers
+    assert resources["wgmma"] == plan.launch("forward").products
+    assert resources["shared_memory"] == plan.structure.shared_bytes
+    if not plan.structure.specialized:
+        assert resources["registers"] <= plan.structure.consumer_registers
 
 
 def test_an_artifact_holds_what_it_says() -> None:
@@ -122,19 +121,17 @@ def test_an_artifact_holds_what_it_says() -> None:
     manifest = artifact.manifest
     assert artifact.cubin.startswith(b"\x7fELF")
     assert manifest["sha256"] == sha256(artifact.cubin).hexdigest()
-    assert (artifact.name, manifest["symbol"], manifest["threads"]) == (plan.name, plan.name, plan.threads)
+    assert (artifact.name, manifest["main"], manifest["threads"]) == (plan.name, "forward", plan.threads)
     assert manifest["backend"] == "cuda"
-    assert manifest["persistent"] is True
+    assert manifest["structure"]["persistent"] is True
     assert manifest["toolchain"]["nvidia-cuda-nvrtc"]
     assert manifest["cuda_major"] >= 12
     assert manifest["min_driver"] >= 12000
     assert artifact.texts["source.cu"] == render(plan).text
-    assert plan.classifier is not None
-    part = manifest["classifier"]
-    assert part["symbol"] == plan.classifier.name
-    assert part["sha256"] == sha256(artifact.classifier or b"").hexdigest()
-    assert part["resources"]["registers"] > 0
-    assert compiled("causal", 64)[1].classifier is None
+    assert not artifact.others, "all launches of a CUDA kernel stand in one cubin"
+    assert [row["name"] for row in manifest["launches"]] == ["classify", "forward"]
+    assert all(row["resources"]["registers"] > 0 for row in manifest["launches"])
+    assert [row["name"] for row in compiled("causal", 64)[1].manifest["launches"]] == ["forward"]
     assert json.dumps(json.loads(json.dumps(manifest))) == json.dumps(manifest)
     assert pickle.loads(pickle.dumps(artifact)) == artifact
 
@@ -189,17 +186,17 @@ def with_log(monkeypatch: pytest.MonkeyPatch, plan: Plan, log: str) -> None:
 
 def test_a_spill_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = compiled("causal", 128)
-    with_log(monkeypatch, plan, CLEAN.replace("0 bytes spill stores", f"{MAX_SPILLS + 4} bytes spill stores"))
-    with pytest.raises(CompileError, match=rf"{MAX_SPILLS + 4} B of spills at 168 registers.*allow: \[spill\]"):
+    with_log(monkeypatch, plan, CLEAN.replace("0 bytes spill stores", f"{SPILLS.bytes + 4} bytes spill stores"))
+    with pytest.raises(CompileError, match=rf"{SPILLS.bytes + 4} B of spills at 168 registers.*allow: \[spill\]"):
         compile_source(plan, render(plan))
     allowed = compile_source(replace(plan, allow=("spill",)), render(plan))
-    assert allowed.manifest["resources"]["spills"] == MAX_SPILLS + 4
+    assert allowed.manifest["resources"]["spills"] == SPILLS.bytes + 4
 
 
 def test_a_few_bytes_of_spills_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = compiled("causal", 128)
-    with_log(monkeypatch, plan, CLEAN.replace("0 bytes spill stores", f"{MAX_SPILLS} bytes spill stores"))
-    assert compile_source(plan, render(plan)).manifest["resources"]["spills"] == MAX_SPILLS
+    with_log(monkeypatch, plan, CLEAN.replace("0 bytes spill stores", f"{SPILLS.bytes} bytes spill stores"))
+    assert compile_source(plan, render(plan)).manifest["resources"]["spills"] == SPILLS.bytes
 
 
 @pytest.mark.parametrize("log", [SERIALIZED + CLEAN, CLEAN + SERIALIZED], ids=["before", "behind"])
@@ -214,8 +211,10 @@ def test_a_serialized_product_is_refused_unless_allowed(monkeypatch: pytest.Monk
 
 def test_another_number_of_products_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = compiled("causal", 128)
-    found = planned_wgmma(plan)
-    monkeypatch.setattr(cuda, "planned_wgmma", lambda _: found + 1)
+    (launch,) = plan.launches
+    found = launch.products
+    assert found is not None
+    plan = replace(plan, launches=(replace(launch, products=found + 1),))
     with_log(monkeypatch, plan, CLEAN)
     with pytest.raises(CompileError, match=f"{found} wgmma instructions in the cubin, but {found + 1} were planned"):
         compile_source(plan, render(plan))
@@ -250,7 +249,7 @@ def test_what_ptxas_spills_is_seen() -> None:
     ).replace("NAME", "greedy")
     cubin, log = compile_text("greedy", text, {}, "sm90a")
     assert cubin.startswith(b"\x7fELF")
-    assert cuda._resources_of("greedy", log).spills > MAX_SPILLS
+    assert cuda._resources_of("greedy", log).spills > SPILLS.bytes
 
 
 # --- all of them ----------------------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ def test_every_kernel_of_the_hopper_spec_builds(spec: str, least: int, tmp_path:
     assert len(report.kernels) >= least
     for kernel in report.kernels:
         resources = kernel.manifest["resources"]
-        assert 0 <= resources["spills"] <= MAX_SPILLS, kernel.name
+        assert 0 <= resources["spills"] <= SPILLS.bytes, kernel.name
         assert resources["serialized_wgmma"] is False, kernel.name
         assert resources["wgmma"] > 0, kernel.name
         assert kernel.origin == "built"

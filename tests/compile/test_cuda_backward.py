@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attngen.compile import compile_source, cuda
-from attngen.compile.cuda import PINGPONG_SPILLS, max_spills, planned_wgmma
 from attngen.compile.inspect import Resources, count_instructions, parameter_places
-from attngen.compile.speed import MAX_SPILLS
 from attngen.errors import ChoiceError
+from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
 from attngen.render import render
 from tests.plan.specs import planned
 
@@ -46,26 +45,28 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
     plan = planned(variant, passes="backward", backward="{backend: cuda}", declared=DROPPED, **fields)
-    assert plan.gradients is not None
     artifact = compile_source(plan, render(plan))
     resources = artifact.manifest["resources"]
-    assert 0 <= resources["spills"] <= max_spills(plan)
+    assert 0 <= resources["spills"] <= (plan.launch("dkdv").max_spills or 0)
     assert resources["serialized_wgmma"] is False
-    assert resources["wgmma"] == planned_wgmma(plan) == count_instructions(artifact.cubin, "HGMMA") > 0
-    assert resources["shared_memory"] == plan.gradients.shared_bytes
-    assert artifact.manifest["symbol"] == plan.part("dkdv").symbol
-    for part, row in zip(plan.parts, artifact.manifest["parts"], strict=True):
+    assert resources["wgmma"] == plan.launch("dkdv").products == count_instructions(artifact.cubin, "HGMMA") > 0
+    assert resources["shared_memory"] == plan.structure.shared_bytes
+    for part, row in zip(plan.launches, artifact.manifest["launches"], strict=True):
         assert [p["name"] for p in row["parameters"]] == [argument.name for argument in part.arguments]
         places = parameter_places(artifact.cubin, part.symbol)
         assert [p["offset"] for p in row["parameters"]] == [offset for offset, _ in places]
-        assert row["resources"]["shared_memory"] == (plan.gradients.shared_bytes if part.name == "dkdv" else 0)
+        assert row["resources"]["shared_memory"] == (plan.structure.shared_bytes if part.name == "dkdv" else 0)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "resources", "reason"),
     [
-        (128, Resources(168, MAX_SPILLS + 8, False), rf"{MAX_SPILLS + 8} B of spills at 168 registers"),
-        (64, Resources(168, PINGPONG_SPILLS + 8, False), rf"{PINGPONG_SPILLS + 8} B of spills at 168 registers"),
+        (128, Resources(168, SPILLS.bytes + 8, False), rf"{SPILLS.bytes + 8} B of spills at 168 registers"),
+        (
+            64,
+            Resources(168, PINGPONG_SPILLS.bytes + 8, False),
+            rf"{PINGPONG_SPILLS.bytes + 8} B of spills at 168 registers",
+        ),
         (64, Resources(168, 0, True), "ptxas serialized wgmma"),
     ],
 )

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from attngen.compile import compile_source
-from attngen.compile.cuda import max_spills, planned_wgmma
 from attngen.compile.inspect import count_instructions
-from attngen.compile.triton import MAX_SPILLS
 from attngen.plan import Plan, plan
+from attngen.plan.allowances import SPILLS
 from attngen.render import render
 from attngen.spec import KernelSpec
 from attngen.store.store import Store
@@ -64,16 +63,18 @@ def test_in_cuda(direction: str, layout: str, head_dim: object) -> None:
     planned = plan_of("cuda", direction, layout, head_dim)
     artifact = compile_source(planned, render(planned))
     resources = artifact.manifest["resources"]
-    assert 0 <= resources["spills"] <= (max_spills(planned) if direction == "backward" else MAX_SPILLS)
+    assert 0 <= resources["spills"] <= (planned.launch(planned.main).max_spills or 0)
     assert resources["serialized_wgmma"] is False
-    assert resources["wgmma"] == planned_wgmma(planned) == count_instructions(artifact.cubin, "HGMMA") > 0
+    assert (
+        resources["wgmma"] == planned.launch(planned.main).products == count_instructions(artifact.cubin, "HGMMA") > 0
+    )
 
 
 @pytest.mark.parametrize(("direction", "layout", "head_dim"), cases("triton"))
 def test_in_triton(direction: str, layout: str, head_dim: object) -> None:
     planned = plan_of("triton", direction, layout, head_dim)
     # which refuses products that wait for each other
-    assert 0 <= compile_source(planned, render(planned)).manifest["resources"]["spills"] <= MAX_SPILLS
+    assert 0 <= compile_source(planned, render(planned)).manifest["resources"]["spills"] <= SPILLS.bytes
 
 
 @pytest.mark.exhaustive

@@ -73,7 +73,7 @@ def test_an_artifact_holds_what_it_says() -> None:
     manifest = artifact.manifest
     assert artifact.cubin.startswith(b"\x7fELF")
     assert manifest["sha256"] == sha256(artifact.cubin).hexdigest()
-    assert (artifact.name, manifest["symbol"], manifest["threads"]) == (DESCRIPTOR.name, DESCRIPTOR.name, 128)
+    assert (artifact.name, manifest["main"], manifest["threads"]) == (DESCRIPTOR.name, "forward", 128)
     assert set(artifact.texts) == {"source.py", "ptx", "ttgir"}
     assert artifact.texts["source.py"] == Source(DESCRIPTOR.name).text
     resources = manifest["resources"]
@@ -96,7 +96,7 @@ def test_the_manifest_agrees_with_the_cubin() -> None:
 
 def test_parameters_are_those_of_the_ptx() -> None:
     artifact = compiled(DESCRIPTOR)
-    parameters = artifact.manifest["parameters"]
+    parameters = artifact.manifest["launches"][0]["parameters"]
     kinds = [p["kind"] for p in parameters]
     of_descriptor = ["descriptor"] + 4 * ["descriptor_shape"] + 4 * ["descriptor_stride"]
     assert kinds[:18] == 2 * of_descriptor
@@ -116,13 +116,13 @@ def test_every_arch_compiles_without_a_gpu(arch: str) -> None:
 def test_a_classifier_is_a_cubin_of_its_own() -> None:
     plan = replace(POINTER, classifier=CLASSIFIER)
     artifact = compiled(plan)
-    part = artifact.manifest["classifier"]
-    assert artifact.classifier is not None
-    assert artifact.classifier.startswith(b"\x7fELF")
-    assert part["sha256"] == sha256(artifact.classifier).hexdigest()
-    assert [p["name"] for p in part["parameters"]] == ["out", "n", "scratch0", "scratch1"]
-    assert part["resources"]["registers"] > 0
-    assert b"classify_kernel" in artifact.classifier
+    row = artifact.manifest["launches"][0]
+    cubin = artifact.others["classify"]
+    assert cubin.startswith(b"\x7fELF")
+    assert row["sha256"] == sha256(cubin).hexdigest()
+    assert [p["name"] for p in row["parameters"]] == ["out", "n", "scratch0", "scratch1"]
+    assert row["resources"]["registers"] > 0
+    assert b"classify_kernel" in cubin
     assert artifact.cubin == compiled(POINTER).cubin
 
 

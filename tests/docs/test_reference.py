@@ -187,8 +187,10 @@ def test_drivers(mask: str, row: list[str]) -> None:
 
 
 def test_spills_that_are_allowed() -> None:
-    from attngen.compile.cuda import PINGPONG_SPILLS
-    from attngen.compile.speed import MAX_SPILLS
+    from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
 
     text = SPEC.read_text()
-    assert f"more than {MAX_SPILLS} bytes of spilled registers per thread, or {PINGPONG_SPILLS} in a backward" in text
+    assert (
+        f"more than {SPILLS.bytes} bytes of spilled registers per thread, or {PINGPONG_SPILLS.bytes} in a backward"
+        in text
+    )

@@ -58,7 +58,7 @@ def label(plan: Plan) -> str:
         plan.layout,
         plan.loads if plan.backend == "triton" else plan.name.split("_")[2],  # descriptor, pointer, wgmma, unified
         *(["pack"] if plan.pack_gqa else []),
-        *(["ordered"] if plan.gradients and plan.gradients.ordered else []),
+        *(["ordered"] if plan.ordered else []),
     ]
     return "-".join(parts)
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from attngen.runtime.gradients import sums_of
 from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.pinned import Pinned, PinnedGradients, gradient_map_shapes
+from attngen.runtime.pinned import Pinned, PinnedGradients
 from attngen.tools.cases import Case
 from attngen.tools.inputs import Element, Inputs, make_inputs
 from attngen.tools.poison import poisoned, poisoned_gradients
@@ -40,8 +39,7 @@ def run(kernel: Kernel, case: Case) -> None:
         out = torch.randn(call.out_shape(), device="cuda").to(given.q.dtype)
         lse = torch.randn(call.lse_shape(), device="cuda")
         tensors = {"q": given.q, "k": given.k, "v": given.v, "out": out, "lse": lse, "dout": out.clone()}
-        shapes = gradient_map_shapes(kernel, call)
-        PinnedGradients(kernel, call, poisoned_gradients(call, tensors, shapes, None, sums_of(kernel, call))[0])()
+        PinnedGradients(kernel, call, poisoned_gradients(kernel, call, tensors, None)[0])()
     torch.cuda.synchronize()
 
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attngen.runtime.gradients import sums_of
 from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import PinnedGradients, gradient_map_shapes
+from attngen.runtime.pinned import PinnedGradients
 from attngen.runtime.reference import reference
 from attngen.tools.cases import Case
 from attngen.tools.inputs import Element, make_inputs
@@ -28,9 +27,7 @@ def gradient_run(kernel: Kernel, case: Case, seed: int) -> Callable[[], tuple[Te
     inputs = {"q": given.q, "k": given.k, "v": given.v, "out": out, "lse": lse, "dout": dout}
 
     def launch() -> tuple[Tensor, Tensor, Tensor]:
-        buffers, memory = poisoned_gradients(
-            call, inputs, gradient_map_shapes(kernel, call), None, sums_of(kernel, call)
-        )
+        buffers, memory = poisoned_gradients(kernel, call, inputs, None)
         PinnedGradients(kernel, call, buffers)()
         assert memory.overrun() == ()
         return buffers.dq, buffers.dk, buffers.dv

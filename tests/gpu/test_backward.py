@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import attngen
 from attngen.errors import CallError
 from attngen.runtime.arguments import Call
-from attngen.runtime.gradients import GradientBuffers, sums_of
-from attngen.runtime.pinned import PinnedGradients, gradient_map_shapes
+from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.pinned import PinnedGradients, prepared_shapes
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import load_spec
 from attngen.tools.bench_memory import workspace, workspace_bound
@@ -70,11 +70,9 @@ def gradients(name: str, case: Case, *, fill: int = 0xFF, seed: int = 0) -> tupl
     call = inputs.bind(kernel.variant)
     wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(seed))
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
-    buffers, memory = poisoned_gradients(
-        call, given, gradient_map_shapes(kernel, call), wanted.dlse.contiguous(), sums_of(kernel, call)
-    )
-    sums = () if buffers.dq_sum is None else (buffers.dq_sum,)
-    for tensor in (buffers.dq, buffers.dk, buffers.dv, buffers.rows, *sums, *buffers.words.values()):
+    buffers, memory = poisoned_gradients(kernel, call, given, wanted.dlse.contiguous())
+    shared = (*buffers.workspaces.values(), *buffers.words.values())
+    for tensor in (buffers.dq, buffers.dk, buffers.dv, *shared):
         tensor.view(torch.uint8).fill_(fill)
     PinnedGradients(kernel, call, buffers)()
     assert memory.overrun() == ()
@@ -314,7 +312,7 @@ def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     case = Case("memory", (rows,) * 2, (keys,) * 2, heads=4, kv_heads=kv_heads)
     given = make_inputs(kernel.variant, case, "dense", element, "cuda", 0)
     call = given.bind(kernel.variant)
-    maps = 4 * sum(math.prod(shape) for shape in gradient_map_shapes(kernel, call).values())
+    maps = 4 * sum(math.prod(shape) for shape in prepared_shapes(kernel, call)[1].values())
     leaves = [t.detach().requires_grad_() for t in (given.q, given.k, given.v)]
     out = attention(*leaves, variant=kernel.variant_name, **given.arguments)
     above = torch.randn_like(out)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.gradients import sums_of
-from attngen.runtime.pinned import PinnedGradients, gradient_map_shapes
+from attngen.runtime.pinned import PinnedGradients
 from attngen.tools.cases import Case
 from attngen.tools.gradient_contract import expected_gradients
 from attngen.tools.inputs import Element, make_inputs
@@ -83,9 +82,7 @@ def test_backwards(name: str) -> None:
     for widened in (False, True):
         own = {name: wide(t) if widened and name != "lse" else t for name, t in given.items()}
         seen = replace(inputs, q=own["q"], k=own["k"], v=own["v"]).bind(kernel.variant)
-        buffers, memory = poisoned_gradients(
-            seen, own, gradient_map_shapes(kernel, seen), wanted.dlse.contiguous(), sums_of(kernel, seen)
-        )
+        buffers, memory = poisoned_gradients(kernel, seen, own, wanted.dlse.contiguous())
         if widened:
             buffers = replace(buffers, dq=wide(buffers.dq), dk=wide(buffers.dk), dv=wide(buffers.dv))
         PinnedGradients(kernel, seen, buffers)()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.runtime.pinned import Buffers, Pinned, map_shape
+from attngen.runtime.pinned import Buffers, Pinned, prepared_shapes
 from attngen.tools.cases import Case
 from tests.gpu.family import Run, bits, kernels, labels
 from tests.gpu.sanitized import subjects
@@ -31,7 +31,7 @@ def test_check_09_writes_out_of_bounds(name: str) -> None:
     inner = tuple(slice(8, 8 + extent) for extent in wanted.shape)
     flat = torch.full((wanted_lse.numel() + 512,), canary, device="cuda")
     lse = flat[256:-256].view(wanted_lse.shape)
-    shape = map_shape(run.kernel, run.call)
+    shape = prepared_shapes(run.kernel, run.call)[1].get("forward")
     words = None if shape is None else torch.zeros(shape, dtype=torch.int32, device="cuda")
     inputs = run.inputs
     run.launch(Buffers(inputs.q, inputs.k, inputs.v, surrounded[inner], lse, words))

@@ -15,7 +15,7 @@ from attngen.lang.variant import Variant
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.runtime.arguments import Call, Packing, bind
-from attngen.runtime.pinned import Buffers, gradient_map_shapes, map_shape
+from attngen.runtime.pinned import Buffers, prepared_shapes
 from attngen.runtime.tile_map import eager_tile_map
 from attngen.spec import expand, load_spec_text
 from attngen.tools.cases import Case
@@ -71,8 +71,7 @@ def gradients_with(
     for name, lo, hi, value in changes:
         getattr(one.inputs, name)[:, lo:hi] = value
     given = {"q": q, "k": k, "v": v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
-    shapes = gradient_map_shapes(one.run.kernel, one.call)
-    buffers, memory = poisoned_gradients(one.call, given, shapes, wanted.dlse.contiguous())
+    buffers, memory = poisoned_gradients(one.run.kernel, one.call, given, wanted.dlse.contiguous())
     one.run.differentiate(one.call, buffers)
     assert memory.overrun() == ()
     return tuple(gradient.float().numpy() for gradient in (buffers.dq, buffers.dk, buffers.dv))
@@ -132,8 +131,8 @@ def padded_output(text: str, case: Case) -> tuple[bool, bool]:
     surrounded = torch.full((b + 2, s + 6, h + 2, d + 16), canary, dtype=one.out.dtype)
     inner = (slice(1, b + 1), slice(3, s + 3), slice(1, h + 1), slice(8, d + 8))
     lse = torch.full((one.lse.numel() + 64,), canary)
-    shape = map_shape(one.run.kernel, one.call)
-    words = None if shape is None else torch.zeros(shape, dtype=torch.int32)
+    shapes = prepared_shapes(one.run.kernel, one.call)[1]
+    words = torch.zeros(shapes["forward"], dtype=torch.int32) if shapes else None
     own = lse[32:-32].view(one.lse.shape)
     one.run(one.call, Buffers(one.inputs.q, one.inputs.k, one.inputs.v, surrounded[inner], own, words))
     same = bool(torch.equal(surrounded[inner], one.out)) and bool(torch.equal(own, one.lse))

@@ -121,7 +121,7 @@ def parts_of(files: dict[str, bytes], module: str) -> set[str]:
             cubins = {
                 hashlib.sha256(files[f]).hexdigest() for f in files if f.startswith(folder) and f.endswith(".cubin")
             }
-            for row in json.loads(data).get("parts", ()):
+            for row in json.loads(data)["launches"]:
                 assert row["sha256"] in cubins, f"{folder} lacks the cubin of {row['name']}"
                 names.add(row["name"])
     return names

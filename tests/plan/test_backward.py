@@ -74,25 +74,24 @@ def test_how_the_backward_is_computed_is_refused_without_one() -> None:
 )
 def test_drivers_of_both_kernels(variant: str, drivers: tuple[str, str]) -> None:
     found = planned(variant, passes="backward")
-    assert (found.part("dkdv").driver, found.part("dq").driver) == drivers
-    classifiers = [part.name for part in found.parts if part.name.startswith("classify_")]
+    assert (found.launch("dkdv").driver, found.launch("dq").driver) == drivers
+    classifiers = [part.name for part in found.launches if part.name.startswith("classify_")]
     assert classifiers == ["classify_dkdv", "classify_dq"] * (drivers[0] == "tile_map")
 
 
 def test_the_manifest_lists_every_kernel() -> None:
     found = planned("allowed", passes="backward")
     manifest = found.to_dict()
-    assert [row["name"] for row in manifest["parts"]] == [part.name for part in found.parts]
-    assert manifest["symbol"] == found.part("dkdv").symbol
-    assert manifest["parameters"] == manifest["parts"][2]["parameters"]
-    assert all(f"def {row['symbol']}(" in render(found).text for row in manifest["parts"])
+    assert [row["name"] for row in manifest["launches"]] == [part.name for part in found.launches]
+    assert manifest["main"] == "dkdv"
+    assert all(f"def {row['symbol']}(" in render(found).text for row in manifest["launches"])
 
 
 def test_a_tile_that_does_not_fit_is_made_smaller() -> None:
     found = planned(
         passes="backward", head_dim=256, arch="sm86", backward="{dkdv: {tile: {n: 64}}, dq: {tile: {m: 64}}}"
     )
-    for part in found.parts:
+    for part in found.launches:
         if part.name in ("dkdv", "dq"):
             kept, moved = (part.tile_n, part.tile_m) if part.name == "dkdv" else (part.tile_m, part.tile_n)
             assert 2 * 2 * 256 * (kept + part.stages * moved) <= found.arch.shared_memory
@@ -106,7 +105,7 @@ def test_full_tiles_have_no_mask_code_and_the_scale_is_applied_once() -> None:
 
 def test_gradients_of_own_tensors_are_added_atomically_and_so_not_deterministic() -> None:
     found = planned("own", passes="backward", declared=LEARNED)
-    names = [argument.name for argument in found.part("dq").arguments]
+    names = [argument.name for argument in found.launch("dq").arguments]
     assert {"gradient_slope_ptr", "gradient_gain_ptr", "gain_ptr"} <= set(names)
     assert render(found).text.count("tl.atomic_add(") == 2
     assert "tl.atomic_add(" not in render(planned("alibi", passes="backward")).text

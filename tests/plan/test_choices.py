@@ -19,17 +19,16 @@ DRIVERS = {"dilated": "classified", "neighbourhood_2d": "classified", "allowed":
 def test_the_driver_of_each_preset(name: str) -> None:
     plan = planned(name)
     assert plan.driver == DRIVERS.get(name, "ranges")
-    assert (plan.classifier is not None) == (plan.driver == "tile_map")
+    assert plan.has_launch("classify") == (plan.driver == "tile_map")
 
 
 def test_a_tile_map_is_used_or_avoided_as_the_spec_says() -> None:
     always = planned("causal", tile_map="always")
     assert always.driver == "tile_map"
-    assert always.classifier is not None
-    assert always.classifier.name == f"classify_{always.name}"
+    assert always.launch("classify").symbol == f"classify_{always.name}"
     never = planned("allowed", tile_map="never")
     assert never.driver == "classified"
-    assert never.classifier is None
+    assert not never.has_launch("classify")
 
 
 @pytest.mark.parametrize(
@@ -47,11 +46,13 @@ def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bo
         "    tensors: {allowed: {dtype: bool, shape: [n, seqlen_q, seqlen_k]}}\n"
     )
     plan = planned("own", declared=declared)
-    assert plan.classifier is not None
-    assert (plan.classifier.batch, plan.classifier.heads) == (batch, heads)
+    axes = plan.launch("classify").tile_map
+    assert axes is not None
+    assert (axes.owner, axes.batch, axes.heads) == ("forward", batch, heads)
     packed = planned("own", declared=declared, layout="varlen")
-    assert packed.classifier is not None
-    assert packed.classifier.batch  # lengths differ from sequence to sequence
+    axes = packed.launch("classify").tile_map
+    assert axes is not None
+    assert axes.batch  # lengths differ from sequence to sequence
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 
 from attngen.errors import PlanError
 from attngen.plan import Plan
-from attngen.plan.model import Hopper
-from attngen.plan.schedules.hopper_forward import widths
+from attngen.plan.schedules.hopper_forward import HopperForward, widths
 from tests.plan.specs import planned
 
 HEAD_DIMS = range(8, 257, 8)
@@ -21,9 +20,9 @@ def on_hopper(variant: str = "causal", **fields: object) -> Plan:
     return planned(variant, backend="cuda", **fields)
 
 
-def roles_of(plan: Plan) -> Hopper:
-    assert plan.hopper is not None
-    return plan.hopper
+def roles_of(plan: Plan) -> HopperForward:
+    assert isinstance(plan.structure, HopperForward)
+    return plan.structure
 
 
 # --- what a spec says -----------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def test_only_maps_of_queries_are_packed(layout: str) -> None:
     plan = on_hopper(pack_gqa="true", layout=layout)
     packed = [argument.of for argument in plan.arguments if argument.packed]
     assert packed == (["q", "out"] if layout == "dense" else ["q"])
-    written = {row["of"] for row in plan.to_dict()["parameters"] if row.get("packed")}
+    written = {row["of"] for row in plan.to_dict()["launches"][-1]["parameters"] if row.get("packed")}
     assert written == set(packed)
     assert "group_bits" in plan.signature
     assert not [argument for argument in on_hopper(layout=layout).arguments if argument.packed]

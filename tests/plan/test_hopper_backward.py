@@ -28,7 +28,7 @@ WIDE = [
 @pytest.mark.parametrize("head_dim", WIDE)
 def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -> None:
     found = backward(variant, head_dim=head_dim)
-    roles, (columns_qk,), (columns_v,) = found.gradients, found.columns_qk, found.columns_v
+    roles, (columns_qk,), (columns_v,) = found.structure, found.columns_qk, found.columns_v
     assert roles is not None
     assert (roles.cluster, roles.keys, found.threads) == (2, 64, 512)
     assert roles.shared_bytes <= ARCHES["sm90a"].shared_memory
@@ -60,7 +60,7 @@ def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -
 def test_no_copy_of_a_cluster_brings_padding_alone(head_dim: object) -> None:
     """It would look up where a windowed descriptor begins, which may be nobody's memory."""
     found = backward(head_dim=head_dim, layout="varlen")
-    roles, text = found.gradients, render(found).text
+    roles, text = found.structure, render(found).text
     assert roles is not None
     for name, dim, columns in (
         ("kQkEnd", found.head_dim_qk, found.columns_qk), ("kVEnd", found.head_dim_v, found.columns_v)
@@ -75,12 +75,12 @@ def test_no_copy_of_a_cluster_brings_padding_alone(head_dim: object) -> None:
 def test_a_cluster_has_a_tile_of_keys() -> None:
     found = backward(head_dim=256, layout="varlen")
     assert found.name == "bwd_sm90a_cluster_bf16_d256_causal_varlen_m64n128s3c2_dvoverlap"
-    rows = [part.to_dict() for part in found.parts]
+    rows = [part.to_dict() for part in found.launches]
     assert [(row["name"], row["grid"], row["cluster"], row["persistent"]) for row in rows] == [
         ("preprocess", "rows", 1, False), ("dkdv", "keys", 2, False), ("dq", "queries", 1, False),
     ]  # fmt: skip
     text = render(found).text
-    assert f"__cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) {found.part('dkdv').symbol}(" in text
+    assert f"__cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) {found.launch('dkdv').symbol}(" in text
     windows = {argument.of: argument.window for argument in found.arguments if argument.kind == "descriptor"}
     assert windows == {"q": 64, "k": 64, "v": 64, "dout": 64}
     assert "tile_counter" not in [argument.name for argument in found.arguments]
@@ -91,9 +91,9 @@ def test_a_cluster_has_a_tile_of_keys() -> None:
 def test_clusters_in_a_fixed_order_take_tiles_as_they_begin(head_dim: int, variant: str) -> None:
     found, other = (backward(variant, head_dim=head_dim, deterministic=each) for each in ("true", "false"))
     assert found.name == f"{other.name}_deterministic"
-    assert found.gradients is not None
-    assert other.gradients is not None
-    assert found.gradients.overlap == other.gradients.overlap
+    assert found.structure is not None
+    assert other.structure is not None
+    assert found.structure.overlap == other.structure.overlap
     assert "tile_counter" in [argument.name for argument in found.arguments]
     text = render(found).text
     taken, made_of_it = text.index("atomicInc(tile_counter, gridDim.x / 2 - 1)"), text.index("place_tile(index, ")
@@ -105,8 +105,8 @@ def test_clusters_in_a_fixed_order_take_tiles_as_they_begin(head_dim: int, varia
 @pytest.mark.parametrize("head_dim", [144, 192, 256])
 def test_clusters_drop_by_the_signs_of_probabilities(head_dim: int) -> None:
     found = backward("own", head_dim=head_dim, declared="variants:\n  own: {mask: q_pos >= kv, dropout: true}\n")
-    assert found.gradients is not None
-    assert found.gradients.overlap == "roles"
+    assert found.structure is not None
+    assert found.structure.overlap == "roles"
     text = render(found).text
     assert "marked_pair(4 * i)" in text
     assert "p[j] & 0x7fff7fffu" in text
@@ -117,7 +117,7 @@ def test_clusters_drop_by_the_signs_of_probabilities(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [*range(8, 129, 8)])
 def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     found = backward(variant, head_dim=head_dim)
-    roles = found.gradients
+    roles = found.structure
     assert roles is not None
     assert roles.shared_bytes + 1024 <= ARCHES["sm90a"].shared_memory + 1024
     ends = 0
@@ -142,11 +142,11 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
 def test_two_kernels_of_one_source() -> None:
     found = backward(head_dim=128, layout="varlen")
     assert found.name == "bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2"
-    assert [(part.name, part.grid, part.persistent) for part in found.parts] == [
+    assert [(part.name, part.grid, part.persistent) for part in found.launches] == [
         ("preprocess", "rows", False), ("dkdv", "keys", True),
     ]  # fmt: skip
     text = render(found).text
-    for part in found.parts:
+    for part in found.launches:
         assert text.count(f") {part.symbol}(") == 1
     windows = {argument.of: argument.window for argument in found.arguments if argument.kind == "descriptor"}
     assert windows == {"q": 64, "k": 128, "v": 128, "dout": 64}
@@ -160,10 +160,10 @@ def test_two_kernels_of_one_source() -> None:
 )
 def test_how_a_block_finds_its_queries(variant: str, driver: str, overlap: str) -> None:
     found = backward(variant)
-    assert (found.driver, found.part("dkdv").driver) == (driver, driver)
-    assert [part.name for part in found.parts].count("classify_dkdv") == (driver == "tile_map")
-    assert found.gradients is not None
-    assert found.gradients.overlap == overlap
+    assert (found.driver, found.launch("dkdv").driver) == (driver, driver)
+    assert [part.name for part in found.launches].count("classify_dkdv") == (driver == "tile_map")
+    assert found.structure is not None
+    assert found.structure.overlap == overlap
 
 
 def test_keys_that_a_query_does_not_see_are_masked_in_partial_tiles_only() -> None:
@@ -222,25 +222,25 @@ def test_counters_stand_behind_the_sums() -> None:
             names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
             assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
         assert ordered.gradients is not None
-        assert other.gradients is not None
-        assert ordered.gradients.shared_bytes > other.gradients.shared_bytes
+        assert other.structure is not None
+        assert ordered.structure.shared_bytes > other.structure.shared_bytes
 
 
 def test_five_products_a_step() -> None:
     found = backward(head_dim=128)
-    low = gradient_floor(found, found.part("dkdv"))
+    low = gradient_floor(found, found.launch("dkdv"))
     assert low is not None
     assert low.products == (3, 2)
     assert low.flops == 2 * 5 * 64 * 128 * 128
     wide = backward(head_dim=256)
-    assert gradient_floor(wide, wide.part("dq")) is None
+    assert gradient_floor(wide, wide.launch("dq")) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_with_dropout_ds_takes_probabilities_before_it_and_dv_those_after(head_dim: int) -> None:
     found = backward("own", head_dim=head_dim, declared="variants:\n  own: {dropout: true}\n")
-    assert found.gradients is not None
-    assert (found.gradients.overlap, found.gradients.packed) == ("nothing", True)
+    assert found.structure is not None
+    assert (found.structure.overlap, found.structure.packed) == ("nothing", True)
     text = render(found).text
     assert text.count("find_kept();") == 2
     assert "const float2 both = unpack<Element>(whole[pair]);" in text
@@ -278,12 +278,12 @@ def declared(score: str) -> dict[str, object]:
 )
 def test_what_a_score_asks_for(variant: str, fields: dict[str, object], overlap: str, weighted: str | None) -> None:
     found = backward(variant, **fields)
-    assert found.gradients is not None
-    assert found.gradients.overlap == overlap
+    assert found.structure is not None
+    assert found.structure.overlap == overlap
     text = render(found).text
     assert ("p_derivative" in text) == (weighted is not None)
     assert weighted is None or f"weighted[2 * row + j] = {weighted};" in text
-    assert ("uint32_t ds_pairs" in text) == found.gradients.pingpong  # dS is kept for dK
+    assert ("uint32_t ds_pairs" in text) == found.structure.pingpong  # dS is kept for dK
 
 
 def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_share() -> None:

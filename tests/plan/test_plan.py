@@ -76,7 +76,7 @@ def test_every_kernel_of_a_shipped_spec_is_planned_once(name: str) -> None:
 def test_arguments_have_names_of_their_own(name: str, layout: str) -> None:
     for loads in ("descriptor", "pointer"):
         found = planned(name, layout=layout, loads=loads)
-        for arguments in (found.arguments, found.classifier.arguments if found.classifier else ()):
+        for arguments in (launch.arguments for launch in found.launches):
             names = [argument.name for argument in arguments]
             assert len(set(names)) == len(names)
             assert all(n.isidentifier() and not keyword.iskeyword(n) for n in names)

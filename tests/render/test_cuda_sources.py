@@ -31,8 +31,8 @@ both = pytest.mark.parametrize("spec", SPECS)
 def test_kernels_take_the_planned_arguments(spec: str) -> None:
     for found, source in rendered(spec):
         wanted = {found.name: [argument.name for argument in found.arguments]}
-        if found.classifier:
-            wanted[found.classifier.name] = [argument.name for argument in found.classifier.arguments]
+        for launch in found.launches:
+            wanted[launch.symbol] = [argument.name for argument in launch.arguments]
         assert kernels(source.text) == wanted
         assert source.name == found.name
         assert source.file_name == f"{found.name}.cu"
@@ -73,8 +73,8 @@ def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
         head = source.text.partition("#include")[0]
         assert head.startswith(f"// {found.name}\n")
         assert f"variant {found.variant.name}: mask `{canonical(found.variant.mask)}`" in head
-        assert found.hopper is not None
-        template = "forward/kernel" if found.hopper.specialized else "forward/unified"
+        assert found.structure is not None
+        template = "forward/kernel" if found.structure.specialized else "forward/unified"
         assert f"Rendered from templates/cuda/{template}.cu.j2 by `attngen build {spec}`." in head
         assert str(root()) not in source.text
         assert not re.search(r"(/home/|/root/|/tmp/|/work/|[A-Z]:\\)", source.text)

@@ -28,14 +28,13 @@ def test_sources_parse_and_take_the_planned_arguments(spec: str) -> None:
         by_name = {function.name: function for function in functions(source.text)}
         assert source.name == found.name
         assert source.file_name == f"{found.name}.py"
-        for part in found.parts:
+        for part in found.launches:
             assert parameters(by_name[part.symbol]) == [argument.name for argument in part.arguments]
-        if found.parts:
+        if found.launches:
             continue
         assert parameters(by_name[found.name]) == [argument.name for argument in found.arguments]
-        if found.classifier:
-            classifier = by_name[found.classifier.name]
-            assert parameters(classifier) == [argument.name for argument in found.classifier.arguments]
+        for launch in found.launches:
+            assert parameters(by_name[launch.symbol]) == [argument.name for argument in launch.arguments]
 
 
 @pytest.mark.parametrize("spec", TRITON)
@@ -126,7 +125,7 @@ def test_no_template_syntax_is_left(spec: str) -> None:
 def test_helpers_are_carried_only_where_they_are_called() -> None:
     for found, source in rendered("hopper_triton"):
         for function in functions(source.text):
-            if function.name not in (found.name, found.classifier.name if found.classifier else ""):
+            if function.name not in {launch.symbol for launch in found.launches}:
                 assert source.text.count(f"{function.name}(") >= 2, f"{found.name}: {function.name} is never called"
 
 

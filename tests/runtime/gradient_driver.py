@@ -20,7 +20,7 @@ from attngen.runtime.driver import Launch
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import expand, load_spec_text
-from tests.runtime.support import FakeDriver, at, decode, run_forward
+from tests.runtime.support import FakeDriver, at, decode, launch_of, run_forward
 
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
 
@@ -31,13 +31,12 @@ class GradientDriver(FakeDriver):
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         manifest = json.loads(image)
-        kernels = (manifest, *manifest.get("parts", ()), manifest.get("classifier") or manifest)
-        return symbol, manifest, next(kernel["parameters"] for kernel in kernels if kernel["symbol"] == symbol)
+        return symbol, manifest, launch_of(manifest, symbol)["parameters"]
 
     def launch_one(self, kernel: Launch, device: int) -> None:
         (symbol, manifest, rows), _, _, _, parameters = kernel
         values = decode(rows, parameters)
-        part = next((p["name"] for p in manifest.get("parts", ()) if p["symbol"] == symbol), "forward")
+        part = launch_of(manifest, symbol)["name"]
         self.launches.append(part)  # type: ignore[arg-type]
         {"forward": run_forward, "preprocess": preprocess, "dkdv": gradients, "dq": gradients}[part](manifest, values)
 

@@ -25,12 +25,16 @@ def parameters_of_plan(planned_arguments: Any) -> list[dict[str, Any]]:
     return triton_parameters(rows, metadata)
 
 
+def with_parameters(manifest: dict[str, Any], plan: Any) -> None:
+    """Give each launch of a manifest the parameter list that a Triton compile would."""
+    for row, launch in zip(manifest["launches"], plan.launches, strict=True):
+        row["parameters"] = parameters_of_plan(launch.arguments)
+
+
 def compile_as_manifest(plan: Any, source: Any) -> Artifact:
     """In place of ``compile_source``: the cubin is the manifest, which ``FakeDriver`` reads back."""
     manifest = plan.to_dict()
-    manifest["parameters"] = parameters_of_plan(plan.arguments)
-    if plan.classifier is not None:
-        manifest["classifier"]["parameters"] = parameters_of_plan(plan.classifier.arguments)
+    with_parameters(manifest, plan)
     manifest |= {"toolchain": {"triton": "3.0", "content": "0"}, "cuda_major": 13, "min_driver": 13000}
     manifest["resources"] = {"shared_memory": 65536, "registers": 90, "spills": 0, "compile_seconds": os.getpid()}
     cubin = json.dumps({**manifest, "resources": None}).encode()

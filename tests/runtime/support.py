@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from attngen.dtypes import dtype as dtype_row
+from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
@@ -149,20 +150,37 @@ def manifest_of(
         "loads": loads, "layout": layout, "dtype": dtype, "tiles": tiles, "dims": dims, "align": align,
         "tile_map": tile_map is not None,
     }  # fmt: skip
+    axes = {"owner": "forward", "batch": tile_map[0], "heads": tile_map[1]} if tile_map else None
+    of_launches = {"tile_m": tiles[0], "tile_n": tiles[1], "threads": 128, "num_warps": 4, "tile_map": axes}
     return {
-        "format": 1, "name": name, "symbol": name, "package": package, "variant": chosen.to_dict(), "arch": arch,
+        "format": MANIFEST_FORMAT, "name": name, "package": package, "variant": chosen.to_dict(), "arch": arch,
         "dtype": dtype, "head_dim_qk": dims[0], "head_dim_v": dims[1], "layout": layout, "direction": direction,
         "backend": backend, "section_keys": 65536, "loads": loads, "alignment": align,
         "tile_m": tiles[0], "tile_n": tiles[1],
         "threads": 128, "driver": "tile_map" if tile_map else "ranges", "min_driver": min_driver,
         "resources": {"shared_memory": shared_memory, "registers": 128, "spills": 0},
-        "parameters": parameters_of(chosen, **form),
-        "tile_map": {"batch": tile_map[0], "heads": tile_map[1]} if tile_map else None,
-        "classifier": {
-            "symbol": f"classify_{name}", "num_warps": 4, "threads": 128,
-            "parameters": parameters_of(chosen, **form, classifier=True),
-        } if tile_map else None,
+        "main": "forward",
+        "launches": [
+            *([{
+                **of_launches, "name": "classify", "symbol": f"classify_{name}", "grid": "query_words",
+                "parameters": parameters_of(chosen, **form, classifier=True),
+            }] if tile_map else []),
+            {
+                **of_launches, "name": "forward", "symbol": name, "grid": "queries",
+                "parameters": parameters_of(chosen, **form), "resources": {"shared_memory": shared_memory},
+            },
+        ],
     }  # fmt: skip
+
+
+def main_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of the main launch of a manifest."""
+    return next(row for row in manifest["launches"] if row["name"] == manifest["main"])
+
+
+def launch_of(manifest: Mapping[str, Any], symbol: str) -> dict[str, Any]:
+    """Return the row of the launch of a symbol."""
+    return next(row for row in manifest["launches"] if row["symbol"] == symbol)
 
 
 def kernel(chosen: Variant, **fields: Any) -> Kernel:
@@ -247,10 +265,7 @@ class FakeDriver:
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
         self.loads.append((symbol, device))
         manifest = json.loads(image)
-        rows = manifest["parameters"]
-        if symbol != manifest["symbol"]:
-            assert symbol == manifest["classifier"]["symbol"]
-            rows = manifest["classifier"]["parameters"]
+        rows = launch_of(manifest, symbol)["parameters"]
         assert list(sizes) == [size_of(row) for row in rows]
         return symbol, manifest, rows
 
@@ -262,7 +277,7 @@ class FakeDriver:
         (symbol, manifest, rows), grid, threads, shared, parameters = kernel
         values = decode(rows, parameters)
         self.launches.append(Launch(symbol, grid, threads, shared, device, values))
-        if symbol == manifest["symbol"]:
+        if symbol == main_of(manifest)["symbol"]:
             run_forward(manifest, values)
         else:
             run_classifier(manifest, values)

@@ -56,9 +56,9 @@ def real_manifests() -> list[dict[str, Any]]:
     """Manifests as builds write them: of a forward and of a backward with parts."""
     plans = [plan(kernel) for kernel in expand(load_spec_text(SPEC, "mine.yaml"))]
     manifests = [dict(compile_as_manifest(made, SimpleNamespace(text="")).manifest) for made in plans]
-    assert [bool(manifest.get("parts")) for manifest in manifests] == [False, True]
+    assert [len(manifest["launches"]) > 1 for manifest in manifests] == [False, True]
     mapped = manifest_of(variant(), tile_map=(True, False))
-    assert mapped["classifier"]
+    assert mapped["launches"][0]["name"] == "classify"
     return [json.loads(json.dumps(manifest)) for manifest in (*manifests, mapped)]
 
 
@@ -127,9 +127,10 @@ def use(kernel: Kernel) -> None:
     """Ask a kernel for all that a call asks it for, but for its launch."""
     repr(kernel)
     for ask in (
-        lambda: kernel.variant, lambda: kernel.const_scalars, lambda: kernel.entry.layout, lambda: kernel.map_axes,
-        lambda: kernel.parts and [(part.entry.layout, part.by_keys, part.needs_tile_map) for part in kernel.parts],
-        lambda: kernel.classifier and kernel.classifier.layout, lambda: kernel._image_bytes,
+        lambda: kernel.variant, lambda: kernel.const_scalars, lambda: kernel.main.entry.layout,
+        lambda: kernel.main.map_axes,
+        lambda: [(part.entry.layout, part.by_keys, part.needs_tile_map) for part in kernel.launches],
+        lambda: [one.elements({}) for one in kernel.workspaces], lambda: kernel._image_bytes,
     ):  # fmt: skip
         with suppress(AttngenError):
             ask()
@@ -238,6 +239,6 @@ def test_a_manifest_that_is_not_what_was_written_is_damage() -> None:
 
 def test_a_wrong_type_is_named_with_its_place(tmp_path: Path) -> None:
     manifest = manifest_of(variant())
-    manifest["parameters"][2]["offset"] = "8"
-    with pytest.raises(LoadError, match=r'has "8" in parameters\[2\].offset, where a number from 0 to 2147483647 must'):
+    manifest["launches"][0]["parameters"][2]["offset"] = "8"
+    with pytest.raises(LoadError, match=r'has "8" in launches\[0\].parameters\[2\].offset, where a number from 0 to'):
         attngen.load(write_kernel(tmp_path / "k", manifest))

@@ -7,7 +7,7 @@ import torch
 
 from attngen.plan import plan
 from attngen.runtime.arguments import Packing, bind
-from attngen.runtime.gradients import geometries, sums_of
+from attngen.runtime.geometry import geometries, workspace_sizes
 from attngen.runtime.module import Kernel
 from attngen.spec import expand, load_spec_text
 from tests.runtime.support import FakeDriver, kernel_of, variant
@@ -43,7 +43,7 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
     call = bind(
         variant(), *tensors, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
     )
-    grids = {one.part.name: one.part_blocks(FakeDriver(), 0) for one in geometries(kernel, call, {}, dlse=False)}
+    grids = {one.launch.name: one.blocks(FakeDriver(), 0) for one in geometries(kernel, call, {})}
     tiles = batch * kv_heads * -(-seqlen_k // 128)
     q_tiles = -(-seqlen_q // 64)
     rows = -(-batch * seqlen_q // 16) if layout == "varlen" else batch * -(-seqlen_q // 16)
@@ -56,8 +56,11 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
     units = batch * kv_heads
     of_tiles = tiles * (2 if clusters else 1) if ordered else 0
     counters = of_tiles if clusters else of_tiles + units + 1
-    assert sums_of(kernel, call) == in_sums * 64 * head_dim + -(-counters // 4) * 4
-    assert [part.counted for part in kernel.parts] == [False, ordered or not clusters, False][: len(kernel.parts)]
+    assert (
+        workspace_sizes(kernel, geometries(kernel, call, {}))["dq_sum"]
+        == in_sums * 64 * head_dim + -(-counters // 4) * 4
+    )
+    assert [part.counted for part in kernel.launches] == [False, ordered or not clusters, False][: len(kernel.launches)]
 
 
 def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
@@ -68,8 +71,8 @@ def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
         call = bind(
             variant(), q, k, k, None, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
         )
-        found = geometries(kernel, call, {}, dlse=False)
-        assert [one.part_blocks(FakeDriver(), 0) for one in found if one.part.name == "dkdv"] == [blocks]
+        found = geometries(kernel, call, {})
+        assert [one.blocks(FakeDriver(), 0) for one in found if one.launch.name == "dkdv"] == [blocks]
 
 
 @pytest.mark.parametrize(

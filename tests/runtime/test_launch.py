@@ -15,7 +15,7 @@ from attngen.runtime import dispatch
 from attngen.runtime import launch as launches
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import package_of_kernels, registry
-from tests.runtime.support import FakeDriver, bias_variant, kernel, variant, window_variant
+from tests.runtime.support import FakeDriver, bias_variant, kernel, main_of, variant, window_variant
 
 
 def install(*kernels: Any) -> None:
@@ -264,7 +264,7 @@ def test_head_dims_that_differ(gpu: FakeDriver) -> None:
 
 def test_a_manifest_that_names_what_is_not_there(gpu: FakeDriver) -> None:
     broken = kernel(variant())
-    broken.manifest["parameters"].append({"name": "x", "kind": "size", "type": "i32", "of": "moons"})
+    main_of(broken.manifest)["parameters"].append({"name": "x", "kind": "size", "type": "i32", "of": "moons"})
     install(broken)
     with pytest.raises(LoadError, match="parameter 'x': no size is called 'moons'"):
         attngen.attention(*tensors(), variant="causal")

@@ -10,7 +10,7 @@ import torch
 
 import attngen
 from attngen.runtime.arguments import Call, bind
-from attngen.runtime.launch import Geometry
+from attngen.runtime.geometry import Geometry
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.runtime.select import MAX_ROWS, preferred
@@ -20,7 +20,9 @@ from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
 def made(name: str, tile_m: int, pack_gqa: bool, **fields: Any) -> Kernel:
     """Return a kernel as CUDA builds write it."""
     manifest = manifest_of(variant(), name=name, tiles=(tile_m, 128), **fields)
-    return kernel_of({**manifest, "backend": "cuda", "pack_gqa": pack_gqa})
+    return kernel_of(
+        {**manifest, "backend": "cuda", "pack_gqa": pack_gqa, "tile_time": {64: 1.0, 128: 1.25, 192: 1.75}[tile_m]}
+    )
 
 
 def tensors(
@@ -98,11 +100,11 @@ def test_explain_tells_what_packing_saves(gpu: FakeDriver) -> None:
 def test_the_numbers_of_a_launch(seqlen_q: int, heads: int) -> None:
     call = call_of(seqlen_q, heads)
     group = heads // 2
-    found = Geometry(PACKED, call)
+    found = Geometry(PACKED.main, call)
     assert found.sizes["group"] == 1 << found.sizes["group_bits"] == group
     assert found.sizes["q_tiles"] == -(-seqlen_q * group // 64)
     assert found.tiles == found.sizes["q_tiles"] * 3 * 2
     # heads that run side by side are KV heads: with as many keys to keep, as many of them
-    apart = Geometry(WIDE, call)
+    apart = Geometry(WIDE.main, call)
     assert apart.sizes["section"] == min(found.sizes["section"] * group, 3 * heads)
     assert apart.tiles == -(-seqlen_q // 128) * 3 * heads

@@ -14,7 +14,7 @@ from attngen.runtime.arguments import bind
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.runtime.registry import package_of_kernels, registry
-from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
+from tests.runtime.support import FakeDriver, kernel_of, main_of, manifest_of, variant
 
 MULTIPROCESSORS = 132
 
@@ -23,8 +23,9 @@ def persistent_kernel(**fields: Any) -> Kernel:
     """Return a kernel as CUDA builds write it, with a counter among its parameters."""
     manifest = manifest_of(variant(), **fields)
     row = {"name": "tile_counter", "kind": "pointer", "type": "*u32", "of": "tile_counter", "axis": None}
-    parameters = [row | {"divisibility": 4}, *manifest["parameters"]]
-    return kernel_of({**manifest, "backend": "cuda", "persistent": True, "parameters": parameters})
+    main_of(manifest)["parameters"].insert(0, row | {"divisibility": 4})
+    main_of(manifest)["persistent"] = True
+    return kernel_of({**manifest, "backend": "cuda"})
 
 
 def tensors(batch: int = 1, seqlen: int = 64, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.spec import expand, load_spec_text, preset_names
 from tests.runtime.hand_masks import arguments
-from tests.runtime.manifests import parameters_of_plan
+from tests.runtime.manifests import with_parameters
 from tests.runtime.support import FakeDriver
 
 
@@ -24,9 +24,7 @@ def planned(text: str) -> list[Kernel]:
     for spec in expand(load_spec_text("schema: 1\npackage: planned\narch: [sm90a]\n" + text)):
         made = plan(spec)
         manifest = made.to_dict()
-        manifest["parameters"] = parameters_of_plan(made.arguments)
-        if made.classifier is not None:
-            manifest["classifier"]["parameters"] = parameters_of_plan(made.classifier.arguments)
+        with_parameters(manifest, made)
         manifest["resources"] = {"shared_memory": 65536}
         image = json.dumps(manifest).encode()
         kernels.append(Kernel(manifest, lambda image=image: image, origin="planned"))

@@ -19,7 +19,7 @@ from attngen.runtime import training
 from attngen.runtime.binding import bind_call
 from attngen.runtime.driver import Launch
 from tests.runtime.gradient_driver import GradientDriver, build, close, leaves, taken_for_a_gpu
-from tests.runtime.support import decode
+from tests.runtime.support import decode, launch_of
 
 SINKS = (
     'variants:\n  sunk:\n    mask: "q_pos >= kv"\n    sink: "sinks[h]"\n'
@@ -192,7 +192,7 @@ def test_each_kernel_gets_its_own_tile_map(gpu: GradientDriver, monkeypatch: pyt
 
     def noted(kernel: Launch, device: int) -> None:
         (symbol, manifest, rows), *_, parameters = kernel
-        name = next((part["name"] for part in manifest.get("parts", ()) if part["symbol"] == symbol), "forward")
+        name = launch_of(manifest, symbol)["name"]
         seen[name] = decode(rows, parameters).get("tile_map_ptr", 0)
 
     monkeypatch.setattr(gpu, "launch_one", noted)

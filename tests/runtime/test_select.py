@@ -23,6 +23,7 @@ from tests.runtime.support import (
     bias_variant,
     kernel,
     kernel_of,
+    main_of,
     manifest_of,
     variant,
     window_variant,
@@ -229,7 +230,7 @@ def test_a_kernel_that_was_built_since_is_found(gpu: FakeDriver) -> None:
 
 def test_tensors_of_a_variant_without_a_stride_must_be_contiguous(gpu: FakeDriver) -> None:
     manifest = manifest_of(bias_variant())
-    rows = manifest["parameters"]
+    rows = main_of(manifest)["parameters"]
     rows[:] = [row for row in rows if (row["kind"], row.get("of"), row["axis"]) != ("stride", "tensor:table", 1)]
     install(kernel_of(manifest))
     table = torch.randn(2, 9)

@@ -12,6 +12,7 @@ from typing import Any
 
 from attngen.compile.artifact import Artifact
 from attngen.errors import ChoiceError, CompileError, Location, SpecError
+from attngen.formats import MANIFEST_FORMAT
 from attngen.store import worker
 
 #: Names the file that gets one line for each compile.
@@ -28,7 +29,9 @@ def artifact(name: str, size: int = 20_000, *, classifier: bool = False) -> Arti
     cubin = (sha256(name.encode()).digest() * (size // 32 + 1))[:size]
     resources = {"registers": 90, "spills": 0, "shared_memory": 1024, "cubin_bytes": size, "compile_seconds": 0.5}
     manifest: dict[str, Any] = {
-        "format": 1,
+        "format": MANIFEST_FORMAT,
+        "main": "forward",
+        "launches": [{"name": "classify"}, {"name": "forward"}],
         "name": name,
         "package": "fake",
         "variant": {"name": "causal"},
@@ -41,7 +44,7 @@ def artifact(name: str, size: int = 20_000, *, classifier: bool = False) -> Arti
         "sha256": sha256(cubin).hexdigest(),
     }
     texts = {"source.py": f"# {name}\n", "ptx": ".version 8.7\n", "ttgir": "module {}\n"}
-    return Artifact(cubin, manifest, cubin[::-1] if classifier else None, texts)
+    return Artifact(cubin, manifest, texts, {"classify": cubin[::-1]} if classifier else {})
 
 
 def builder(name: str, log: Path, seconds: float = 0.0) -> Callable[[], Artifact]:

@@ -15,7 +15,8 @@ from attngen.store.store import Store, StoreWarning
 from tests.store.fakes import artifact, key_of
 
 KEY = key_of("one")
-CRAFTED = [b"null", b"[]", b"1e999", b'"a"', b'{"parts": 1}', b'{"parts": [1]}', b'{"parts": [{"name": []}]}', b"\0",
+CRAFTED = [b"null", b"[]", b"1e999", b'"a"', b'{"launches": 1}', b'{"launches": [1]}', b'{"launches": [{"name": []}]}',
+           b"\0",
            b"\xff", b"{", b"", b"[" * 200_000, b'{"a":' * 200_000, b"9" * 10_000]  # fmt: skip
 
 

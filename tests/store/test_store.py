@@ -58,7 +58,7 @@ def test_what_is_put_is_got(store: Store, classifier: bool) -> None:
     store.put(KEY, put)
     got = store.get(KEY)
     assert got is not None
-    assert (got.cubin, got.classifier, dict(got.manifest)) == (put.cubin, put.classifier, dict(put.manifest))
+    assert (got.cubin, got.others, dict(got.manifest)) == (put.cubin, put.others, dict(put.manifest))
     assert {name: store.text(KEY, name) for name in put.texts} == put.texts
     assert store.text(KEY, "sass") is None
     assert store.all_keys() == [KEY]

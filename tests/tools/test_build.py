@@ -416,8 +416,8 @@ def test_keys_see_every_field_of_a_plan(spec: Path) -> None:
             changed = other.variant
         elif field.name == "refused":
             changed = (Refused("other", "cuda", "40 B of spills"),)
-        elif field.name == "parts":
-            changed = backward.plan.parts
+        elif field.name in ("launches", "workspaces"):
+            changed = getattr(backward.plan, field.name)
         elif isinstance(value, tuple):
             changed = ("spill",) if field.name == "allow" else value[:-1]
         else:

@@ -294,5 +294,5 @@ def test_both_backends_share_a_table(both: Path) -> None:
 
 def test_shared_memory_of_the_table_is_all_of_it(both: Path) -> None:
     for found in explain_spec(both, CUDA, seqlens=[128]):
-        assert found.plan.hopper is not None
-        assert found.shared_bytes == found.plan.hopper.shared_bytes > found.memory.total
+        assert found.plan.structure is not None
+        assert found.shared_bytes == found.plan.structure.shared_bytes > found.memory.total

@@ -27,7 +27,7 @@ from attngen.tools.poison import poisoned
 from attngen.tools.trial import Launch, Trial
 from attngen.tools.verdict import Verdict, VerifyReport
 from attngen.tools.verify_gpu import Gpu, try_on_gpu
-from tests.runtime.support import FakeDriver
+from tests.runtime.support import FakeDriver, main_of
 
 SPEC = """
 schema: 1
@@ -53,9 +53,9 @@ def loadable(plan: Plan) -> Kernel:
     """Return a kernel whose image is its manifest, which the driver reads."""
     manifest = dict(kernel_of(plan).manifest)
     metadata = [{"block_size": argument.box, "swizzle": 0} for argument in plan.arguments if argument.box]
-    manifest["parameters"] = triton_parameters([argument.to_dict() for argument in plan.arguments], metadata)
+    main_of(manifest)["parameters"] = triton_parameters([argument.to_dict() for argument in plan.arguments], metadata)
     image = json.dumps(manifest).encode()
-    return Kernel(manifest, lambda: image, lambda: image, origin=plan.name)
+    return Kernel(manifest, lambda: image, origin=plan.name)
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ def test_each_rung_changes_its_own_lines_only() -> None:
         ("persistent: true", "order: longest_first"),
     ]
     assert first.plan is not None
-    assert first.plan.hopper is not None
-    assert not first.plan.hopper.specialized
+    assert first.plan.structure is not None
+    assert not first.plan.structure.specialized
     plans = [rung.plan for rung in ladder.rungs]
     assert plans[-1] == ladder.of  # the kernel of the spec itself
     assert len({found.name for found in plans if found}) == len(RUNGS)

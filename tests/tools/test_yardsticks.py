@@ -138,7 +138,7 @@ class Model:
             dv[b, :, hk] += p.to(self.dtype).float().T @ torch.where(alive, above, 0.0)
         found = {name: t.to(self.dtype) for name, t in (("dq", dq), ("dk", dk), ("dv", dv))}
         return GradientBuffers(
-            q, k, v, wanted.out, wanted.lse, wanted.dout, wanted.dlse, **found, rows=torch.zeros(0)
+            q, k, v, wanted.out, wanted.lse, wanted.dout, wanted.dlse, **found, workspaces={}
         )  # fmt: skip
 
 
