@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from attngen.lang.variant import Variant
 from attngen.plan.arguments import (
     STRIDED,
-    argument_name,
     block_suffix,
     descriptor_argument,
     pointer_argument,
@@ -16,6 +15,7 @@ from attngen.plan.arguments import (
     tensor_shapes,
 )
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.symbols import gradient_pointer
 
 #: What each kernel keeps while it goes from tile to tile, and what it writes.
 _KEPT = {"keys": ("k", "v"), "queries": ("q", "dout")}
@@ -53,11 +53,6 @@ def has_window(plan: Plan, grid: str) -> bool:
     The queries of a dense tensor end where it ends, and what a descriptor gives behind that is 0 anyway.
     """
     return plan.varlen or grid == "queries"
-
-
-def gradient_pointer(tensor: str) -> str:
-    """Return the name of the argument that holds the address of a tensor's gradient."""
-    return f"gradient_{argument_name(tensor)}_ptr"
 
 
 def _preprocess(plan: Plan) -> Iterator[Argument]:

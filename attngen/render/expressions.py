@@ -16,8 +16,8 @@ from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64,
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
 from attngen.lang.targets import Target
-from attngen.plan.arguments import KERNEL_NAMES, argument_name, extent_name, pointer_name, strides
 from attngen.plan.model import Plan
+from attngen.plan.symbols import KERNEL_NAMES, argument_name, extent_name, pointer_name, strides
 
 TILE_N = Var("BLOCK_N", Type.INT)
 WHOLE_TILES = Var("whole_tiles", Type.INT)

@@ -11,7 +11,7 @@ import pytest
 
 from attngen.errors import CompileError
 from attngen.plan import plan
-from attngen.plan.arguments import KERNEL_NAMES, argument_name
+from attngen.plan.symbols import KERNEL_NAMES, argument_name
 from attngen.render import Source, render
 from attngen.resources import templates_dir
 from attngen.runtime import dispatch, operators
@@ -122,9 +122,9 @@ def test_all_words_compile(kind: str, passes: str, names: list[str]) -> None:
 
 
 def test_a_word_that_does_not_compile_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.plan import arguments
+    from attngen.plan import symbols
 
-    monkeypatch.setattr(arguments, "KERNEL_NAMES", KERNEL_NAMES - {"nullptr"})
+    monkeypatch.setattr(symbols, "KERNEL_NAMES", KERNEL_NAMES - {"nullptr"})
     assert not compiles("scalar", "nullptr", "forward")
     assert compiles("scalar", "thread_local", "forward")
 

@@ -11,7 +11,7 @@ import pickle
 import pytest
 
 from attngen.plan import plan
-from attngen.plan.arguments import KERNEL_NAMES
+from attngen.plan.symbols import KERNEL_NAMES
 from attngen.resources import specs_dir
 from attngen.spec import expand, load_spec, preset_names
 from tests.plan.specs import kernel_spec, planned

@@ -8,7 +8,7 @@ import pytest
 
 from attngen.lang.printing import canonical
 from attngen.plan import plan
-from attngen.plan.arguments import argument_name
+from attngen.plan.symbols import argument_name
 from attngen.render import render
 from attngen.render.cuda_math import _elements
 from attngen.render.expressions import CUDA, corner_bindings
@@ -220,9 +220,9 @@ def test_a_scalar_with_the_name_of_anything_in_the_source_does_not_collide(
 
 
 def test_a_collision_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.plan import arguments
+    from attngen.plan import symbols
 
-    monkeypatch.setattr(arguments, "KERNEL_NAMES", arguments.KERNEL_NAMES - {"k_stage"})
+    monkeypatch.setattr(symbols, "KERNEL_NAMES", symbols.KERNEL_NAMES - {"k_stage"})
     assert collisions(kernel_spec("causal", backend="cuda")) == {"k_stage"}
 
 

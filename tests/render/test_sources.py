@@ -11,7 +11,7 @@ import pytest
 from attngen.lang.ir import Op, Type, Var
 from attngen.lang.variant import Scalar
 from attngen.plan import plan
-from attngen.plan.arguments import KERNEL_NAMES, argument_name
+from attngen.plan.symbols import KERNEL_NAMES, argument_name
 from attngen.render import render
 from attngen.resources import root
 from attngen.spec import KernelSpec, expand, load_spec_text, preset_names

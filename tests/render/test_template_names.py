@@ -9,7 +9,7 @@ import pytest
 
 from attngen.errors import SpecError
 from attngen.plan import plan
-from attngen.plan.arguments import argument_name
+from attngen.plan.symbols import argument_name
 from attngen.render import render
 from attngen.resources import templates_dir
 from attngen.spec import expand, load_spec_text
