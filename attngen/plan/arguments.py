@@ -1,9 +1,9 @@
-"""The argument list of a Triton forward kernel, in order: the one description that the template's signature, the
-compiler's attributes and the runtime's packing all follow."""
+"""The arguments of all launches, each described once: the templates' signatures, the compiler's attributes and the
+runtime's packing all follow this order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from attngen.dtypes import dtype
 from attngen.lang.variant import Variant
@@ -15,84 +15,79 @@ STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 
 
-def forward_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the forward kernel of ``plan``."""
-    return tuple(_forward(plan))
+def signature(
+    plan: Plan,
+    operands: Iterable[Argument],
+    *,
+    tiles: str,
+    strided: Iterable[str] = (),
+    promised: bool = True,
+    counted: bool = False,
+    own_gradients: Iterable[Argument] = (),
+    more_sizes: Iterable[str] = (),
+    max_seqlen_k: bool = False,
+    present: Iterable[str] = ("seqused_k",),
+) -> tuple[Argument, ...]:
+    """Return the arguments of a launch that multiplies: its ``operands``, and what every such launch takes.
+
+    A block is one of ``tiles`` ("q_tiles", "kv_tiles"). ``strided`` names the tensors that come by address and strides;
+    these are ``promised`` to be multiples of the plan's alignment. ``counted``: tiles are taken from a counter.
+    ``max_seqlen_k``: a dense sequence, too, may be shorter than the length of k. ``present`` names what a call may
+    leave out.
+    """
+    rows = {"q_tiles": "q", "kv_tiles": "kv"}[tiles]
+    mapped = plan.driver == "tile_map"
+    return (
+        *operands,
+        *lengths(plan),
+        *([tile_map()] if mapped else []),
+        *([Argument("tile_counter", "pointer", "*u32", of="tile_counter", divisibility=4)] if counted else []),
+        *tensor_pointers(plan.variant),
+        *own_gradients,
+        *strides_of(plan, strided, promised=promised),
+        *(map_strides(rows) if mapped else ()),
+        *tensor_shapes(plan.variant),
+        *sizes(plan, tiles, max_seqlen_k=max_seqlen_k),
+        *(size(name) for name in more_sizes),
+        *([size("words")] if mapped else []),
+        scale(),
+        *scalar_arguments(plan.variant),
+        *(Argument(f"{'write' if of == 'lse' else 'has'}_{of}", "present", "i32", of=of) for of in present),
+    )
 
 
-def classifier_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the kernel that computes the tile map."""
-    return tuple(_classifier(plan))
+def classifier_signature(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that computes the tile map of one whose blocks are ``tiles``."""
+    return (
+        tile_map(),
+        *lengths(plan),
+        *tensor_pointers(plan.variant),
+        *map_strides({"q_tiles": "q", "kv_tiles": "kv"}[tiles]),
+        *tensor_shapes(plan.variant),
+        *sizes(plan, tiles, max_seqlen_k=max_seqlen_k),
+        size("words"),
+        size("map_heads"),
+        *scalar_arguments(plan.variant),
+        Argument("has_seqused_k", "present", "i32", of="seqused_k"),
+    )
 
 
-def _forward(plan: Plan) -> Iterator[Argument]:
-    tiles = {
-        "q": (plan.columns_qk, plan.tile_m),
-        "k": (plan.columns_qk, plan.tile_n),
-        "v": (plan.columns_v, plan.tile_n),
-    }
-    pointers = [name for name in tiles if not has_descriptor(plan, name)]
-    for name, (columns, rows) in tiles.items():
-        if name in pointers:
-            yield pointer_argument(plan, name)
-            continue
-        for index, block in enumerate(columns):
-            yield descriptor_argument(plan, name, f"{name}_desc{block_suffix(columns, index)}", rows, block)
-    yield pointer_argument(plan, "out")
-    yield Argument("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
-    if plan.varlen:
-        yield Argument("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4)
-        yield Argument("cu_seqlens_k_ptr", "pointer", "*i32", of="cu_seqlens_k", divisibility=4)
-    yield Argument("seqused_k_ptr", "pointer", "*i32", of="seqused_k", divisibility=4)
-    if plan.driver == "tile_map":
-        yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
-    yield from tensor_pointers(plan.variant)
-    element_alignment = max(plan.alignment // plan.dtype.bytes, 1)
-    for name in (*pointers, "out"):
-        for axis in STRIDED[plan.layout]:
-            divisibility = element_alignment if element_alignment > 1 else 0
-            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis, divisibility=divisibility)
-    if plan.driver == "tile_map":
-        for axis in ("b", "h", "q"):
-            yield Argument(f"stride_tile_map_{axis}", "stride", "i64", of="tile_map", axis=axis)
-    yield from tensor_shapes(plan.variant)
-    yield from _sizes(plan)
-    yield Argument("softmax_scale", "scale", "fp32")
-    yield from scalar_arguments(plan.variant)
-    yield Argument("write_lse", "present", "i32", of="lse")
-    yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
+# --- operands -----------------------------------------------------------------------------------------------
 
 
-def _classifier(plan: Plan) -> Iterator[Argument]:
-    yield Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
-    if plan.varlen:
-        yield Argument("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4)
-        yield Argument("cu_seqlens_k_ptr", "pointer", "*i32", of="cu_seqlens_k", divisibility=4)
-    yield Argument("seqused_k_ptr", "pointer", "*i32", of="seqused_k", divisibility=4)
-    yield from tensor_pointers(plan.variant)
-    for axis in ("b", "h", "q"):
-        yield Argument(f"stride_tile_map_{axis}", "stride", "i64", of="tile_map", axis=axis)
-    yield from tensor_shapes(plan.variant)
-    yield from _sizes(plan)
-    yield Argument("map_heads", "size", "i32", of="map_heads")
-    yield from scalar_arguments(plan.variant)
-    yield Argument("has_seqused_k", "present", "i32", of="seqused_k")
+def pointer(plan: Plan, of: str) -> Argument:
+    """Return the address of a tensor of the plan's dtype."""
+    divisibility = plan.alignment if plan.alignment > plan.dtype.bytes else 0
+    return Argument(f"{of}_ptr", "pointer", f"*{plan.dtype.triton}", of=of, divisibility=divisibility)
 
 
-def has_descriptor(plan: Plan, name: str) -> bool:
-    """Whether q, k or v comes through a tensor descriptor."""
-    return plan.loads == "descriptor" and (name != "q" or plan.q_operand == "registers")
+def row_pointer(of: str) -> Argument:
+    """Return the address of one float32 number for each query row."""
+    return Argument(f"{of}_ptr", "pointer", "*fp32", of=of, divisibility=4)
 
 
-def block_suffix(blocks: tuple[Columns, ...], index: int) -> str:
-    """Return what distinguishes a column block in names: nothing where there is only one."""
-    return f"_{index}" if len(blocks) > 1 else ""
-
-
-def descriptor_argument(
-    plan: Plan, of: str, name: str, rows: int, block: Columns, window: int | None = None
-) -> Argument:
-    """Return the tensor descriptor through which some rows of a column block come; see ``tensormap.windowed``."""
+def descriptor(plan: Plan, of: str, name: str, rows: int, block: Columns, window: int | None = None) -> Argument:
+    """Return the descriptor through which Triton loads some rows of a column block; see ``tensormap.windowed``."""
     box: tuple[int, ...] = (rows, 1, block.width) if plan.varlen else (1, rows, 1, block.width)
     if window is not None:
         box = (*box[:-3], 1, *box[-3:])
@@ -100,10 +95,86 @@ def descriptor_argument(
     return Argument(name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box, window=window)
 
 
-def pointer_argument(plan: Plan, of: str) -> Argument:
-    """Return the address of a tensor of the plan's dtype."""
-    divisibility = plan.alignment if plan.alignment > plan.dtype.bytes else 0
-    return Argument(f"{of}_ptr", "pointer", f"*{plan.dtype.triton}", of=of, divisibility=divisibility)
+def tensor_map(
+    plan: Plan, of: str, rows: int, columns: int, *, window: int | None = None, packed: bool = False
+) -> Argument:
+    """Return the tensor map of a CUDA kernel, whose box is ``rows`` rows of the ``columns`` that one copy brings."""
+    box = (rows, 1, columns) if window is None else (1, rows, 1, columns)
+    if not plan.varlen:
+        box = (1, *box)
+    return Argument(
+        f"{of}_map",
+        "descriptor",
+        "tensor_map",
+        of=of,
+        box=box,
+        swizzle=columns * plan.dtype.bytes,
+        window=window,
+        packed=packed,
+    )
+
+
+def block_suffix(blocks: tuple[Columns, ...], index: int) -> str:
+    """Return what distinguishes a column block in names: nothing where there is only one."""
+    return f"_{index}" if len(blocks) > 1 else ""
+
+
+# --- what launches have in common ---------------------------------------------------------------------------
+
+
+def lengths(plan: Plan, *names: str) -> Iterator[Argument]:
+    """Yield where packed sequences begin, and how many keys of each are used; or only ``names`` of these."""
+    packed = ("cu_seqlens_q", "cu_seqlens_k") if plan.varlen else ()
+    for name in (*packed, "seqused_k"):
+        if not names or name in names:
+            yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)
+
+
+def tile_map() -> Argument:
+    """Return the address of a tile map."""
+    return Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
+
+
+def map_strides(rows: str) -> Iterator[Argument]:
+    """Yield the strides of a tile map whose rows are tiles along the axis ``rows``."""
+    for axis in ("b", "h", rows):
+        yield Argument(f"stride_tile_map_{axis}", "stride", "i64", of="tile_map", axis=axis)
+
+
+def strides_of(plan: Plan, names: Iterable[str], *, promised: bool = True) -> Iterator[Argument]:
+    """Yield the strides of tensors of the plan's dtype, multiples of its alignment if that is ``promised``."""
+    elements = plan.alignment // plan.dtype.bytes if promised else 1
+    for name in names:
+        for axis in STRIDED[plan.layout]:
+            yield Argument(
+                f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis,
+                divisibility=elements if elements > 1 else 0,
+            )  # fmt: skip
+
+
+def size(name: str, of: str | None = None, form: str = "i32") -> Argument:
+    """Return a size of the call, which the runtime knows by name (``Geometry.sizes``)."""
+    return Argument(name, "size", form, of=of or name)
+
+
+def sizes(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) -> Iterator[Argument]:
+    """Yield lengths and counts. ``group`` is query heads per KV head, ``group_bits`` its log2 where heads are packed,
+    ``section`` the heads that run side by side."""
+    bits = ["group_bits"] if plan.pack_gqa else []
+    for name in ("batch", "heads", "kv_heads", "group", *bits, "section", tiles):
+        yield size(name)
+    yield Argument("max_seqlen_q" if plan.varlen else "seqlen_q", "size", "i32", of="seqlen_q")
+    yield Argument("max_seqlen_k" if plan.varlen or max_seqlen_k else "seqlen_k", "size", "i32", of="seqlen_k")
+    for name in ("total_q", "total_k"):
+        yield size(name)
+
+
+def scale() -> Argument:
+    """Return the scale of the logits."""
+    return Argument("softmax_scale", "scale", "fp32")
+
+
+# --- what a variant has of its own --------------------------------------------------------------------------
 
 
 def tensor_pointers(variant: Variant) -> Iterator[Argument]:
@@ -122,25 +193,6 @@ def tensor_shapes(variant: Variant) -> Iterator[Argument]:
             yield Argument(name, "stride", "i64", of=of, axis=axis)
         for axis in range(len(tensor.shape)):
             yield Argument(extent_name(tensor, axis), "extent", "i32", of=of, axis=axis)
-
-
-def _sizes(plan: Plan) -> Iterator[Argument]:
-    """Yield lengths and counts; ``group`` is query heads per KV head, ``section`` the heads that run side by side."""
-    for name in (
-        "batch",
-        "heads",
-        "kv_heads",
-        "group",
-        "section",
-        "q_tiles",
-        "seqlen_q",
-        "seqlen_k",
-        "total_q",
-        "total_k",
-    ):
-        yield Argument(f"max_{name}" if plan.varlen and name.startswith("seqlen") else name, "size", "i32", of=name)
-    if plan.driver == "tile_map":
-        yield Argument("words", "size", "i32", of="words")
 
 
 def scalar_arguments(variant: Variant) -> Iterator[Argument]:

@@ -10,8 +10,8 @@ from attngen.lang.emit import Binding, EmittedMany
 from attngen.lang.folding import ONE, PRODUCT, Slope, fold_logit, fold_slope, is_finite
 from attngen.lang.ir import Expr, Load, Var, names
 from attngen.lang.simplify import mul
-from attngen.plan.backward_arguments import differentiable
 from attngen.plan.model import Plan
+from attngen.plan.own_gradients import differentiable
 from attngen.plan.symbols import extent_name, gradient_pointer
 from attngen.render.expressions import KEYS, QUERIES, TRITON, Along, atom, emit_for, scalar_bindings
 from attngen.render.triton_math import defined, statements

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.printing import canonical
-from attngen.plan.backward_arguments import differentiable
 from attngen.plan.budget import GradientMemory, gradient_memory
 from attngen.plan.model import Launch, Plan
+from attngen.plan.own_gradients import differentiable
 from attngen.plan.schedules.hopper_backward import HopperBackward
 from attngen.plan.tiles import padded_width
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from attngen.arch import Arch
 from attngen.errors import PlanError
@@ -11,13 +12,12 @@ from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
-from attngen.plan import hopper_backward_arguments as arguments
-from attngen.plan import naming
+from attngen.plan import arguments, naming
 from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
-from attngen.plan.backward_arguments import differentiable_of
 from attngen.plan.choices import check_head_dims, driver_of, refuse
 from attngen.plan.draft import axes_of, drafted, row_workspaces
-from attngen.plan.model import Columns, Launch, Plan, Region, Structure, Workspace
+from attngen.plan.model import Argument, Columns, Launch, Plan, Region, Structure, Workspace
+from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.hopper_forward import MMA_BYTES, widths
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
@@ -367,19 +367,67 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
         return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
 
     rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v))
-    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=arguments.preprocess_arguments(plan))
+    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
     axes = axes_of(plan, "dkdv") if plan.driver == "tile_map" else None
     if axes is not None:
-        own = arguments.classifier_arguments(plan)
+        own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
         yield launch("classify_dkdv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
     cluster = roles.cluster
     yield launch(
         "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
-        persistent=cluster == 1, arguments=arguments.dkdv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
+        persistent=cluster == 1, arguments=_dkdv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
         max_spills=(PINGPONG_SPILLS if roles.pingpong else SPILLS).bytes, products=_products(plan, roles),
     )  # fmt: skip
     if cluster > 1:  # a block alone rounds dQ itself
-        yield launch("dq", "queries", 4 * _CONSUMERS, arguments=arguments.dq_arguments(plan))
+        yield launch("dq", "queries", 4 * _CONSUMERS, arguments=_dq_arguments(plan))
+
+
+def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that computes two numbers of each query row, and clears the sums of dQ."""
+    return (
+        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
+        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")), _sums(),
+        *arguments.strides_of(plan, ("out", "dout")),
+        *map(arguments.size, ("heads", "rows", "row_tiles")),
+        arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
+        Argument("has_dlse", "present", "i32", of="dlse"),
+    )  # fmt: skip
+
+
+def _dkdv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
+    """Return the arguments of the launch of all products. Blocks that are no clusters take tiles from a counter, and
+    round dQ, too; otherwise the hardware hands out tiles, if their order need not be known."""
+    window, keys = plan.tile_m if plan.varlen else None, roles.keys
+    boxes = partial(arguments.tensor_map, plan, columns=roles.box_columns)
+    alone = roles.cluster == 1
+    written = ("dq", "dk", "dv") if alone else ("dk", "dv")
+    operands = (
+        boxes("q", plan.tile_m, window=window), boxes("k", keys, window=keys), boxes("v", keys, window=keys),
+        boxes("dout", plan.tile_m, window=window), _sums(), *(arguments.pointer(plan, name) for name in written),
+        arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
+    )  # fmt: skip
+    return arguments.signature(
+        plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
+        more_sizes=() if plan.varlen else ("q_tiles",), max_seqlen_k=True,
+    )  # fmt: skip
+
+
+def _dq_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that rounds the sums of dQ."""
+    return (
+        _sums(), arguments.pointer(plan, "dq"),
+        *(arguments.lengths(plan, "cu_seqlens_q")),
+        *arguments.tensor_pointers(plan.variant),
+        *arguments.strides_of(plan, ("dq",)),
+        *arguments.tensor_shapes(plan.variant),
+        *arguments.sizes(plan, "q_tiles", max_seqlen_k=True),
+        arguments.scale(),
+        *arguments.scalar_arguments(plan.variant),
+    )  # fmt: skip
+
+
+def _sums() -> Argument:
+    return Argument("dq_sum_ptr", "pointer", "*fp32", of="dq_sum", divisibility=16)
 
 
 def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from attngen.arch import Arch
 from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
+from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
-from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_arguments
 from attngen.plan.draft import drafted, forward_launches
-from attngen.plan.model import Columns, Plan, Region, Structure
+from attngen.plan.model import Argument, Columns, Plan, Region, Structure
 from attngen.plan.schedule import Schedule
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.spec.expand import KernelSpec, Roles
@@ -178,13 +179,28 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
     )
     return forward_launches(
         planned,
-        cuda_arguments(planned, roles),
-        lambda: cuda_classifier_arguments(planned),
+        _arguments(planned, roles),
+        lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
         persistent=roles.persistent,
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
         products=_products(planned, roles),
     )
+
+
+def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
+    """Return the arguments of the kernel."""
+    boxes = partial(arguments.tensor_map, plan, columns=roles.box_columns)
+    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.varlen else []
+    operands = (
+        boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n),
+        boxes("v", plan.tile_n, window=plan.tile_n), *staged, arguments.pointer(plan, "out"),
+        arguments.row_pointer("lse"),
+    )  # fmt: skip
+    return arguments.signature(
+        plan, operands, tiles="q_tiles", strided=("out",), promised=False, counted=roles.persistent,
+        max_seqlen_k=True, present=("lse", "seqused_k"),
+    )  # fmt: skip
 
 
 def _products(planned: Plan, roles: HopperForward) -> int:

@@ -14,7 +14,7 @@ from attngen.dtypes import dtype
 from attngen.lang.ir import names
 from attngen.lang.settle import reads_products
 from attngen.lang.variant import Variant
-from attngen.plan import backward_arguments, budget, naming
+from attngen.plan import arguments, budget, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import (
     SECTION_BYTES,
@@ -26,8 +26,10 @@ from attngen.plan.choices import (
     refuse,
 )
 from attngen.plan.draft import axes_of, drafted, row_workspaces
-from attngen.plan.model import Launch, Plan
+from attngen.plan.model import Argument, Columns, Launch, Plan
+from attngen.plan.own_gradients import differentiable, differentiable_of
 from attngen.plan.schedule import Schedule
+from attngen.plan.symbols import gradient_pointer
 from attngen.plan.tiles import Tile, completed, family, gradient_columns, padded_width
 from attngen.plan.traits import gathers, is_light
 from attngen.plan.triton import LABELS, alignment_of, loads_of
@@ -102,14 +104,15 @@ class _Kind:
     name: str
     grid: str
     words: str
+    tiles: str
 
     @property
     def by_keys(self) -> bool:
         return self.grid == "keys"
 
 
-_DKDV = _Kind("dkdv", "keys", "key_words")
-_DQ = _Kind("dq", "queries", "query_words")
+_DKDV = _Kind("dkdv", "keys", "key_words", "kv_tiles")
+_DQ = _Kind("dq", "queries", "query_words", "q_tiles")
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -120,7 +123,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         gradient_columns(head_dim, wgmma=multiplied) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
     )
     alignment = alignment_of(spec, element.bytes)
-    if spec.deterministic and backward_arguments.differentiable_of(spec.variant):
+    if spec.deterministic and differentiable_of(spec.variant):
         raise refuse(
             spec,
             "deterministic",
@@ -201,7 +204,7 @@ def _default_tile(kernel: str, family: str, head_dim: int) -> Tile:
 
 def _serializes(variant: Variant) -> bool:
     """Whether ptxas is known to wait for products: before atomic additions in a loop, and where nothing reads S."""
-    return bool(backward_arguments.differentiable_of(variant)) or not reads_products(variant)
+    return bool(differentiable_of(variant)) or not reads_products(variant)
 
 
 def _numbers(tile: Tile) -> tuple[int, int, int, int]:
@@ -272,7 +275,7 @@ def _preprocess(planned: Plan) -> Launch:
         tile_n=planned.tile_n,
         stages=1,
         num_warps=_ROWS_WARPS[planned.dtype.bytes],
-        arguments=backward_arguments.preprocess_arguments(planned),
+        arguments=_preprocess_arguments(planned),
     )
 
 
@@ -292,8 +295,7 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, driver: str) -> list[Launc
         max_spills=SPILLS.bytes,
     )
     own = planned.of_launch(launch)
-    listed = backward_arguments.dkdv_arguments if kind.by_keys else backward_arguments.dq_arguments
-    launches = [replace(launch, arguments=listed(own))]
+    launches = [replace(launch, arguments=_arguments(own, kind))]
     if axes is not None:
         classifier = replace(
             launch,
@@ -303,10 +305,67 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, driver: str) -> list[Launc
             num_warps=4,
             stages=1,
             max_spills=None,
-            arguments=backward_arguments.classifier_arguments(own, by_keys=kind.by_keys),
+            arguments=arguments.classifier_signature(own, kind.tiles),
         )
         launches.insert(0, classifier)
     return launches
+
+
+#: What each kernel keeps while it goes from tile to tile, and what it writes.
+_KEPT = {"keys": ("k", "v"), "queries": ("q", "dout")}
+_WRITTEN = {"keys": ("dk", "dv"), "queries": ("dq",)}
+
+
+def through_descriptor(plan: Plan, name: str, grid: str) -> bool:
+    """Whether a kernel with this grid loads q, k, v or dout through a tensor descriptor: what it loads in its loops."""
+    return plan.loads == "descriptor" and name not in _KEPT[grid]
+
+
+def has_window(plan: Plan, grid: str) -> bool:
+    """Whether what a kernel loads in its loops ends where a sequence ends, though the tensor goes on behind it.
+
+    The queries of a dense tensor end where it ends, and what a descriptor gives behind that is 0 anyway.
+    """
+    return plan.varlen or grid == "queries"
+
+
+def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that computes two numbers of each query row."""
+    return (
+        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
+        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
+        *arguments.strides_of(plan, ("out", "dout")),
+        *map(arguments.size, ("heads", "rows", "row_tiles")),
+        Argument("has_dlse", "present", "i32", of="dlse"),
+    )  # fmt: skip
+
+
+def _arguments(plan: Plan, kind: _Kind) -> tuple[Argument, ...]:
+    """Return the arguments of one of the two kernels; that by queries gives gradients of own tensors, too."""
+    tiles: dict[str, tuple[tuple[Columns, ...], int]] = {
+        "q": (plan.columns_qk, plan.tile_m),
+        "dout": (plan.columns_v, plan.tile_m),
+        "k": (plan.columns_qk, plan.tile_n),
+        "v": (plan.columns_v, plan.tile_n),
+    }
+    pointers = [name for name in tiles if not through_descriptor(plan, name, kind.grid)]
+    operands: list[Argument] = []
+    for name, (blocks, rows) in tiles.items():
+        if name not in pointers:
+            window = rows if has_window(plan, kind.grid) else None
+            for index, block in enumerate(blocks):
+                label = f"{name}_desc{arguments.block_suffix(blocks, index)}"
+                operands.append(arguments.descriptor(plan, name, label, rows, block, window=window))
+    strided = (*pointers, *_WRITTEN[kind.grid])
+    operands += [arguments.pointer(plan, name) for name in strided]
+    operands += [arguments.row_pointer("lse_log2"), arguments.row_pointer("delta")]
+    own = () if kind.by_keys else differentiable(plan)
+    return arguments.signature(
+        plan, operands, tiles=kind.tiles, strided=strided,
+        own_gradients=[
+            Argument(gradient_pointer(name), "pointer", "*fp32", of=f"gradient:{name}", divisibility=4) for name in own
+        ],
+    )  # fmt: skip
 
 
 SCHEDULE = Schedule(

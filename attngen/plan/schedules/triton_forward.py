@@ -11,7 +11,7 @@ from attngen.plan import arguments, budget
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
-from attngen.plan.model import Plan
+from attngen.plan.model import Argument, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.tiles import Tile, columns, completed, family, padded_width
 from attngen.plan.traits import gathers
@@ -95,10 +95,37 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     return forward_launches(
         planned,
-        arguments.forward_arguments(planned),
-        lambda: arguments.classifier_arguments(planned),
+        _arguments(planned),
+        lambda: arguments.classifier_signature(planned, "q_tiles"),
         max_spills=SPILLS.bytes,
     )
+
+
+def _arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the kernel."""
+    tiles = {
+        "q": (plan.columns_qk, plan.tile_m),
+        "k": (plan.columns_qk, plan.tile_n),
+        "v": (plan.columns_v, plan.tile_n),
+    }
+    pointers = [name for name in tiles if not has_descriptor(plan, name)]
+    operands: list[Argument] = []
+    for name, (blocks, rows) in tiles.items():
+        if name in pointers:
+            operands.append(arguments.pointer(plan, name))
+            continue
+        for index, block in enumerate(blocks):
+            label = f"{name}_desc{arguments.block_suffix(blocks, index)}"
+            operands.append(arguments.descriptor(plan, name, label, rows, block))
+    operands += [arguments.pointer(plan, "out"), arguments.row_pointer("lse")]
+    return arguments.signature(
+        plan, operands, tiles="q_tiles", strided=(*pointers, "out"), present=("lse", "seqused_k")
+    )
+
+
+def has_descriptor(plan: Plan, name: str) -> bool:
+    """Whether q, k or v comes through a tensor descriptor."""
+    return plan.loads == "descriptor" and (name != "q" or plan.q_operand == "registers")
 
 
 def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:

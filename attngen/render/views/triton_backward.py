@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.plan.arguments import block_suffix
-from attngen.plan.backward_arguments import has_window, through_descriptor
 from attngen.plan.model import Columns, Launch, Plan
+from attngen.plan.schedules.triton_backward import has_window, through_descriptor
 from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, gradients
 from attngen.render.expressions import atom
 from attngen.render.header import command, summary

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from attngen.plan.arguments import block_suffix, has_descriptor
+from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.schedules.triton_forward import has_descriptor
 from attngen.render.expressions import atom
 from attngen.render.header import argument_groups, command, summary
 from attngen.render.triton_math import Body, Math, Ranges, classifier, math, ranges, sink, words
