@@ -35,7 +35,7 @@ def test_a_backward_has_tiles_of_its_own() -> None:
     _, found = kernels(f"passes: [forward, backward], backward: {{backend: triton, {tiles}}}")
     assert found.backward == Backward(Gradient(32, 64, 2, 4), Gradient(num_warps=8))
     assert (found.tile_m, found.num_warps, found.locate("backward").line) == (None, None, 4)
-    parts = {part.name: part for part in plan(found).parts}
+    parts = {part.name: part for part in plan(found).launches}
     assert list(parts) == ["preprocess", "dkdv", "dq"]
     assert (parts["dkdv"].tile_m, parts["dkdv"].tile_n, parts["dkdv"].num_warps) == (32, 64, 4)
     assert (parts["dq"].tile_m, parts["dq"].num_warps) == (64, 8)

@@ -69,7 +69,7 @@ def test_what_a_spec_leaves_open_is_chosen() -> None:
     assert plan.softmax == roles.softmax == "fixed_reference"
     assert roles.overlap
     assert roles.persistent
-    assert plan.to_dict()["persistent"] is True
+    assert plan.to_dict()["structure"]["persistent"] is True
     assert "tile_counter" in [argument.name for argument in plan.arguments]
 
 

@@ -221,7 +221,6 @@ def test_counters_stand_behind_the_sums() -> None:
             )
             names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
             assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
-        assert ordered.gradients is not None
         assert other.structure is not None
         assert ordered.structure.shared_bytes > other.structure.shared_bytes
 

@@ -432,7 +432,8 @@ def run_forward(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 def run_classifier(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Write the tile map that the launch asks for."""
     call, _ = call_of(manifest, values)
-    by_batch, by_head = manifest["tile_map"]["batch"], manifest["tile_map"]["heads"]
+    axes = main_of(manifest)["tile_map"]
+    by_batch, by_head = axes["batch"], axes["heads"]
     by_batch = by_batch or manifest["layout"] == "varlen" or call.seqused_k is not None
     words = eager_tile_map(call, manifest["tile_m"], manifest["tile_n"], per_batch=by_batch, per_head=by_head)
     strides = [values[f"stride_tile_map_{axis}"] for axis in ("b", "h", "q")]

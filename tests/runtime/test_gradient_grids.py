@@ -97,5 +97,5 @@ def test_many_heads_run_side_by_side_where_data_decide_how_long_a_tile_of_keys_t
     call = bind(
         variant(), *tensors, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
     )
-    dkdv = geometries(kernel, call, {}, dlse=False)[-1]
-    assert (dkdv.part.name, dkdv.sizes["section"]) == ("dkdv", section)
+    dkdv = geometries(kernel, call, {})[-1]
+    assert (dkdv.launch.name, dkdv.sizes["section"]) == ("dkdv", section)

@@ -16,7 +16,7 @@ import torch
 
 import attngen
 from attngen.errors import CallError, LoadError, NoKernelError
-from attngen.formats import VERSION
+from attngen.formats import MANIFEST_FORMAT, VERSION
 from attngen.runtime import registry as registry_module
 from attngen.runtime.registry import BrokenKernelWarning, Package, SpecChangedWarning, package_of_kernels, registry
 from tests.runtime.support import kernel, manifest_of, variant, window_variant, write_build, write_kernel
@@ -127,7 +127,7 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"several packages \(a, b\); load them one by one"):
         attngen.load(tmp_path / "mixed")
     write_kernel(tmp_path / "old", {**manifest_of(variant()), "format": 99})
-    with pytest.raises(LoadError, match="manifest format 99, but this version of attngen reads format 1"):
+    with pytest.raises(LoadError, match="manifest format 99, but this version of attngen reads format 2"):
         attngen.load(tmp_path / "old")
     lacking = manifest_of(variant())
     del lacking["tile_m"]
@@ -172,7 +172,14 @@ def test_a_package_whose_kernels_are_all_broken_is_named_with_its_remedy(
         folder = tmp_path / "wheel"
         manifest = write_kernel(folder / "kernels" / "k0", manifest_of(variant(), package="own")) / "manifest.json"
         rows = [{"name": "k0", "variant": "causal"}]
-        index = {"format": 1, "manifest": 1, "schema": 1, "attngen": VERSION, "package": "own", "kernels": rows}
+        index = {
+            "format": 1,
+            "manifest": MANIFEST_FORMAT,
+            "schema": 1,
+            "attngen": VERSION,
+            "package": "own",
+            "kernels": rows,
+        }
         (folder / "package.json").write_text(json.dumps(index))
         if rank == "installed":
             install(monkeypatch, point("own", folder))

@@ -149,7 +149,9 @@ def test_backends(gpu: FakeDriver) -> None:
 
 def test_persistent_kernels_come_first(gpu: FakeDriver) -> None:
     once = manifest_of(variant(), name="once", backend="cuda")
-    install(kernel_of(once), kernel_of({**once, "name": "again", "persistent": True}))
+    again = manifest_of(variant(), name="again", backend="cuda")
+    main_of(again)["persistent"] = True
+    install(kernel_of(once), kernel_of(again))
     assert chosen(*tensors()) == "again"
 
 

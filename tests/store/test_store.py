@@ -153,7 +153,7 @@ def dangle(path: Path) -> None:
 DAMAGES = [truncate, empty, flip, lengthen, remove, become_a_folder, dangle]
 
 
-@pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "classifier.cubin", "SHA256SUMS"])
+@pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "classify.cubin", "SHA256SUMS"])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_entry_is_never_loaded_and_built_anew(
     store: Store, name: str, damage: Callable[[Path], None]
