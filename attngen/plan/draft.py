@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from attngen.plan import naming
@@ -81,9 +80,9 @@ def forward_launches(
         planned.driver, axes, forward, max_registers=planned.max_registers, **decided,
     )  # fmt: skip
     if axes is None:
-        return replace(planned, launches=(own,))
+        return planned.with_launches(own)
     classifier = Launch(
         "classify", naming.classifier_name(planned.name), "query_words", planned.tile_m, planned.tile_n, 1, 4,
         "tile_map", axes, classify(),
     )  # fmt: skip
-    return replace(planned, launches=(classifier, own))
+    return planned.with_launches(classifier, own)

@@ -89,6 +89,7 @@ class Launch:
     arguments: tuple[Argument, ...] = ()
     persistent: bool = False  # a block works until no tile is left
     cluster: int = 1  # blocks of a tile
+    split: bool = False  # a tile has a block for each split of the keys
     shared_bytes: int = 0  # of a block, where the plan lays it out; else the compiler does
     max_registers: int | None = None  # of a thread; None leaves it to ptxas
     max_spills: int | None = None  # bytes of a thread that may be spilled; None: it is not held to a speed
@@ -102,6 +103,7 @@ class Launch:
             "grid": self.grid,
             "persistent": self.persistent,
             "cluster": self.cluster,
+            "split": self.split,
             "tile_m": self.tile_m,
             "tile_n": self.tile_n,
             "stages": self.stages,
@@ -203,6 +205,7 @@ class Plan:
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
     tile_time: float = 0.0  # of a tile of work, beside that of other kernels of the same variant; 0: not told
+    split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
@@ -255,6 +258,10 @@ class Plan:
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments of the main launch; none before it is planned."""
         return self.launch(self.main).arguments if self.launches else ()
+
+    def with_launches(self, *launches: Launch, workspaces: tuple[Workspace, ...] = ()) -> Plan:
+        """Return the plan completed by what a call launches, in order, and by the memory that launches share."""
+        return replace(self, launches=launches, workspaces=workspaces)
 
     def launch(self, name: str) -> Launch:
         """Return a launch by its name; KeyError if there is none."""
@@ -315,6 +322,7 @@ class Plan:
             "fast_math": self.fast_math,
             "section_bytes": self.section_bytes,
             "section_keys": self.section_keys,
+            "split_size": self.split_size,
             "section_heads": self.section_heads,
             "allow": list(self.allow),
             "structure": asdict(self.structure),

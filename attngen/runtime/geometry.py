@@ -100,6 +100,10 @@ class Tiled(Protocol):
     @property
     def cluster(self) -> int: ...
     @property
+    def split(self) -> bool: ...
+    @property
+    def split_size(self) -> int: ...
+    @property
     def map_owner(self) -> str: ...
 
 
@@ -126,6 +130,7 @@ class Geometry:
             "total_q": call.total_q, "total_k": call.total_k,
             "head_dim_qk": call.head_dim_qk, "head_dim_v": call.head_dim_v,
             "q_tiles": q_tiles, "kv_tiles": kv_tiles, "kv_units": call.batch * call.kv_heads,
+            "num_splits": max(-(-call.seqlen_k // launch.split_size), 1) if launch.split_size else 1,
             "rows": rows, "row_tiles": row_tiles, "lse_rows": prod(call.lse_shape()),
             # tiles of query rows of all heads, where those of each sequence begin on a tile
             "sum_tiles": call.heads * (rows // launch.tile_m + call.batch if packed else call.batch * row_tiles),
@@ -145,9 +150,10 @@ class Geometry:
 
     @property
     def tiles(self) -> int:
-        """Tiles of work, whatever they are; LoadError for a grid that this version does not know."""
+        """Tiles of work, whatever they are, each for a split of the keys if there are splits. LoadError for a grid that
+        this version does not know."""
         try:
-            return self._tiles[self.launch.grid]
+            return self._tiles[self.launch.grid] * (self.sizes["num_splits"] if self.launch.split else 1)
         except KeyError:
             raise LoadError(
                 f"grid '{self.launch.grid}' is not known to this version of attngen; known: {', '.join(self._tiles)}"

@@ -115,7 +115,7 @@ _LAUNCH = _Object({
     **_required(
         name=_NAME, symbol=_NAME, grid=_TEXT, tile_m=_SOME, tile_n=_SOME, threads=_SOME, parameters=_PARAMETERS,
     ),
-    **_optional(persistent=_FLAG, cluster=_SOME, resources=_RESOURCES, sha256=_TEXT, tile_map=_TILE_MAP),
+    **_optional(persistent=_FLAG, cluster=_SOME, split=_FLAG, resources=_RESOURCES, sha256=_TEXT, tile_map=_TILE_MAP),
 })  # fmt: skip
 
 _WORKSPACE = _Object({**_required(name=_NAME, dtype=_TEXT, terms=_List(_List(_FACTOR))), **_optional(multiple=_SOME)})
@@ -127,8 +127,8 @@ _MANIFEST = _Object({
         main=_NAME, launches=_List(_LAUNCH), resources=_Object(_required(shared_memory=_COUNT)),
     ),
     **_optional(
-        section_heads=_SOME, tile_time=_NUMBER, pack_gqa=_FLAG, sum_columns=_COUNT, ordered=_FLAG, sha256=_TEXT,
-        min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
+        section_heads=_SOME, split_size=_COUNT, tile_time=_NUMBER, pack_gqa=_FLAG, sum_columns=_COUNT, ordered=_FLAG,
+        sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
     ),
 })  # fmt: skip
 

@@ -68,6 +68,7 @@ class Launch:
         self.pack_gqa = kernel.pack_gqa
         self.persistent = bool(row.get("persistent"))
         self.cluster: int = row.get("cluster", 1)
+        self.split, self.split_size = bool(row.get("split")), kernel.split_size
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
         shared = (row.get("resources") or {}).get("shared_memory", 0)
         self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
@@ -154,6 +155,7 @@ class Kernel:
         self.direction: str = manifest["direction"]
         self.section_keys: int = manifest["section_keys"]
         self.section_heads: int = manifest.get("section_heads", 1)
+        self.split_size: int = manifest.get("split_size", 0)  # keys that a block takes of a sequence; 0: all
         self.backend: str = manifest["backend"]
         self.loads: str = manifest["loads"]
         self.pack_gqa = bool(manifest.get("pack_gqa"))

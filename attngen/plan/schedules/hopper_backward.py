@@ -237,7 +237,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         sum_columns=roles.sum_columns,
         ordered=roles.ordered,
     )
-    return replace(planned, launches=tuple(_launches(planned, roles)), workspaces=tuple(_workspaces(planned, roles)))
+    return planned.with_launches(*_launches(planned, roles), workspaces=tuple(_workspaces(planned, roles)))
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:

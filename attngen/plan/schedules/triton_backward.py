@@ -180,7 +180,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     launches = [_preprocess(planned)]
     for kind, tile in tiles.items():
         launches += _gradient(planned, kind, tile, drivers[kind])
-    return replace(planned, launches=tuple(launches), workspaces=tuple(row_workspaces()))
+    return planned.with_launches(*launches, workspaces=tuple(row_workspaces()))
 
 
 def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
