@@ -7,7 +7,7 @@ from typing import Any
 from attngen.plan import naming
 from attngen.plan.choices import map_axes
 from attngen.plan.model import Argument, Classifier, Plan
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 
 def drafted(

@@ -20,7 +20,7 @@ from attngen.plan.model import Columns, HopperGradients, Part, Plan, Region
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.hopper_forward import widths
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
-from attngen.spec.expand import Backward, KernelSpec
+from attngen.schema.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS

@@ -16,7 +16,7 @@ from attngen.plan.draft import classifier_of, drafted
 from attngen.plan.model import Columns, Hopper, Plan, Region
 from attngen.plan.schedule import Schedule
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
-from attngen.spec.expand import KernelSpec, Roles
+from attngen.schema.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
 _ROWS = 64  # query rows of a consumer: M of wgmma
