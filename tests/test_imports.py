@@ -17,7 +17,7 @@ PACKAGE = ROOT / "attngen"
 LAYERS = (
     {"errors", "dtypes", "arch", "formats", "files", "resources"},
     {"lang"},
-    {"spec"},
+    {"schema"},
     {"plan"},
     {"render"},
     {"compile"},
@@ -34,13 +34,16 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FACADES = {"__init__.py", "__main__.py"}
 
 #: What a shipped package must not need; the runtime reads manifests.
-NOT_FOR_RUNTIME = {"spec", "plan", "render", "compile"}
+NOT_FOR_RUNTIME = {"schema", "plan", "render", "compile"}
+
+#: The same inside ``attngen/tools``: what all share first.
+TOOLS = ("cases", "values", "build", "explain", "verify", "bench")
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in FACADES)
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and top-level part (``lang``, ``spec`` …) of each import of attngen, inside functions too."""
+def imported_names(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield line and dotted parts of each import of attngen, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -51,8 +54,15 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             continue
         for name in names:
             parts = name.split(".")
-            if parts[0] == "attngen" and len(parts) > 1 and parts[1] in RANK:
-                yield node.lineno, parts[1]
+            if parts[0] == "attngen":
+                yield node.lineno, parts
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and top-level part (``lang``, ``schema`` …) of each import of attngen."""
+    for line, parts in imported_names(path):
+        if len(parts) > 1 and parts[1] in RANK:
+            yield line, parts[1]
 
 
 def test_every_part_has_a_layer() -> None:
@@ -69,6 +79,18 @@ def test_lower_packages_import_only_upper_ones(path: Path) -> None:
             assert part not in NOT_FOR_RUNTIME, f"{path}:{line}: {own} must not import {part}"
 
 
+def test_every_tool_has_a_place() -> None:
+    assert {path.stem for path in (PACKAGE / "tools").iterdir()} - {"__init__", "__pycache__"} == set(TOOLS)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "tools").rglob("*.py")), ids=lambda path: path.stem)
+def test_tools_import_only_what_stands_before_them(path: Path) -> None:
+    own = path.relative_to(PACKAGE / "tools").parts[0].removesuffix(".py")
+    for line, parts in imported_names(path):
+        if parts[1] == "tools":
+            assert TOOLS.index(parts[2]) <= TOOLS.index(own), f"{path}:{line}: {own} must not import {parts[2]}"
+
+
 def loaded(code: str, *names: str) -> list[str]:
     """Return which of the modules are loaded after ``code`` in a fresh process."""
     script = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nprint(*[n for n in {names} if n in sys.modules])"
@@ -77,7 +99,7 @@ def loaded(code: str, *names: str) -> list[str]:
     return done.stdout.split()
 
 
-COMPILERS = ("triton", "cupy", "jinja2", "pydantic", "yaml", "attngen.spec", "attngen.plan", "attngen.render")
+COMPILERS = ("triton", "cupy", "jinja2", "pydantic", "yaml", "attngen.schema", "attngen.plan", "attngen.render")
 OTHERS = ("torch", "numpy", "rich", "click", "platformdirs", "attngen.compile", "attngen.lang")
 
 
@@ -103,7 +125,7 @@ def test_help_imports_no_command() -> None:
 def test_building_needs_no_torch() -> None:
     code = (
         "sys.modules['torch'] = None  # an import of it fails\n"
-        "import attngen.tools.build, attngen.compile.triton, attngen.plan, attngen.render, attngen.spec\n"
+        "import attngen.tools.build.pipeline, attngen.compile.triton, attngen.plan, attngen.render, attngen.schema\n"
         "import attngen.packaging.hook, attngen.packaging.make\n"
         "import triton, triton.compiler\n"
         "del sys.modules['torch']"

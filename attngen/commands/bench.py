@@ -17,7 +17,7 @@ from attngen.commands.bench_ladder import print_ladders
 from attngen.commands.output import print_table
 
 if TYPE_CHECKING:
-    from attngen.tools.bench_report import BenchReport, Mean, Result, Row
+    from attngen.tools.bench.report import BenchReport, Mean, Result, Row
 
 
 @click.command()
@@ -77,7 +77,7 @@ def command(
         raise click.UsageError("a ladder leads to a forward; leave --pass out, or --ladder")
     if plot_path is not None:
         import_module("matplotlib")  # not after all the work
-    from attngen.tools import bench
+    from attngen.tools.bench import run as bench
 
     directions = ("forward",) if ladder else bench.DIRECTIONS if passes in (None, "both") else (passes,)
     suites = bench.SUITES if suite is None else (suite,)
@@ -96,7 +96,7 @@ def command(
     _write(report, json_path)
     _print(report)
     if plot_path is not None and report.rows:
-        from attngen.tools.bench_plot import plot
+        from attngen.tools.bench.plot import plot
 
         plot(report, plot_path)
     if not report.ok:

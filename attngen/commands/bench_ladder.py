@@ -10,13 +10,13 @@ import click
 from attngen.commands.output import print_table
 
 if TYPE_CHECKING:
-    from attngen.tools.bench_report import BenchReport, Row, Step
-    from attngen.tools.ladder import Ladder
+    from attngen.tools.bench.ladder import Ladder
+    from attngen.tools.bench.report import BenchReport, Row, Step
 
 
 def print_ladders(report: BenchReport) -> None:
     """Print the entry that each ladder begins with, and its rungs: a table for each case that was measured."""
-    from attngen.tools.bench_report import steps
+    from attngen.tools.bench.report import steps
 
     for ladder in report.ladders:
         click.secho(f"ladder of {ladder.of.name}", bold=True)
@@ -35,7 +35,7 @@ def print_ladders(report: BenchReport) -> None:
 
 
 def _print_case(report: BenchReport, row: Row, found: Sequence[Step]) -> None:
-    from attngen.tools.bench_report import memory_of
+    from attngen.tools.bench.report import memory_of
 
     lines = []
     for step in found:
@@ -49,7 +49,7 @@ def _print_case(report: BenchReport, row: Row, found: Sequence[Step]) -> None:
 
 
 def _print_plan(report: BenchReport, ladder: Ladder) -> None:
-    from attngen.tools.bench_report import Step, memory_of
+    from attngen.tools.bench.report import Step, memory_of
 
     lines = [
         [rung.name, _number(memory_of(rung, report.resources)["shared_memory"]), _change(Step(rung, None, None, None))]

@@ -13,8 +13,8 @@ from attngen import cli
 from attngen.commands.output import Progress, print_json, print_table, warn
 
 if TYPE_CHECKING:
-    from attngen.tools.build import BuildReport
-    from attngen.tools.generate import Generated
+    from attngen.tools.build.generate import Generated
+    from attngen.tools.build.pipeline import BuildReport
 
 
 @click.command()
@@ -46,7 +46,7 @@ def command(
     for a kernel that cannot be planned; the others are built all the same.
     """
     if render_only:
-        from attngen.tools.generate import generate
+        from attngen.tools.build.generate import generate
 
         generated = generate(spec, out, arches)
         if as_json:
@@ -54,7 +54,7 @@ def command(
         else:
             _print_generated(generated)
         return
-    from attngen.tools.build import build
+    from attngen.tools.build.pipeline import build
 
     with Progress(shown=sys.stderr.isatty()) as progress:
         report = build(spec, arches=arches, jobs=jobs, observer=progress)

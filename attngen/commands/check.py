@@ -10,12 +10,12 @@ import click
 from attngen import cli
 from attngen.commands.output import counted, print_json, print_table, warn
 from attngen.errors import AttngenError, SpecError
-from attngen.tools.compiles import Failure
+from attngen.tools.build.compiles import Failure
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
-    from attngen.spec.lint import Remark
-    from attngen.tools.build import Repeated
+    from attngen.schema.lint import Remark
+    from attngen.tools.build.pipeline import Repeated
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Report:
 
 def check_spec(path: str) -> Report:
     """Load, expand, plan and render a spec. Errors are kept, one for each kernel that cannot be made."""
-    from attngen.spec.expand import expand
-    from attngen.spec.lint import Remark, lint
-    from attngen.spec.loading import load_spec
-    from attngen.tools.build import prepare_each
+    from attngen.schema.expand import expand
+    from attngen.schema.lint import Remark, lint
+    from attngen.schema.loading import load_spec
+    from attngen.tools.build.pipeline import prepare_each
 
     report = Report(path)
     try:
@@ -82,7 +82,7 @@ def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_jso
     Every kernel is planned and rendered; one that cannot be is told, and the others are looked at all the same.
     """
     if schema:
-        from attngen.spec.schema import json_schema
+        from attngen.schema.export import json_schema
 
         print_json(json_schema())
         return

@@ -11,8 +11,8 @@ import click
 from attngen.commands.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from attngen.tools.explain import Band, PlanExplanation
-    from attngen.tools.visits import Visits
+    from attngen.tools.explain.explanation import Band, PlanExplanation
+    from attngen.tools.explain.visits import Visits
 
 
 @click.command()
@@ -41,7 +41,7 @@ def command(
     as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
     Where a mask reads tensors, or scalars without a default, it depends on their values, and what was assumed is said.
     """
-    from attngen.tools.explain import explain_spec
+    from attngen.tools.explain.explanation import explain_spec
 
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
     values = _pairs(given, "--set", "NAME=VALUE")

@@ -52,7 +52,7 @@ def scaffold(name: str, preset: str | None, file: str) -> str:
 
     Raises SpecError for a name that a variant or a package may not have, and for a preset that does not exist.
     """
-    from attngen.spec.names import check_package_name
+    from attngen.schema.names import check_package_name
 
     try:
         check_package_name(name)
@@ -65,7 +65,7 @@ def scaffold(name: str, preset: str | None, file: str) -> str:
 def _copy_of(preset: str, name: str) -> str:
     """Return the lines of a preset's variant, under a new name, with the preset's opening comment above them."""
     from attngen import resources
-    from attngen.spec.presets import declared_preset
+    from attngen.schema.presets import declared_preset
 
     declared_preset(preset)  # refuses what is no preset, with the nearest name
     text = (resources.specs_dir() / "presets" / f"{preset}.yaml").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from attngen.errors import LoadError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from attngen.tools.verdict import Verdict, VerifyReport
+    from attngen.tools.verify.verdict import Verdict, VerifyReport
 
 
 @click.command()
@@ -47,7 +47,7 @@ def command(
     """
     if find_spec("torch") is None:
         raise LoadError("verify computes the reference with torch: install it as pytorch.org says")
-    from attngen.tools.verify import verify
+    from attngen.tools.verify.run import verify
 
     with _Progress() as progress:
         report = verify(

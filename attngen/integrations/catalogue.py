@@ -1,8 +1,8 @@
 """The variants that integrations ask for, as values: those of ``specs/integrations/`` and the presets.
 
 They are kept as JSON, as in a kernel's manifest, so that a call needs neither YAML nor the part that builds.
-``attngen.tools.integration_variants`` writes the file. A value finds the kernels that compute exactly it, in whichever
-package they were built, and no other kernel that happens to have the same name.
+``attngen.tools.build.integration_variants`` writes the file. A value finds the kernels that compute exactly it, in
+whichever package they were built, and no other kernel that happens to have the same name.
 
 The sibling of a variant that drops probabilities has the same fields, ``dropout: true``, and a name of its own: every
 variant has one, whether a shipped spec builds it or not.

@@ -15,10 +15,10 @@ from attngen.packaging.view import PackageView, VariantView, compiler_lines, com
 from attngen.runtime.shipped import INDEX, KERNELS
 from attngen.store.entry import CUBIN, MANIFEST
 from attngen.store.store import Store
-from attngen.tools.build import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare
+from attngen.tools.build.pipeline import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare
 
 if TYPE_CHECKING:
-    from attngen.spec import Spec
+    from attngen.schema import Spec
 
 #: Figures of a manifest that differ from one compile to the next, though the kernel does not.
 _PASSING = frozenset({"compile_seconds"})

@@ -19,7 +19,7 @@ from attngen.packaging.contents import Contents, contents_of
 from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import sizes_of
 from attngen.runtime.discovery import ENTRY_POINTS
-from attngen.tools.build import Observer
+from attngen.tools.build.pipeline import Observer
 
 
 class AttngenHook(BuildHookInterface):
@@ -70,7 +70,7 @@ class AttngenHook(BuildHookInterface):
 
     def _contents(self, settings: Settings) -> list[Contents]:
         """Return the packages of the specs. A name that is taken is refused before anything is compiled."""
-        from attngen.spec import load_spec
+        from attngen.schema import load_spec
 
         for path in settings.specs:
             if not Path(self.root, path).is_file():

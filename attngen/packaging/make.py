@@ -14,7 +14,7 @@ from typing import Any
 from attngen.errors import PackageError, SettingError
 from attngen.packaging.project import Choices, project_files
 from attngen.packaging.sizes import Sizes, sizes_of
-from attngen.tools.build import Observer
+from attngen.tools.build.pipeline import Observer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def package(
     are replaced, each as a whole and only if everything was made. Raises SpecError for a wrong spec, and PackageError
     if a kernel does not compile, a name is taken, or the wheel takes more than ``max_size`` bytes.
     """
-    from attngen.spec import load_spec
+    from attngen.schema import load_spec
 
     _check_date()
     targets = tuple(targets)

@@ -15,7 +15,7 @@ from attngen.packaging.settings import PLATFORMS
 from attngen.packaging.view import fill
 
 if TYPE_CHECKING:
-    from attngen.spec import Spec
+    from attngen.schema import Spec
 
 
 @dataclass(frozen=True, slots=True)

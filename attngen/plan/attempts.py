@@ -16,7 +16,7 @@ from attngen.lang.settle import settle
 from attngen.plan.model import Plan, Refused
 from attngen.plan.planner import plan
 from attngen.plan.schedules import backends, named
-from attngen.spec.expand import Backward, KernelSpec
+from attngen.schema.expand import Backward, KernelSpec
 
 #: What a compile allows that comes last, if all other choices were slower than they should be.
 _SLOW = ("spill", "serialized_wgmma")

@@ -10,7 +10,7 @@ from attngen.lang.bands import Axis
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan.traits import bands_of, reads_data_per_key
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 TILE_SIZES = (16, 32, 64, 128, 256)
 WARPS = (1, 2, 4, 8, 16)

@@ -8,7 +8,7 @@ from typing import Any
 from attngen.plan import naming
 from attngen.plan.choices import map_axes
 from attngen.plan.model import Argument, Launch, Plan, TileMapAxes, Workspace
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 
 def drafted(

@@ -10,7 +10,7 @@ from attngen.errors import PlanError
 from attngen.lang.settle import settle
 from attngen.plan.model import Plan
 from attngen.plan.schedules import backends, candidates
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 
 def plan(spec: KernelSpec) -> Plan:

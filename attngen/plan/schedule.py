@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attngen.arch import Arch
 from attngen.plan.model import Plan
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attngen.arch import Arch
 from attngen.plan.model import Columns
-from attngen.spec.expand import Gradient, KernelSpec
+from attngen.schema.expand import Gradient, KernelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from attngen.lang.bands import Axis, Bands, Heads, bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Load, Op, names, walk
 from attngen.lang.variant import Variant
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
 

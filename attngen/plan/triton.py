@@ -5,7 +5,7 @@ from __future__ import annotations
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES
 from attngen.plan.choices import check_head_dims, refuse
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 #: How names of kernels say through what they load.
 LABELS = {"descriptor": "tma", "pointer": "ptr"}

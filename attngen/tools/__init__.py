@@ -1,1 +1,1 @@
-"""What the commands do, as functions that return values: building, verifying, measuring, packaging."""
+"""What the commands do, as functions that return values: building, racing, verifying, explaining."""

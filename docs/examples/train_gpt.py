@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import attngen
-from attngen.spec import preset
-from attngen.tools.build import build
+from attngen.schema import preset
+from attngen.tools.build.pipeline import build
 
 SPEC = """
 schema: 1
@@ -229,7 +229,7 @@ def draw(losses: dict[str, list[float]], title: str, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from attngen.tools.bench_plot import STYLE
+    from attngen.tools.bench.plot import STYLE
 
     with rc_context(dict(STYLE)):
         figure = Figure(figsize=(9.0, 3.4), layout="constrained")

@@ -14,9 +14,9 @@ from click.testing import Result as Outcome
 
 from attngen import cli
 from attngen.commands import bench as command
-from attngen.tools import bench as tool
-from attngen.tools.bench_report import BenchReport, Result, Row
-from attngen.tools.ladder import RUNGS
+from attngen.tools.bench import run as tool
+from attngen.tools.bench.ladder import RUNGS
+from attngen.tools.bench.report import BenchReport, Result, Row
 from tests.tools.bench_support import SCHEMA, backward_report, report, result, without_libraries
 
 SPEC = """

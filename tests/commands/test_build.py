@@ -15,7 +15,7 @@ from attngen.cli import group
 from attngen.commands import doctor
 from attngen.compile import toolchain
 from attngen.store import Store
-from attngen.tools import build as build_module
+from attngen.tools.build import pipeline as build_module
 from tests.tools.test_build import SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +192,7 @@ HEAVY = (
     "rich",
     "numpy",
     "attngen.plan",
-    "attngen.spec",
+    "attngen.schema",
     "attngen.render",
 )
 

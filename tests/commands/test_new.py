@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from attngen import cli
 from attngen.lang.variant import Variant
-from attngen.spec import load_spec, preset, preset_names
+from attngen.schema import load_spec, preset, preset_names
 
 
 @pytest.fixture

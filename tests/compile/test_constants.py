@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attngen.spec import load_spec_text
+from attngen.schema import load_spec_text
 from attngen.store.store import Store
-from attngen.tools.build import compile_kernels, prepare
+from attngen.tools.build.pipeline import compile_kernels, prepare
 
 SPEC = """
 schema: 1

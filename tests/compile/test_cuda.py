@@ -23,7 +23,7 @@ from attngen.plan.allowances import SPILLS
 from attngen.render import render
 from attngen.resources import root
 from attngen.store import Store
-from attngen.tools.build import build
+from attngen.tools.build.pipeline import build
 from tests.plan.specs import planned
 
 ROOT = Path(__file__).parents[2]

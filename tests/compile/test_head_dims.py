@@ -11,9 +11,9 @@ from attngen.compile.inspect import count_instructions
 from attngen.plan import Plan, plan
 from attngen.plan.allowances import SPILLS
 from attngen.render import render
-from attngen.spec import KernelSpec
+from attngen.schema import KernelSpec
 from attngen.store.store import Store
-from attngen.tools.build import Prepared, compile_kernels
+from attngen.tools.build.pipeline import Prepared, compile_kernels
 from tests.plan.specs import kernel_spec
 
 ODD = range(8, 257, 16)

@@ -15,8 +15,8 @@ from attngen.plan.symbols import KERNEL_NAMES, argument_name
 from attngen.render import Source, render
 from attngen.resources import templates_dir
 from attngen.runtime import dispatch, operators
-from attngen.spec import expand, load_spec_text
-from attngen.spec.names import check_symbol
+from attngen.schema import expand, load_spec_text
+from attngen.schema.names import check_symbol
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
 

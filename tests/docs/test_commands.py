@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 
 from attngen import cli, resources
 from attngen.runtime.registry import registry
-from attngen.tools import build
+from attngen.tools.build import pipeline as build
 from tests.docs.blocks import DOCUMENTS, README, blocks, code_spans
 
 #: Commands of others that blocks show: what they begin with, and why they are not run here.

@@ -14,7 +14,7 @@ from attngen.lang.ir import INDEX_NAMES, OPERATORS, Type
 from attngen.lang.parser import CONSTANTS, FUNCTIONS
 from attngen.lang.promotion import SPELLING
 from attngen.plan import plan
-from attngen.spec import expand, load_spec_text, models
+from attngen.schema import expand, load_spec_text, models
 from tests.docs.blocks import LANGUAGE, SPEC, code, tables
 
 #: The models in the order of their tables in docs/spec.md.

@@ -14,7 +14,7 @@ from attngen import arch, cli, resources
 from attngen.errors import SpecError
 from attngen.plan import Plan, plan
 from attngen.render import render
-from attngen.spec import Spec, expand, load_spec, load_spec_text, preset_names
+from attngen.schema import Spec, expand, load_spec, load_spec_text, preset_names
 from tests.docs.blocks import DOCUMENTS, README, Block, anchors, blocks, code_spans, links, prose, tables
 
 YAML = [block for path in DOCUMENTS for block in blocks(path, "yaml")]

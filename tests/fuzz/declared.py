@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attngen.spec.models import MonotoneModel
+from attngen.schema.models import MonotoneModel
 
 #: Integers that a scalar of the call may hold, so that a bound made of it shows some pairs of a short sequence.
 _REACHES = ("min: 0", "min: 1", "max", "const", "int64", "open")

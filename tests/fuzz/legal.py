@@ -16,8 +16,8 @@ import yaml
 
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
-from attngen.spec import load_spec_text
-from attngen.tools.build import Prepared, prepare
+from attngen.schema import load_spec_text
+from attngen.tools.build.pipeline import Prepared, prepare
 from tests.fuzz.declared import Declared
 from tests.fuzz.legal_masks import Masks
 from tests.fuzz.legal_scores import Scores
@@ -68,7 +68,7 @@ def legal(seed: int, *, arch: str = "sm90a") -> Legal:
 def _fits(found: Legal) -> bool:
     """Whether no field that the spec fixes is beyond a budget; any other refusal is for who asked to see."""
     from attngen.plan import plan
-    from attngen.spec import expand
+    from attngen.schema import expand
 
     try:
         for kernel in expand(load_spec_text(found.text, "legal.yaml")):

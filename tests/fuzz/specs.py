@@ -13,9 +13,9 @@ from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.plan import plan
 from attngen.render import render
-from attngen.spec import load_spec, load_spec_text
-from attngen.spec.expand import Backward, Gradient
-from attngen.tools.build import Prepared, prepare
+from attngen.schema import load_spec, load_spec_text
+from attngen.schema.expand import Backward, Gradient
+from attngen.tools.build.pipeline import Prepared, prepare
 from tests.fuzz.variants import banded, typed
 
 #: The sample that is compiled, and compared with the reference.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from attngen.store.store import Store
-from attngen.tools.build import Prepared, compile_kernels
-from attngen.tools.verify_interpreted import try_interpreted
+from attngen.tools.build.pipeline import Prepared, compile_kernels
+from attngen.tools.verify.interpreted import try_interpreted
 from tests.fuzz.specs import SEEDS, backward_of, found, interpretable, prepared
 
 INTERPRETED, COMPILED, BACKWARDS = (17, 40, 94), (24, 85), (13, 20)

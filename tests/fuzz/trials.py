@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attngen.errors import AttngenError
 from attngen.store import worker
-from attngen.tools.build import Prepared
+from attngen.tools.build.pipeline import Prepared
 from tests.fuzz.legal import legal
 
 
@@ -54,7 +54,7 @@ def try_one(folder: str, seed: int, last: bool) -> tuple[str, str]:
     import torch
 
     from attngen.runtime.module import read_kernel
-    from attngen.tools.verify_gpu import Gpu, try_pinned
+    from attngen.tools.verify.gpu import Gpu, try_pinned
 
     torch.cuda.set_device(os.getpid() % torch.cuda.device_count())
     gpu = Gpu.current()

@@ -21,13 +21,13 @@ from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.runtime.reference import lengths, names_of
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import KernelSpec, load_spec
+from attngen.schema import KernelSpec, load_spec
 from attngen.store.store import Store
-from attngen.tools.build import Prepared, compile_kernels, plans
+from attngen.tools.build.pipeline import Prepared, compile_kernels, plans
 from attngen.tools.cases import Case
-from attngen.tools.inputs import Element, Inputs, make_inputs
-from attngen.tools.poison import Poisoned, poisoned
-from attngen.tools.retarget import retarget
+from attngen.tools.verify.inputs import Element, Inputs, make_inputs
+from attngen.tools.verify.poison import Poisoned, poisoned
+from attngen.tools.verify.retarget import retarget
 
 SPEC = Path(__file__).with_name("kernels.yaml")
 PACKAGE = "attngen_gpu_tests"

@@ -22,7 +22,7 @@ from attngen.errors import InternalError
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import available_cores
 from attngen.store.store import Store
-from attngen.tools.build import compile_kernels
+from attngen.tools.build.pipeline import compile_kernels
 from tests.fuzz.trials import Planned, asked_for
 
 #: The function that tries a kernel, by name, since it runs in other processes.

@@ -15,8 +15,8 @@ import torch
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Pinned, PinnedGradients
 from attngen.tools.cases import Case
-from attngen.tools.inputs import Element, Inputs, make_inputs
-from attngen.tools.poison import poisoned, poisoned_gradients
+from attngen.tools.verify.inputs import Element, Inputs, make_inputs
+from attngen.tools.verify.poison import poisoned, poisoned_gradients
 
 #: Queries and keys; twice as many query heads as KV heads.
 _SIZES = ((65, 129), (129, 65), (1, 200))

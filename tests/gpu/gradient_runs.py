@@ -11,8 +11,8 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import PinnedGradients
 from attngen.runtime.reference import reference
 from attngen.tools.cases import Case
-from attngen.tools.inputs import Element, make_inputs
-from attngen.tools.poison import poisoned_gradients
+from attngen.tools.verify.inputs import Element, make_inputs
+from attngen.tools.verify.poison import poisoned_gradients
 
 
 def gradient_run(kernel: Kernel, case: Case, seed: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from attngen import resources
 from attngen.runtime.module import read_kernel
 from attngen.runtime.registry import Package, package_of_kernels
-from attngen.spec import load_spec
+from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build import compile_kernels, prepare
+from attngen.tools.build.pipeline import compile_kernels, prepare
 from tests.gpu.family import for_this_gpu
 from tests.integrations import families
 

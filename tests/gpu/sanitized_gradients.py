@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from attngen.spec import load_spec
-from attngen.tools.build import plans
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import plans
 from attngen.tools.cases import Case
 from tests.gpu.family import Kernels, label, rendered
 from tests.gpu.gradient_runs import gradient_run

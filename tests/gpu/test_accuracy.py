@@ -10,7 +10,7 @@ import torch
 from attngen.runtime.arguments import Call
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.tools.cases import Case
-from attngen.tools.trial import Trial, try_kernel
+from attngen.tools.verify.trial import Trial, try_kernel
 from tests.gpu.family import Run, kernels, labels, same
 
 ALL = labels()

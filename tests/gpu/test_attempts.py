@@ -15,10 +15,10 @@ from attngen.compile.triton import WRONG_CODE
 from attngen.plan.attempts import attempts
 from attngen.render import render
 from attngen.runtime.module import read_kernel
-from attngen.spec import expand, load_spec
+from attngen.schema import expand, load_spec
 from attngen.store.store import Store
-from attngen.tools.build import BuiltKernel, Prepared, compile_kernels
-from attngen.tools.verify_gpu import try_pinned
+from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels
+from attngen.tools.verify.gpu import try_pinned
 
 SPEC = Path(__file__).with_name("attempts.yaml")
 

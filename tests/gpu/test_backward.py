@@ -18,14 +18,14 @@ from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import PinnedGradients, prepared_shapes
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import load_spec
-from attngen.tools.bench_memory import workspace, workspace_bound
-from attngen.tools.build import plans
+from attngen.schema import load_spec
+from attngen.tools.bench.memory import workspace, workspace_bound
+from attngen.tools.build.pipeline import plans
 from attngen.tools.cases import Case
-from attngen.tools.gradient_contract import expected_gradients
-from attngen.tools.inputs import Element, make_inputs
-from attngen.tools.poison import poisoned_gradients
-from attngen.tools.trial import Trial, try_backward
+from attngen.tools.verify.gradient_contract import expected_gradients
+from attngen.tools.verify.inputs import Element, make_inputs
+from attngen.tools.verify.poison import poisoned_gradients
+from attngen.tools.verify.trial import Trial, try_backward
 from tests.gpu.family import Kernels, label, rendered, same
 from tests.gpu.gradient_runs import gradient_run
 

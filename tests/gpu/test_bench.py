@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from attngen import cli
 from attngen.arch import arch_of
 from attngen.runtime.registry import registry
-from attngen.tools.ladder import RUNGS
+from attngen.tools.bench.ladder import RUNGS
 from tests.tools.bench_support import SCHEMA
 
 

@@ -10,7 +10,7 @@ import torch
 
 import attngen
 from attngen.runtime.registry import registry
-from attngen.tools.build import build
+from attngen.tools.build.pipeline import build
 
 Builder = Callable[[str], None]
 

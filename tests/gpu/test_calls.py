@@ -15,7 +15,7 @@ from attngen.errors import CallError, NoKernelError
 from attngen.runtime.arguments import Packing
 from attngen.runtime.pinned import Buffers
 from attngen.tools.cases import Case
-from attngen.tools.inputs import Inputs
+from attngen.tools.verify.inputs import Inputs
 from tests.gpu.family import PACKAGE, Run, bits, kernels, labels, same
 
 ALL = labels()

@@ -15,9 +15,9 @@ from torch import Tensor
 import attngen
 from attngen.runtime.pinned import PinnedGradients
 from attngen.tools.cases import Case
-from attngen.tools.gradient_contract import expected_gradients
-from attngen.tools.inputs import Element, make_inputs
-from attngen.tools.poison import poisoned_gradients
+from attngen.tools.verify.gradient_contract import expected_gradients
+from attngen.tools.verify.inputs import Element, make_inputs
+from attngen.tools.verify.poison import poisoned_gradients
 from tests.gpu import test_backward as backward
 from tests.gpu.family import Run, bits, labels, same
 

@@ -10,9 +10,9 @@ import pytest
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
-from attngen.spec import load_spec
-from attngen.tools.build import plans
-from attngen.tools.trial import try_backward, try_kernel
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import plans
+from attngen.tools.verify.trial import try_backward, try_kernel
 from tests.gpu.family import Kernels, label, rendered
 
 SPEC = Path(__file__).with_name("constants.yaml")

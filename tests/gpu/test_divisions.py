@@ -15,9 +15,9 @@ import torch
 import attngen
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import Package, package_of_kernels, registry
-from attngen.spec import load_spec
+from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build import compile_kernels, plans, prepare
+from attngen.tools.build.pipeline import compile_kernels, plans, prepare
 from tests.gpu.family import for_this_gpu
 
 SPEC = Path(__file__).with_name("divisions.yaml")

@@ -17,9 +17,9 @@ from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import load_spec
-from attngen.tools.build import prepare
-from attngen.tools.trial import try_backward, try_kernel
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import prepare
+from attngen.tools.verify.trial import try_backward, try_kernel
 from tests.gpu.family import Kernels, same
 
 SPEC = Path(__file__).with_name("dropout.yaml")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attngen import resources
-from attngen.tools.build import build
+from attngen.tools.build.pipeline import build
 from tests.gpu.packages import package
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import pytest
 from attngen.runtime.arguments import Call
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
-from attngen.spec import load_spec
+from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build import Prepared, compile_kernels
-from attngen.tools.trial import try_kernel
+from attngen.tools.build.pipeline import Prepared, compile_kernels
+from attngen.tools.verify.trial import try_kernel
 from tests.fuzz.specs import FOUND, SEEDS, found, prepared
 from tests.gpu.family import for_this_gpu
 

@@ -10,10 +10,10 @@ import pytest
 from attngen.runtime.arguments import Call
 from attngen.runtime.module import read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
-from attngen.spec import load_spec
+from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build import BuiltKernel, Prepared, compile_kernels, prepare
-from attngen.tools.trial import try_kernel
+from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels, prepare
+from attngen.tools.verify.trial import try_kernel
 from tests.gpu.family import for_this_gpu
 
 KERNELS = {kernel.plan.name: kernel for kernel in prepare(load_spec(Path(__file__).with_name("narrow.yaml")))}

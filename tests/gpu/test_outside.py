@@ -10,9 +10,9 @@ from attngen.arch import arch_of
 from attngen.plan.schedules import with_schedule
 from attngen.runtime.module import read_kernel
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import load_spec_text
+from attngen.schema import load_spec_text
 from attngen.store.store import Store
-from attngen.tools.build import compile_kernels, prepare
+from attngen.tools.build.pipeline import compile_kernels, prepare
 from tests.outside.split_keys import SCHEDULE
 
 

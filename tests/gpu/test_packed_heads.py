@@ -9,9 +9,9 @@ import attngen
 from attngen.errors import NoKernelError
 from attngen.runtime.pinned import Pinned
 from attngen.tools.cases import Case
-from attngen.tools.contract import deviation
-from attngen.tools.poison import poisoned
-from attngen.tools.trial import prepare_case
+from attngen.tools.verify.contract import deviation
+from attngen.tools.verify.poison import poisoned
+from attngen.tools.verify.trial import prepare_case
 from tests.gpu.family import DEVICE, PACKAGE, Run, kernels, labels
 
 PACKED = [name for name in labels() if name.endswith("pack")]

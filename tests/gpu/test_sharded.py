@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.spec import preset
+from attngen.schema import preset
 from tests.gpu.packages import package
 from tests.runtime import sharded
 

@@ -16,13 +16,13 @@ from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import load_spec
-from attngen.tools.build import prepare
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import prepare
 from attngen.tools.cases import Case
-from attngen.tools.contract import deviation, expected
-from attngen.tools.inputs import Element, Inputs, make_inputs
-from attngen.tools.poison import poisoned
-from attngen.tools.trial import Trial, try_backward, try_kernel
+from attngen.tools.verify.contract import deviation, expected
+from attngen.tools.verify.inputs import Element, Inputs, make_inputs
+from attngen.tools.verify.poison import poisoned
+from attngen.tools.verify.trial import Trial, try_backward, try_kernel
 from tests.gpu.family import Kernels, same
 
 SPEC = Path(__file__).with_name("sinks.yaml")

@@ -9,7 +9,7 @@ from attngen import resources
 from attngen.plan import plan
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import expand, load_spec
+from attngen.schema import expand, load_spec
 
 
 @contextmanager

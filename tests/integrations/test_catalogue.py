@@ -12,14 +12,14 @@ import pytest
 from attngen import resources
 from attngen.integrations import catalogue
 from attngen.lang.check import with_dropout
-from attngen.spec import expand, load_spec, preset_names
-from attngen.tools import integration_variants
+from attngen.schema import expand, load_spec, preset_names
+from attngen.tools.build import integration_variants
 
 INTEGRATIONS = Path(catalogue.__file__).parent
 
 
 def test_the_file_is_up_to_date() -> None:
-    command = "python -m attngen.tools.integration_variants"
+    command = "python -m attngen.tools.build.integration_variants"
     assert catalogue.FILE.read_text() == integration_variants.text(), f"stale: run {command}"
 
 

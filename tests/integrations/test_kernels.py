@@ -20,7 +20,7 @@ from attngen.integrations.catalogue import variant
 from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import expand, load_spec_text
+from attngen.schema import expand, load_spec_text
 from tests.docs.blocks import DOCUMENTS, blocks
 from tests.integrations import oracles
 from tests.integrations.drops import factors

@@ -17,13 +17,13 @@ from attngen.render import render
 from attngen.runtime.arguments import Call, Packing, bind
 from attngen.runtime.pinned import Buffers, prepared_shapes
 from attngen.runtime.tile_map import eager_tile_map
-from attngen.spec import expand, load_spec_text
+from attngen.schema import expand, load_spec_text
 from attngen.tools.cases import Case
-from attngen.tools.gradient_contract import expected_gradients
-from attngen.tools.inputs import Element, Inputs, make_inputs
-from attngen.tools.interpreter import Interpreted, prepare_process
-from attngen.tools.poison import poisoned, poisoned_gradients
-from attngen.tools.trial import try_backward, try_kernel
+from attngen.tools.verify.gradient_contract import expected_gradients
+from attngen.tools.verify.inputs import Element, Inputs, make_inputs
+from attngen.tools.verify.interpreter import Interpreted, prepare_process
+from attngen.tools.verify.poison import poisoned, poisoned_gradients
+from attngen.tools.verify.trial import try_backward, try_kernel
 
 prepare_process()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attngen.spec import preset_names
+from attngen.schema import preset_names
 from attngen.tools.cases import Case
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES

@@ -11,7 +11,7 @@ import keyword
 import pytest
 
 from attngen.errors import SpecError
-from attngen.spec import preset_names
+from attngen.schema import preset_names
 from tests.interpreter.process import Interpreter
 from tests.sampling import sampled
 

@@ -8,7 +8,7 @@ from attngen.errors import SpecError
 from attngen.lang.check import compile_variant
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Scalar, Tensor, Variant
-from attngen.spec import load_spec_text
+from attngen.schema import load_spec_text
 
 OWN = {"scalars": [Scalar("window", "int32")], "tensors": [Tensor("slope", "fp32", ("h",))]}
 

@@ -19,7 +19,7 @@ from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import expand, load_spec_text
+from attngen.schema import expand, load_spec_text
 from attngen.store.key import key_of
 from tests.outside.split_keys import SCHEDULE
 from tests.runtime.support import FakeDriver, decode, launch_of

@@ -20,7 +20,7 @@ from attngen.errors import PackageError, SpecError
 from attngen.formats import VERSION
 from attngen.packaging.sizes import sizes_of
 from attngen.packaging.vendor import runtime_files
-from attngen.spec import preset_names
+from attngen.schema import preset_names
 from tests.packaging.support import INCLUDED, ROOT, SPEC, make, write_spec
 
 #: A kernel of each compiler, and a backward whose kernels have a cubin each, compiled for real.
@@ -217,7 +217,7 @@ def test_what_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_kernel_that_does_not_compile_fails_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.tools import build
+    from attngen.tools.build import pipeline as build
 
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "COMPILER", "tests.store.fakes:compile_quickly")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attngen.plan import Plan, plan
-from attngen.spec import KernelSpec, expand, load_spec_text
+from attngen.schema import KernelSpec, expand, load_spec_text
 
 
 def kernel_spec(variant: str = "causal", *, arch: str = "sm90a", declared: str = "", **fields: object) -> KernelSpec:

@@ -11,7 +11,7 @@ from attngen.errors import PlanError
 from attngen.plan import Plan, plan
 from attngen.plan.attempts import attempts, next_attempt
 from attngen.plan.model import Refused
-from attngen.spec import KernelSpec
+from attngen.schema import KernelSpec
 from tests.plan.specs import kernel_spec
 
 SCORED = "variants:\n  scored: {mask: q_pos >= kv, score: 's if kv % 2 == 0 else -inf'}\n"

@@ -9,8 +9,8 @@ from attngen.errors import PlanError
 from attngen.plan import plan
 from attngen.plan.schedules import backends
 from attngen.resources import specs_dir
-from attngen.spec import expand, load_spec, load_spec_text, preset_names
-from attngen.tools.explain import explain_spec
+from attngen.schema import expand, load_spec, load_spec_text, preset_names
+from attngen.tools.explain.explanation import explain_spec
 from tests.plan.specs import planned
 
 

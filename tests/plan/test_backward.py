@@ -7,8 +7,8 @@ import pytest
 from attngen.errors import PlanError, SpecError
 from attngen.plan import plan
 from attngen.render import render
-from attngen.spec import expand, load_spec_text
-from attngen.spec.expand import Backward, Gradient, KernelSpec
+from attngen.schema import expand, load_spec_text
+from attngen.schema.expand import Backward, Gradient, KernelSpec
 from tests.plan.specs import planned
 
 LEARNED = (

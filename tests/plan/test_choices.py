@@ -9,7 +9,7 @@ import pytest
 from attngen.errors import PlanError
 from attngen.plan.schedules import schedules
 from attngen.resources import templates_dir
-from attngen.spec import preset_names
+from attngen.schema import preset_names
 from tests.plan.specs import planned
 
 DRIVERS = {"dilated": "classified", "neighbourhood_2d": "classified", "allowed": "tile_map"}

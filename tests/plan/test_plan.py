@@ -13,7 +13,7 @@ import pytest
 from attngen.plan import plan
 from attngen.plan.symbols import KERNEL_NAMES
 from attngen.resources import specs_dir
-from attngen.spec import expand, load_spec, preset_names
+from attngen.schema import expand, load_spec, preset_names
 from tests.plan.specs import kernel_spec, planned
 
 SHIPPED = sorted(path.name for path in specs_dir().glob("*.yaml"))

@@ -9,7 +9,7 @@ from functools import cache
 from attngen.plan import Plan, plan
 from attngen.render import Source, render
 from attngen.resources import root
-from attngen.spec import expand, load_spec
+from attngen.schema import expand, load_spec
 
 SPECS = ("specs/hopper.yaml", "specs/ladder.yaml", "tests/gpu/kernels.yaml")
 

@@ -9,7 +9,7 @@ from functools import cache
 from attngen.plan import Plan, plan
 from attngen.render import Source, render
 from attngen.resources import specs_dir
-from attngen.spec import expand, load_spec
+from attngen.schema import expand, load_spec
 
 #: Shipped specs; the golden set holds all but those that only repeat others at more head dims.
 SHIPPED = tuple(sorted(path.stem for path in specs_dir().glob("*.yaml")))

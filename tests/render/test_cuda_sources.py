@@ -14,8 +14,8 @@ from attngen.render.cuda_math import _elements
 from attngen.render.expressions import CUDA, corner_bindings
 from attngen.render.source import headers
 from attngen.resources import root
-from attngen.spec import KernelSpec
-from attngen.spec.names import check_symbol
+from attngen.schema import KernelSpec
+from attngen.schema.names import check_symbol
 from tests.plan.specs import kernel_spec, planned
 from tests.render.cuda_sources import SPECS, code, identifiers, kernels, rendered
 from tests.render.test_sources import with_scalar

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attngen.resources import generated_dir, specs_dir
-from attngen.tools.generate import generate
+from attngen.tools.build.generate import generate
 from tests.render.sources import GOLDEN, SHIPPED
 
 MAX_BYTES = 5 * 2**20

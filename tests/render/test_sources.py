@@ -14,7 +14,7 @@ from attngen.plan import plan
 from attngen.plan.symbols import KERNEL_NAMES, argument_name
 from attngen.render import render
 from attngen.resources import root
-from attngen.spec import KernelSpec, expand, load_spec_text, preset_names
+from attngen.schema import KernelSpec, expand, load_spec_text, preset_names
 from tests.render.sources import TRITON, assigned, functions, kernels, parameters, rendered
 
 pytestmark = pytest.mark.filterwarnings("error")  # a backslash that Python warns of

@@ -12,8 +12,8 @@ from attngen.plan import plan
 from attngen.plan.symbols import argument_name
 from attngen.render import render
 from attngen.resources import templates_dir
-from attngen.spec import expand, load_spec_text
-from attngen.spec.names import check_symbol
+from attngen.schema import expand, load_spec_text
+from attngen.schema.names import check_symbol
 from tests.render.cuda_sources import code as code_of_cuda
 from tests.render.cuda_sources import identifiers
 

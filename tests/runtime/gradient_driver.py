@@ -19,7 +19,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.driver import Launch
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import expand, load_spec_text
+from attngen.schema import expand, load_spec_text
 from tests.runtime.support import FakeDriver, at, decode, launch_of, run_forward
 
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}

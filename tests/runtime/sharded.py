@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import attngen
 from attngen.runtime.module import read_kernel
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import preset
+from attngen.schema import preset
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 64, 96
 STEPS, ROWS, LENGTH = 3, 4, 70

@@ -13,7 +13,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
-from attngen.spec import preset
+from attngen.schema import preset
 from tests.runtime.support import bias_variant, variant, window_variant
 
 

@@ -21,7 +21,7 @@ from attngen.errors import AttngenError, LoadError
 from attngen.plan import plan
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import BrokenKernelWarning, registry
-from attngen.spec import expand, load_spec_text
+from attngen.schema import expand, load_spec_text
 from attngen.store import StoreWarning
 from attngen.store.key import digest
 from tests.runtime.manifests import compile_as_manifest

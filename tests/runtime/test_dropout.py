@@ -18,7 +18,7 @@ from attngen.lang.variant import Tensor as Declared
 from attngen.lang.variant import Variant
 from attngen.runtime.dropout import kept, philox, rate_of
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import preset
+from attngen.schema import preset
 from tests.runtime.support import kernel
 
 DROPPED = compile_variant("dropped", "q_pos >= kv", dropout=True)

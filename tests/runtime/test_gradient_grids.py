@@ -9,7 +9,7 @@ from attngen.plan import plan
 from attngen.runtime.arguments import Packing, bind
 from attngen.runtime.geometry import geometries, workspace_sizes
 from attngen.runtime.module import Kernel
-from attngen.spec import expand, load_spec_text
+from attngen.schema import expand, load_spec_text
 from tests.runtime.support import FakeDriver, kernel_of, variant
 
 MULTIPROCESSORS = 132

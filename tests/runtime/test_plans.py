@@ -12,7 +12,7 @@ import attngen
 from attngen.plan import plan
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.spec import expand, load_spec_text, preset_names
+from attngen.schema import expand, load_spec_text, preset_names
 from tests.runtime.hand_masks import arguments
 from tests.runtime.manifests import with_parameters
 from tests.runtime.support import FakeDriver

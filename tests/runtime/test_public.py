@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import attngen
-from attngen.spec.names import RESERVED
+from attngen.schema.names import RESERVED
 
 HEAVY = ("torch", "triton", "cupy", "jinja2", "pydantic", "yaml", "numpy", "cuda")
 BUILD_ONLY = ("triton", "cupy", "jinja2", "pydantic", "yaml")

@@ -201,7 +201,7 @@ def test_the_error_lists_each_candidate_and_valid_yaml(gpu: FakeDriver) -> None:
 
 
 def test_the_yaml_builds_what_is_missing(gpu: FakeDriver) -> None:
-    from attngen.spec import expand, load_spec_text
+    from attngen.schema import expand, load_spec_text
 
     install(kernel(variant()))
     q, _, v = tensors(dim=32)
@@ -255,7 +255,7 @@ def test_a_grid_has_a_limit(gpu: FakeDriver) -> None:
 def test_what_is_proposed_serves_the_call(gpu: FakeDriver, seed: int) -> None:
     """The lines of the error are planned, and a kernel of that plan takes the very call."""
     from attngen.plan import plan
-    from attngen.spec import expand, load_spec_text
+    from attngen.schema import expand, load_spec_text
     from tests.runtime.manifests import compile_as_manifest
 
     chance = random.Random(seed)

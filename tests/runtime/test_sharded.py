@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from attngen.spec import preset
+from attngen.schema import preset
 from tests.runtime import sharded
 
 

@@ -16,7 +16,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call, Packing, bind
 from attngen.runtime.reference import reference
 from attngen.runtime.sinks import add_gradients, learned, without_keys
-from attngen.spec import preset
+from attngen.schema import preset
 
 CAUSAL = preset("causal_sink")
 #: Of every kind of index: the head, another number of heads, the sequence, and none; one element read twice.

@@ -16,7 +16,7 @@ from attngen.runtime.registry import registry
 from attngen.store import Store, StoreWarning
 from attngen.store.mark import FOLDERS
 from attngen.store.trust import distrust
-from attngen.tools.build import build
+from attngen.tools.build.pipeline import build
 from tests.runtime.support import variant, write_build
 from tests.store.fakes import artifact, key_of
 

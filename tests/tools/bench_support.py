@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from attngen.lang.variant import Variant
-from attngen.tools import bench_peers
-from attngen.tools.bench_cases import BenchCase, bench_cases
-from attngen.tools.bench_machine import Ceilings, Reading
-from attngen.tools.bench_peers import Tensors
-from attngen.tools.bench_report import BenchReport, Result, Row
-from attngen.tools.bench_timing import Contestant, Timing
-from attngen.tools.bench_workloads import Terms, Workload, workload
+from attngen.tools.bench import peers as bench_peers
+from attngen.tools.bench.cases import BenchCase, bench_cases
+from attngen.tools.bench.machine import Ceilings, Reading
+from attngen.tools.bench.peers import Tensors
+from attngen.tools.bench.report import BenchReport, Result, Row
+from attngen.tools.bench.timing import Contestant, Timing
+from attngen.tools.bench.workloads import Terms, Workload, workload
 
 SPEC = """
 schema: 1

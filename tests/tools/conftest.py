@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from attngen.runtime.registry import registry
-from attngen.spec import load_spec_text
-from attngen.tools.build import Prepared, prepare
+from attngen.schema import load_spec_text
+from attngen.tools.build.pipeline import Prepared, prepare
 from tests.tools.bench_support import SPEC
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from attngen.store import worker
-from attngen.tools.contract import Deviation
-from attngen.tools.trial import CaseResult, Trial
+from attngen.tools.verify.contract import Deviation
+from attngen.tools.verify.trial import CaseResult, Trial
 
 _broken = False
 

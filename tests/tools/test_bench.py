@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from attngen.errors import CompileError
-from attngen.tools import bench as tool
-from attngen.tools.bench import Options, bench, dry_run
-from attngen.tools.bench_machine import Ceilings, Reading
-from attngen.tools.bench_report import BenchReport, steps
-from attngen.tools.build import BuiltKernel, Failure, Prepared
-from attngen.tools.interpreter import kernel_of
-from attngen.tools.ladder import RUNGS
-from attngen.tools.verify_gpu import Gpu
+from attngen.tools.bench import run as tool
+from attngen.tools.bench.ladder import RUNGS
+from attngen.tools.bench.machine import Ceilings, Reading
+from attngen.tools.bench.report import BenchReport, steps
+from attngen.tools.bench.run import Options, bench, dry_run
+from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared
+from attngen.tools.verify.gpu import Gpu
+from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import SPEC, StubPeer, TickClock
 
 

@@ -15,20 +15,21 @@ from attngen.runtime.arguments import bind
 from attngen.runtime.module import Kernel
 from attngen.runtime.reference import reference
 from attngen.runtime.registry import registry
-from attngen.spec import load_spec_text, preset
-from attngen.tools import bench_kernels, bench_peers
-from attngen.tools.bench_cases import bench_cases
-from attngen.tools.bench_check import GradientOracle
-from attngen.tools.bench_gradients import differentiated
-from attngen.tools.bench_kernels import Team, forwards_of, teams
-from attngen.tools.bench_memory import workspace, workspace_bound
-from attngen.tools.bench_peers import Tensors
-from attngen.tools.bench_race import Track
-from attngen.tools.bench_report import Result, Row
-from attngen.tools.bench_timing import Contestant
-from attngen.tools.bench_workloads import Workload
-from attngen.tools.build import Prepared, prepare
-from attngen.tools.interpreter import kernel_of
+from attngen.schema import load_spec_text, preset
+from attngen.tools.bench import kernels as bench_kernels
+from attngen.tools.bench import peers as bench_peers
+from attngen.tools.bench.cases import bench_cases
+from attngen.tools.bench.check import GradientOracle
+from attngen.tools.bench.gradients import differentiated
+from attngen.tools.bench.kernels import Team, forwards_of, teams
+from attngen.tools.bench.memory import workspace, workspace_bound
+from attngen.tools.bench.peers import Tensors
+from attngen.tools.bench.race import Track
+from attngen.tools.bench.report import Result, Row
+from attngen.tools.bench.timing import Contestant
+from attngen.tools.bench.workloads import Workload
+from attngen.tools.build.pipeline import Prepared, prepare
+from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import StubPeer, TickClock, racing
 
 SPEC = """
@@ -93,7 +94,7 @@ def test_the_oracle_agrees_with_autograd_of_the_reference(name: str) -> None:
 def test_pieces_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     work, (one, _), (dout, _) = of_seed("causal", 50, torch.float32)
     whole = GradientOracle(work, *one.bshd, dout)
-    monkeypatch.setattr("attngen.tools.bench_check._ELEMENTS", 7 * 50)
+    monkeypatch.setattr("attngen.tools.bench.check._ELEMENTS", 7 * 50)
     for a, b in zip(whole._wanted, GradientOracle(work, *one.bshd, dout)._wanted, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -13,10 +13,10 @@ from attngen.lang.variant import Tensor as Declared
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import bind
 from attngen.runtime.reference import names_of
-from attngen.spec import preset, preset_names
-from attngen.tools import bench_workloads
-from attngen.tools.bench_cases import BenchCase, bench_cases
-from attngen.tools.bench_workloads import terms_of, visible_pairs, workload
+from attngen.schema import preset, preset_names
+from attngen.tools.bench import workloads as bench_workloads
+from attngen.tools.bench.cases import BenchCase, bench_cases
+from attngen.tools.bench.workloads import terms_of, visible_pairs, workload
 from tests.runtime.support import variant
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.tools import host_programs
+from attngen.tools.bench import host_programs
 
 
 def test_a_race(monkeypatch: pytest.MonkeyPatch) -> None:

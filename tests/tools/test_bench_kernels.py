@@ -10,11 +10,11 @@ import torch
 
 from attngen.errors import CallError
 from attngen.runtime.registry import registry
-from attngen.spec import preset
-from attngen.tools import bench_kernels
-from attngen.tools.bench_kernels import chosen, teams
-from attngen.tools.build import Prepared
-from attngen.tools.interpreter import kernel_of
+from attngen.schema import preset
+from attngen.tools.bench import kernels as bench_kernels
+from attngen.tools.bench.kernels import chosen, teams
+from attngen.tools.build.pipeline import Prepared
+from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import racing
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.spec import preset
-from attngen.tools import bench_peers
-from attngen.tools.bench_cases import bench_cases
-from attngen.tools.bench_check import Oracle
-from attngen.tools.bench_peers import reason_against
-from attngen.tools.bench_workloads import terms_of
+from attngen.schema import preset
+from attngen.tools.bench import peers as bench_peers
+from attngen.tools.bench.cases import bench_cases
+from attngen.tools.bench.check import Oracle
+from attngen.tools.bench.peers import reason_against
+from attngen.tools.bench.workloads import terms_of
 from tests.tools.bench_support import racing, without_libraries
 
 

@@ -10,16 +10,16 @@ import torch
 
 from attngen.errors import NoKernelError
 from attngen.runtime.module import Kernel
-from attngen.spec import load_spec_text, preset
-from attngen.tools import bench_kernels
-from attngen.tools.bench_cases import BenchCase, bench_cases
-from attngen.tools.bench_check import Oracle
-from attngen.tools.bench_kernels import Team, teams
-from attngen.tools.bench_peers import Peer
-from attngen.tools.bench_race import Track, foresee
-from attngen.tools.bench_report import Result
-from attngen.tools.build import Prepared, prepare
-from attngen.tools.interpreter import kernel_of
+from attngen.schema import load_spec_text, preset
+from attngen.tools.bench import kernels as bench_kernels
+from attngen.tools.bench.cases import BenchCase, bench_cases
+from attngen.tools.bench.check import Oracle
+from attngen.tools.bench.kernels import Team, teams
+from attngen.tools.bench.peers import Peer
+from attngen.tools.bench.race import Track, foresee
+from attngen.tools.bench.report import Result
+from attngen.tools.build.pipeline import Prepared, prepare
+from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import SPEC, StubPeer, TickClock, racing
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from attngen.tools.bench_cases import bench_cases
-from attngen.tools.bench_report import BenchReport, Result, Row, mean_of
+from attngen.tools.bench.cases import bench_cases
+from attngen.tools.bench.report import BenchReport, Result, Row, mean_of
 from tests.tools.bench_support import SCHEMA, backward_report, report, result
 
 
@@ -70,7 +70,7 @@ def test_the_document_keeps_its_schema() -> None:
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from attngen.tools.bench_plot import plot
+    from attngen.tools.bench.plot import plot
 
     path = tmp_path / "figures.png"
     plot(report(), path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attngen.tools.bench_timing import Contestant, race
+from attngen.tools.bench.timing import Contestant, race
 from tests.tools.bench_support import FakeClock
 
 

@@ -18,13 +18,13 @@ from attngen.compile import toolchain
 from attngen.errors import AttngenError, InternalError, SpecError, StoreError
 from attngen.plan import Plan
 from attngen.plan.model import Refused
-from attngen.spec import KernelSpec
+from attngen.schema import KernelSpec
 from attngen.store import Store
 from attngen.store import receipt as receipts
 from attngen.store.index import read_index
-from attngen.tools import build as build_module
-from attngen.tools.build import BuildReport, build
-from attngen.tools.generate import generate
+from attngen.tools.build import pipeline as build_module
+from attngen.tools.build.generate import generate
+from attngen.tools.build.pipeline import BuildReport, build
 from tests.store.fakes import LOG
 
 FAKE = "tests.store.fakes:compile_quickly"
@@ -350,7 +350,7 @@ def test_a_disk_that_fills_up_is_reported(spec: Path, store: Store, log: Path, m
 
 def start_build(spec: Path, store: Store, fake: str = FAKE) -> subprocess.Popen[bytes]:
     code = (
-        f"from attngen.tools.build import build; from attngen.store import Store; from pathlib import Path\n"
+        f"from attngen.tools.build.pipeline import build; from attngen.store import Store; from pathlib import Path\n"
         f"build({str(spec)!r}, jobs=2, store=Store(Path({str(store.root)!r})), compiler={fake!r})"
     )
     # A killed build leaves its scratch folder behind: not in the machine's.
@@ -389,7 +389,7 @@ def test_keys_see_every_field_of_a_plan(spec: Path) -> None:
     """Reliability check 26, for the plan: what is not in ``to_dict`` would not be in the key."""
     from dataclasses import fields, replace
 
-    from attngen.spec import load_spec, load_spec_text
+    from attngen.schema import load_spec, load_spec_text
 
     prepared = build_module.prepare(load_spec(spec))
     plan, other = prepared[0].plan, prepared[-1].plan

@@ -9,10 +9,10 @@ import pytest
 from torch import Tensor
 
 from attngen.runtime.arguments import Call
-from attngen.spec import preset
+from attngen.schema import preset
 from attngen.tools.cases import Case
-from attngen.tools.contract import Expected, Tally, deviation, expected
-from attngen.tools.inputs import Element, make_inputs
+from attngen.tools.verify.contract import Expected, Tally, deviation, expected
+from attngen.tools.verify.inputs import Element, make_inputs
 
 DENSE = Case("dense", (20,) * 2, (13,) * 2, heads=4, kv_heads=2, used=(13, 5))
 PACKED = Case("packed", (20, 0, 3), (13, 7, 0), heads=4, kv_heads=2)

@@ -13,12 +13,12 @@ from attngen import cli
 from attngen.errors import CallError
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan, plan
-from attngen.spec import expand, load_spec_text, preset_names
+from attngen.schema import expand, load_spec_text, preset_names
 from attngen.tools.cases import Case
-from attngen.tools.efficiency import efficiency, scalars_of
-from attngen.tools.explain import explain_spec
+from attngen.tools.explain.efficiency import efficiency, scalars_of
+from attngen.tools.explain.explanation import explain_spec
+from attngen.tools.explain.visits import visits
 from attngen.tools.values import arguments_of
-from attngen.tools.visits import visits
 
 HOPPER = "specs/hopper_triton.yaml"
 

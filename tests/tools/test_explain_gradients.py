@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli
-from attngen.tools.explain import PlanExplanation, explain_spec
-from attngen.tools.explain_gradients import GradientFloors
+from attngen.tools.explain.explanation import PlanExplanation, explain_spec
+from attngen.tools.explain.gradients import GradientFloors
 
 TILES = "{dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {tile: {m: 128, n: 64}, stages: 2, warps: 8}}"
 SPEC = f"""

@@ -17,10 +17,10 @@ from attngen.lang.eager import evaluate
 from attngen.plan import Plan, plan
 from attngen.plan.floors import MEMORY_PER_CLOCK, RATES, floor
 from attngen.render import render
-from attngen.spec import expand, load_spec_text
-from attngen.tools.explain import explain_spec
-from attngen.tools.explain_hopper import HopperExplanation
-from attngen.tools.visits import visits
+from attngen.schema import expand, load_spec_text
+from attngen.tools.explain.explanation import explain_spec
+from attngen.tools.explain.hopper import HopperExplanation
+from attngen.tools.explain.visits import visits
 
 CUDA, TRITON = "fwd_sm90a_wgmma", "fwd_sm90a_tma"
 HEAD = "schema: 1\npackage: t\narch: [sm90a]\nkernels:\n"

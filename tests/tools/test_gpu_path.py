@@ -16,17 +16,17 @@ from attngen.plan import Plan
 from attngen.runtime import driver as drivers
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers, Pinned
-from attngen.spec import load_spec
+from attngen.schema import load_spec
 from attngen.store.jobs import Job, Result
-from attngen.tools import verify_gpu
-from attngen.tools.build import BuiltKernel, Failure, Prepared, plans, prepare
+from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared, plans, prepare
 from attngen.tools.cases import Case
-from attngen.tools.inputs import Element, make_inputs
-from attngen.tools.interpreter import kernel_of
-from attngen.tools.poison import poisoned
-from attngen.tools.trial import Launch, Trial
-from attngen.tools.verdict import Verdict, VerifyReport
-from attngen.tools.verify_gpu import Gpu, try_on_gpu
+from attngen.tools.verify import gpu as verify_gpu
+from attngen.tools.verify.gpu import Gpu, try_on_gpu
+from attngen.tools.verify.inputs import Element, make_inputs
+from attngen.tools.verify.interpreter import kernel_of
+from attngen.tools.verify.poison import poisoned
+from attngen.tools.verify.trial import Launch, Trial
+from attngen.tools.verify.verdict import Verdict, VerifyReport
 from tests.runtime.support import FakeDriver, main_of
 
 SPEC = """

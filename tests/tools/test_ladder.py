@@ -6,11 +6,11 @@ import pytest
 
 from attngen.plan import plan
 from attngen.resources import specs_dir
-from attngen.spec import expand, load_spec, load_spec_text
-from attngen.tools.bench_cases import bench_cases
-from attngen.tools.bench_report import BenchReport, Result, Row, steps
-from attngen.tools.build import Prepared, prepare
-from attngen.tools.ladder import RUNGS, Ladder, ladders, reason_against
+from attngen.schema import expand, load_spec, load_spec_text
+from attngen.tools.bench.cases import bench_cases
+from attngen.tools.bench.ladder import RUNGS, Ladder, ladders, reason_against
+from attngen.tools.bench.report import BenchReport, Result, Row, steps
+from attngen.tools.build.pipeline import Prepared, prepare
 
 
 def prepared(*entries: str) -> list[Prepared]:

@@ -14,14 +14,14 @@ from attngen.arch import ARCHES, arch_of
 from attngen.errors import CallError
 from attngen.plan import plan
 from attngen.render import render
-from attngen.spec import expand, load_spec
-from attngen.tools import verify as tool
-from attngen.tools.build import Prepared
-from attngen.tools.retarget import retarget
-from attngen.tools.trial import CaseResult, Trial
-from attngen.tools.verdict import Verdict, VerifyReport
-from attngen.tools.verify import verify
-from attngen.tools.verify_interpreted import interpretable
+from attngen.schema import expand, load_spec
+from attngen.tools.build.pipeline import Prepared
+from attngen.tools.verify import run as tool
+from attngen.tools.verify.interpreted import interpretable
+from attngen.tools.verify.retarget import retarget
+from attngen.tools.verify.run import verify
+from attngen.tools.verify.trial import CaseResult, Trial
+from attngen.tools.verify.verdict import Verdict, VerifyReport
 
 SPEC = """
 schema: 1
@@ -172,7 +172,7 @@ def test_a_retargeted_kernel_keeps_its_tile() -> None:
 
 def test_a_tile_that_does_not_fit_is_chosen_anew() -> None:
     text = "schema: 1\npackage: t\narch: [sm100a]\nkernels:\n  - variant: causal\n    head_dim: 256\n"
-    from attngen.spec import load_spec_text
+    from attngen.schema import load_spec_text
 
     (kernel,) = expand(load_spec_text(text))
     prepared = Prepared(kernel, plan(kernel), render(plan(kernel)))

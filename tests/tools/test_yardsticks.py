@@ -24,10 +24,10 @@ from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.reference import names_of
 from attngen.tools.cases import Case
-from attngen.tools.contract import Expected, Tally, deviation
-from attngen.tools.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
-from attngen.tools.inputs import Inputs
-from attngen.tools.trial import prepare_case
+from attngen.tools.verify.contract import Expected, Tally, deviation
+from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
+from attngen.tools.verify.inputs import Inputs
+from attngen.tools.verify.trial import prepare_case
 
 LOG2E = 1.4426950408889634
 TILE = 16

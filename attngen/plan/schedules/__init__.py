@@ -15,7 +15,7 @@ from attngen.plan.schedules import (
     triton_backward,
     triton_forward,
 )
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 #: In the order in which they are asked: the fastest first (docs/performance.md has the figures).
 _ROWS: list[Schedule] = [

@@ -21,7 +21,7 @@ from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.hopper_forward import MMA_BYTES, widths
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
-from attngen.spec.expand import Backward, KernelSpec
+from attngen.schema.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS

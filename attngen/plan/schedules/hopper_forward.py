@@ -18,7 +18,7 @@ from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Columns, Plan, Region, Structure
 from attngen.plan.schedule import Schedule
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
-from attngen.spec.expand import KernelSpec, Roles
+from attngen.schema.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
 _ROWS = 64  # query rows of a consumer: M of wgmma

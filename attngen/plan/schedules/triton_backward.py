@@ -33,7 +33,7 @@ from attngen.plan.symbols import gradient_pointer
 from attngen.plan.tiles import Tile, completed, family, gradient_columns, padded_width
 from attngen.plan.traits import gathers, is_light
 from attngen.plan.triton import LABELS, alignment_of, loads_of
-from attngen.spec.expand import Backward, Gradient, KernelSpec
+from attngen.schema.expand import Backward, Gradient, KernelSpec
 
 #: The same for the two kernels of a backward: (family, largest head_dim) → tile of "dkdv", tile of "dq".
 _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (

@@ -16,7 +16,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.tiles import Tile, columns, completed, family, padded_width
 from attngen.plan.traits import gathers
 from attngen.plan.triton import LABELS, alignment_of, loads_of
-from attngen.spec.expand import KernelSpec
+from attngen.schema.expand import KernelSpec
 
 #: (family, largest head_dim) → tile, first match wins. The rows of "wgmma" were measured on an H200
 #: (docs/performance.md); the others follow from registers and shared memory, and were not raced.

@@ -1,0 +1,355 @@
+"""A spec to its kernels: each list in an entry of ``kernels`` is expanded, nothing else is added.
+
+Two rules keep the result free of doubles. A value given twice in one list is a mistake and refused. The same kernel
+asked for by two entries is built once, and belongs to the first; ``repeats`` lists these for ``attngen check``.
+
+A variant's tensors may be shaped by ``seqlen_q`` and ``seqlen_k``. In a dense call these are the lengths of q and k.
+In a varlen call, where each sequence has lengths of its own, a shape means the maxima that the call gives
+(``max_seqlen_q``, ``max_seqlen_k``), ``b`` the number of sequences: the tensor is padded, and what lies beyond a
+sequence's own length is not read. Expressions still see each sequence's own lengths. With this rule every variant
+works in both layouts, so none is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from itertools import product
+from math import prod
+from typing import Any
+
+from attngen.dtypes import DTYPES
+from attngen.errors import Location, SpecError, suggest
+from attngen.formats import SCHEMA
+from attngen.lang.variant import Variant
+from attngen.schema.loading import DeclaredVariant, Spec
+from attngen.schema.messages import field_path
+from attngen.schema.models import (
+    BackwardModel,
+    GradientModel,
+    HeadDimModel,
+    KernelModel,
+    TileModel,
+    WarpsModel,
+)
+from attngen.schema.presets import declared_preset, preset_names
+from attngen.schema.quoting import show
+
+MAX_KERNELS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Warp roles of a warp-specialized kernel: what the spec fixes, None for what the plan chooses."""
+
+    producer: int | None = None
+    consumer: int | None = None
+    schedule: str | None = None
+    overlap: bool | None = None
+    producer_registers: int | None = None
+    consumer_registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What the spec fixes of one of the two kernels that compute gradients; None leaves it to the plan."""
+
+    tile_m: int | None = None
+    tile_n: int | None = None
+    stages: int | None = None
+    num_warps: int | None = None
+    family: str | None = None  # of the kernel in CUDA; no field of a spec: the plan tries one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The kernels of a backward: one by tiles of keys, one by tiles of queries."""
+
+    dkdv: Gradient = Gradient()
+    dq: Gradient = Gradient()
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel that a spec asks for. None leaves a choice to the plan. Places in the file do not compare."""
+
+    package: str
+    variant: Variant
+    arch: str
+    head_dim_qk: int
+    head_dim_v: int
+    dtype: str
+    layout: str = "dense"
+    direction: str = "forward"
+    backend: str | None = None
+    tile_m: int | None = None
+    tile_n: int | None = None
+    stages: int | None = None
+    num_warps: int | None = None
+    roles: Roles | None = None
+    backward: Backward | None = None
+    loads: str | None = None
+    tile_map: str = "auto"
+    alignment: int | None = None  # bytes
+    fast_math: bool = True
+    softmax: str | None = None
+    softmax_scale: float | None = None
+    deterministic: bool = False
+    persistent: bool | None = None
+    order: str | None = None
+    epilogue: str | None = None
+    pack_gqa: bool | None = None
+    allow: tuple[str, ...] = ()
+    spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
+    location: Location = field(default=Location(""), compare=False)
+    places: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
+
+    def locate(self, name: str) -> Location:
+        """Return the place of the field that decided ``name`` (of this class or of the spec), or of the entry."""
+        name = name.split(".")[0]
+        return self.places.get(_FIELD_OF.get(name, name), self.location)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is to be built as a JSON value: no places, no names of files, no formatting of expressions."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        variant = self.variant.to_dict()
+        data["variant"] = {name: None if name.endswith("_text") else value for name, value in variant.items()}
+        data["roles"] = asdict(self.roles) if self.roles else None
+        data["backward"] = asdict(self.backward) if self.backward else None
+        data["allow"] = list(self.allow)
+        return data
+
+
+#: Fields of a kernel to fields of the spec, where the names differ.
+_FIELD_OF = {
+    "head_dim_qk": "head_dim", "head_dim_v": "head_dim", "direction": "passes", "tile_m": "tile", "tile_n": "tile",
+    "num_warps": "warps", "roles": "warps", "pipeline": "stages",
+}  # fmt: skip
+
+#: Fields that expand, slowest first: kernels of one variant stand together.
+_AXES = (
+    "variant", "arch", "dtype", "head_dim", "layout", "passes", "backend", "tile", "stages", "warps", "loads",
+    "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
+    "epilogue", "pack_gqa",
+)  # fmt: skip
+
+
+#: Fields that say something of the forward only; those of the backward stand in ``backward``.
+_FORWARDS = ("backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa")
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    value: Any
+    location: Location
+
+
+def expand(spec: Spec) -> tuple[KernelSpec, ...]:
+    """Return the kernels that a spec asks for, in its order, each once; SpecError for a wrong name or list."""
+    return tuple(dict.fromkeys(_all(spec)))
+
+
+def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:
+    """Return the kernels that a later entry asks for again, each with the earlier one that serves it."""
+    first: dict[KernelSpec, KernelSpec] = {}
+    pairs = [(kernel, first.setdefault(kernel, kernel)) for kernel in _all(spec)]
+    return tuple((kernel, earlier) for kernel, earlier in pairs if earlier is not kernel)
+
+
+def spec_hash(spec: Spec) -> str:
+    """Return a hash of what a spec builds, through its includes and presets too.
+
+    Comments, the order of keys and of kernels, and how an expression is spelt leave it unchanged.
+    """
+    kernels = sorted(json.dumps(kernel.to_dict(), sort_keys=True) for kernel in expand(spec))
+    return sha256(json.dumps([SCHEMA, spec.package, kernels]).encode()).hexdigest()
+
+
+def _all(spec: Spec) -> list[KernelSpec]:
+    entries = [(index, _axes(spec, index, entry)) for index, entry in enumerate(spec.model.kernels)]
+    count = sum(prod(map(len, axes.values())) for _, axes in entries)
+    if count > MAX_KERNELS:
+        raise SpecError(
+            f"the lists expand into {count:,} kernels; a spec builds at most {MAX_KERNELS:,}",
+            location=spec.tree.locate(("kernels",)),
+            field="kernels",
+        )
+    return [
+        _kernel(spec, index, dict(zip(axes, choice, strict=True)))
+        for index, axes in entries
+        for choice in product(*axes.values())
+        if not _is_forwards_alone(axes, choice)
+    ]
+
+
+def _is_forwards_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
+    """Whether a choice is a backward that differs from an earlier one only in what is the forward's."""
+    chosen = dict(zip(axes, choice, strict=True))
+    return chosen["passes"].value == "backward" and any(chosen[name] is not axes[name][0] for name in _FORWARDS)
+
+
+def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]:
+    """Return the values of each field that expands; one None where a field is left out."""
+    lists: dict[str, Sequence[Any]] = {name: getattr(entry, name, None) or (None,) for name in _AXES}
+    paths: dict[str, tuple[str | int, ...]] = {name: ("kernels", index, name) for name in _AXES}
+    lists["stages"] = (entry.pipeline and entry.pipeline.stages) or (None,)
+    paths["stages"] = ("kernels", index, "pipeline", "stages")
+    if entry.arch is None:
+        lists["arch"], paths["arch"] = spec.model.arch or (), ("arch",)
+        if not spec.model.arch:
+            raise SpecError(
+                "missing; name it here or for the whole spec, as in 'arch: [sm90a]'",
+                location=spec.tree.locate(("kernels", index)),
+                field=f"kernels[{index}].arch",
+            )
+    axes = {}
+    for name, values in lists.items():
+        path = paths[name]
+        axes[name] = [_Value(value, spec.tree.locate((*path, i))) for i, value in enumerate(values)]
+        for i, value in enumerate(values):
+            if value in values[:i]:
+                raise SpecError(
+                    f"{_describe(value)} is given twice in one list",
+                    location=axes[name][i].location,
+                    field=field_path(path),
+                )
+    return axes
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, HeadDimModel):
+        return f"{value.qk}/{value.v}" if value.qk != value.v else str(value.qk)
+    return show(value.model_dump(exclude_none=True) if isinstance(value, TileModel | WarpsModel) else value)
+
+
+def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
+    entry = spec.model.kernels[index]
+    values = {name: item.value for name, item in chosen.items()}
+    declared = resolve(spec, values["variant"], chosen["variant"].location)
+    backward = values["passes"] == "backward"
+    if backward:
+        _refuse_forwards(spec, index, entry)
+        values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry)}
+    elif entry.backward is not None and "backward" not in entry.passes:
+        raise SpecError(
+            "says how a backward is computed, which 'passes' does not ask for; allowed: passes: [forward, backward]",
+            location=spec.tree.locate(("kernels", index, "backward")),
+            field=f"kernels[{index}].backward",
+        )
+    tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
+    alignment = values["alignment"]
+    return KernelSpec(
+        package=spec.package,
+        variant=declared.variant,
+        arch=values["arch"],
+        head_dim_qk=values["head_dim"].qk,
+        head_dim_v=values["head_dim"].v,
+        dtype=values["dtype"],
+        layout=values["layout"],
+        direction=values["passes"],
+        backend=values["backend"],
+        tile_m=tile.m,
+        tile_n=tile.n,
+        stages=values["stages"],
+        num_warps=warps.count,
+        roles=_roles(warps),
+        backward=_backward(entry.backward) if backward else None,
+        loads=values["loads"],
+        tile_map=values["tile_map"],
+        alignment=_element_bytes(values["dtype"]) if alignment == "element" else alignment,
+        fast_math=values["fast_math"],
+        softmax=None if backward else values["softmax"] or declared.model.softmax,
+        softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
+        deterministic=values["deterministic"],
+        persistent=values["persistent"],
+        order=values["order"],
+        epilogue=values["epilogue"],
+        pack_gqa=values["pack_gqa"],
+        allow=tuple(sorted(set(entry.allow))),
+        spec_file=spec.name,
+        location=spec.tree.locate(("kernels", index)),
+        places=_places(spec, index, chosen, declared),
+    )
+
+
+def _backend_of_backward(entry: KernelModel) -> str | None:
+    """Return what the entry names, or Triton where that is all that its forwards may be in."""
+    if entry.backward is not None and entry.backward.backend is not None:
+        return entry.backward.backend
+    return "triton" if set(entry.backend or ()) == {"triton"} else None
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _element_bytes(dtype: str) -> int:
+    return DTYPES[dtype].bytes if dtype in DTYPES else 1  # fp8, which no tensor of a variant has
+
+
+def _roles(warps: WarpsModel) -> Roles | None:
+    registers = warps.registers
+    roles = Roles(
+        warps.producer,
+        warps.consumer,
+        warps.schedule,
+        warps.overlap,
+        registers.producer if registers else None,
+        registers.consumer if registers else None,
+    )
+    return None if roles == Roles() else roles
+
+
+def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
+    """Raise SpecError for a field that is the forward's in an entry that asks for none."""
+    if "forward" in entry.passes:
+        return
+    fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
+    given = [name for name in fields if getattr(entry, name) is not None]
+    for name in given:
+        raise SpecError(
+            "is the forward's, which 'passes' does not ask for; that of the backward stands in 'backward', as in "
+            "'backward: {dkdv: {tile: {m: 64, n: 128}}}'",
+            location=spec.tree.locate(("kernels", index, name)),
+            field=f"kernels[{index}].{name}",
+        )
+
+
+def _backward(model: BackwardModel | None) -> Backward:
+    if model is None:
+        return Backward()
+    return Backward(*(_gradient(getattr(model, name) or GradientModel()) for name in ("dkdv", "dq")))
+
+
+def _gradient(model: GradientModel) -> Gradient:
+    tile = model.tile or TileModel()
+    return Gradient(tile.m, tile.n, model.stages, model.warps)
+
+
+def _places(spec: Spec, index: int, chosen: dict[str, _Value], declared: DeclaredVariant) -> dict[str, Location]:
+    """Return where each field that the file gives stands: in the entry, or for some in the variant."""
+    entry = spec.model.kernels[index]
+    places = {name: item.location for name, item in chosen.items()}
+    if entry.backward is not None:
+        places["backward"] = spec.tree.locate(("kernels", index, "backward"))
+    for name in ("softmax", "softmax_scale", "allow"):
+        in_entry = name in entry.model_fields_set
+        places[name] = spec.tree.locate(("kernels", index, name)) if in_entry else declared.locate(name)
+    return places
+
+
+def resolve(spec: Spec, name: str, location: Location) -> DeclaredVariant:
+    """Return the variant that a kernel names: the spec's own or included one, else the preset."""
+    if name in spec.variants:
+        return spec.variants[name]
+    if name in preset_names():
+        return declared_preset(name)
+    known = [*spec.variants, *preset_names()]
+    raise SpecError(
+        f"unknown variant '{name}'{suggest(name, known)}; declared here: {', '.join(spec.variants) or 'none'}; "
+        f"presets: {', '.join(preset_names())}",
+        location=location,
+        field="variant",
+    )

@@ -1,0 +1,128 @@
+"""Kinds of fields that the models are made of: choices, names, lists that may be one value, plain numbers.
+
+Each kind says itself what it allows, once for messages and once for the JSON Schema. No field is a union: a union
+answers a wrong value with one complaint for each of its members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator, WithJsonSchema
+from pydantic_core import CoreSchema, core_schema
+
+from attngen import arch, dtypes
+from attngen.schema import names
+from attngen.schema.quoting import show
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Text that is one of ``allowed``, or one of ``aliases``, which stand for allowed names."""
+
+    allowed: tuple[str, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        literal = core_schema.literal_schema([*self.allowed, *(alias for alias, _ in self.aliases)])
+        table = dict(self.aliases)
+        return core_schema.no_info_after_validator_function(lambda name: table.get(name, name), literal)
+
+
+@dataclass(frozen=True, slots=True)
+class AsTuple:
+    """A list, kept as a tuple; with ``one``, a single value stands for a list of it."""
+
+    one: bool
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._convert, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        many = handler(schema)
+        return {"anyOf": [many["items"], many | {"minItems": 1}]} if self.one else many
+
+    def _convert(self, value: object) -> object:
+        if self.one and value == []:
+            raise ValueError("found an empty list; leave the field out or name at least one value")
+        if isinstance(value, list):
+            return tuple(value)
+        return (value,) if self.one and value is not None else value
+
+
+OneOrMany = Annotated[tuple[T, ...], Field(max_length=256), AsTuple(one=True)]
+Many = Annotated[tuple[T, ...], Field(max_length=1024), AsTuple(one=False)]
+
+
+def _pattern(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": pattern})
+
+
+VariantName = Annotated[str, PlainValidator(names.check_variant_name), _pattern(names.VARIANT_PATTERN)]
+PackageName = Annotated[str, PlainValidator(names.check_package_name), _pattern(names.VARIANT_PATTERN)]
+SymbolName = Annotated[str, PlainValidator(names.check_symbol), _pattern(names.SYMBOL_PATTERN)]
+LetName = Annotated[str, PlainValidator(names.check_let_name), _pattern(names.LET_PATTERN)]
+
+_EXTENT_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "exclusiveMaximum": 2**31},
+        {"type": "string", "pattern": names.SYMBOL_PATTERN},
+    ]
+}
+Extent = Annotated[int | str, PlainValidator(names.check_extent), WithJsonSchema(_EXTENT_SCHEMA)]
+
+
+def _dtype_choice(allowed: tuple[str, ...]) -> Choice:
+    return Choice(allowed, tuple((alias, name) for alias, name in dtypes.ALIASES.items() if name in allowed))
+
+
+ArchName = Annotated[str, Choice(tuple(arch.ARCHES))]
+#: fp8 (e4m3) is a legal thing to ask for; the plan says whether it can be built.
+AttentionDType = Annotated[str, _dtype_choice((*dtypes.ATTENTION_DTYPES, "fp8"))]
+TensorDType = Annotated[str, _dtype_choice(dtypes.TENSOR_DTYPES)]
+ScalarDType = Annotated[str, _dtype_choice(dtypes.SCALAR_DTYPES)]
+
+
+def _limit(value: object) -> int | float | str:
+    if isinstance(value, str):
+        extent = names.check_extent(value)
+        assert isinstance(extent, str)
+        return extent
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"found {show(value)}; allowed: a number, or an extent such as seqlen_k")
+    return value
+
+
+def _literal(value: object) -> bool | int | float:
+    if not isinstance(value, bool | int | float):
+        raise ValueError(f"found {show(value)}; allowed: a number, true or false")
+    return value
+
+
+def _expression(value: object) -> str:
+    # YAML reads `score: 0` as a number; it is as good an expression as any
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"found {show(value)}; allowed: an expression")
+    return value if isinstance(value, str) else repr(value)
+
+
+def _alignment(value: object) -> int | str:
+    if value not in ("element", 2, 4, 8, 16) or isinstance(value, bool | float):
+        raise ValueError(f"found {show(value)}; allowed: 2, 4, 8, 16 or 'element'")
+    return value
+
+
+def _mask(value: object) -> bool | str:
+    if not isinstance(value, bool | str):
+        raise ValueError(f"found {show(value)}; allowed: an expression, true or false")
+    return value
+
+
+Limit = Annotated[int | float | str, PlainValidator(_limit), WithJsonSchema({"type": ["number", "string"]})]
+Literal = Annotated[bool | int | float, PlainValidator(_literal), WithJsonSchema({"type": ["number", "boolean"]})]
+Expression = Annotated[str, PlainValidator(_expression), WithJsonSchema({"type": ["string", "number"]})]
+MaskExpression = Annotated[bool | str, PlainValidator(_mask), WithJsonSchema({"type": ["string", "boolean"]})]
+Alignment = Annotated[int | str, PlainValidator(_alignment), WithJsonSchema({"enum": ["element", 2, 4, 8, 16]})]

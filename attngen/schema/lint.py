@@ -1,0 +1,128 @@
+"""What is legal in a spec but probably not meant: things that nobody uses, kernels asked for twice."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from attngen.errors import Location
+from attngen.lang.ir import Const, Expr, Load, Op, walk
+from attngen.lang.literals import beyond_float32
+from attngen.lang.printing import canonical
+from attngen.lang.usage import deciding
+from attngen.schema.expand import KernelSpec, repeats
+from attngen.schema.loading import DeclaredVariant, Spec
+from attngen.schema.presets import preset_names
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One remark and the place that it is about."""
+
+    message: str
+    location: Location
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.message}"
+
+
+def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
+    """Return the warnings of a spec, in the order of the file. ``kernels`` is what it expands into."""
+    found = []
+    if not kernels:
+        found.append(Remark("no kernels: the spec builds nothing", Location(spec.file)))
+    used = {kernel.variant.name for kernel in kernels}
+    for name in spec.model.variants:
+        declared = spec.variants[name]
+        found.extend(_unused_declarations(declared))
+        found.extend(_idle_gradients(declared))
+        found.extend(_floats(declared))
+        if kernels and name not in used:
+            found.append(Remark(f"variant '{name}' is used by no kernel", declared.location))
+        if name in preset_names() and not _is_preset(spec, name):
+            found.append(Remark(f"variant '{name}' hides the preset of that name", declared.location))
+    for again, first in repeats(spec):
+        message = f"asks again for a {again.variant.name} kernel of line {first.location.line}; it is built once"
+        found.append(Remark(message, again.location))
+    return sorted(dict.fromkeys(found), key=lambda remark: remark.location.line)
+
+
+def _is_preset(spec: Spec, name: str) -> bool:
+    return spec.name.endswith(f"specs/presets/{name}.yaml")
+
+
+def _idle_gradients(declared: DeclaredVariant) -> list[Remark]:
+    """Return a remark for each tensor with ``grad: true`` that the mask alone reads."""
+    variant = declared.variant
+    differentiable = set[str]().union(*(_read(each) for each in (variant.score, variant.sink) if each is not None))
+    return [
+        Remark(
+            f"tensor '{tensor.name}' of variant '{variant.name}' has grad: true, but only the mask reads it: its "
+            "gradient is 0",
+            declared.tree.locate(("variants", variant.name, "tensors", tensor.name), key=True),
+        )
+        for tensor in variant.tensors
+        if tensor.grad and tensor.name in _read(variant.mask) - differentiable
+    ]
+
+
+def _floats(declared: DeclaredVariant) -> list[Remark]:
+    """Return a remark for each number that float32 does not hold, and each quotient of integers that decides."""
+    variant = declared.variant
+    found = []
+    for field, root in (("mask", variant.mask), ("score", variant.score), ("sink", variant.sink)):
+        if root is None:
+            continue
+        place = declared.tree.locate(("variants", variant.name, field), key=True)
+        found += [
+            Remark(f"{field} of variant '{variant.name}': {canonical(part)} is {value!r} in float32", place)
+            for part, value in beyond_float32(root)
+        ]
+        found += [
+            Remark(
+                f"{field} of variant '{variant.name}': {canonical(part)} is rounded to float32 before it is "
+                "compared or rounded to an integer; '//' divides integers exactly",
+                place,
+            )
+            for decisive in [deciding([root])]
+            for part in dict.fromkeys(walk(root))
+            if part in decisive and _divides_integers(part)
+        ]
+    return found
+
+
+def _divides_integers(node: Expr) -> bool:
+    return (
+        isinstance(node, Op)
+        and node.op == "truediv"
+        and all(
+            (isinstance(arg, Op) and arg.op == "to_float") or (isinstance(arg, Const) and float(arg.value).is_integer())
+            for arg in node.args
+        )
+    )
+
+
+def _read(expression: Expr) -> set[str]:
+    return {node.tensor for node in walk(expression) if isinstance(node, Load)}
+
+
+def _unused_declarations(declared: DeclaredVariant) -> list[Remark]:
+    """Return a remark for each scalar, tensor and let value that no expression of the variant names."""
+    model = declared.model
+    texts = [str(model.mask), model.score or "", str(model.sink), *model.let.values()]
+    texts += [str(extent) for tensor in model.tensors.values() for extent in tensor.shape]
+    named = {name for text in texts for name in _NAME.findall(text)}
+    root = ("variants", declared.variant.name)
+    return [
+        Remark(f"{kind} '{name}' of variant '{declared.variant.name}' is never used", place)
+        for kind, section, entries in (
+            ("scalar", "scalars", model.scalars),
+            ("tensor", "tensors", model.tensors),
+            ("let value", "let", model.let),
+        )
+        for entry in entries
+        if (name := entry.split("(")[0].strip()) not in named
+        for place in [declared.tree.locate((*root, section, entry), key=True)]
+    ]

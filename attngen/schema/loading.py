@@ -1,0 +1,282 @@
+"""A spec file to a ``Spec``: read, checked against the models, its includes followed, its variants compiled.
+
+Includes bring variants only: what the included file would build on its own is not built. An included file is named
+relative to the file that includes it and lies in the folder of the spec that is loaded, or below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+
+from pydantic import ValidationError
+
+from attngen import resources
+from attngen.errors import Location, SpecError
+from attngen.formats import SCHEMA
+from attngen.lang.check import compile_variant
+from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
+from attngen.schema import names, tree
+from attngen.schema.messages import field_path, spec_error
+from attngen.schema.models import ScalarModel, SpecModel, TensorModel, VariantModel
+from attngen.schema.quoting import show
+
+MAX_INCLUDE_DEPTH = 8
+MAX_INCLUDED_FILES = 64
+
+
+@dataclass(frozen=True)
+class DeclaredVariant:
+    """A variant with what its declaration says beside the expressions; ``path`` is its place in ``tree``."""
+
+    variant: Variant
+    model: VariantModel
+    tree: tree.Node
+    location: Location
+
+    def locate(self, name: str) -> Location:
+        """Return the place of one of its fields, or of the variant where it lacks that field."""
+        return self.tree.locate(("variants", self.variant.name, name))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that a spec was read from: ``name`` is never absolute, ``path`` is as the user wrote it."""
+
+    name: str
+    sha256: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A loaded spec: its form is right and every variant in it, or included by it, compiles.
+
+    ``file`` names it in messages (as the user wrote it), ``name`` in what is generated (never absolute).
+    """
+
+    file: str
+    name: str
+    package: str
+    model: SpecModel
+    tree: tree.Node
+    variants: Mapping[str, DeclaredVariant] = field(default_factory=dict)
+    sources: tuple[Source, ...] = ()
+
+
+def load_spec(path: str | Path) -> Spec:
+    """Read, check and return a spec; SpecError for anything wrong with it, unreadable files included."""
+    path = Path(path)
+    return _Loader(path.parent).load(path, _read(path, Location(str(path))))
+
+
+def load_spec_text(text: str, file: str = "spec.yaml") -> Spec:
+    """Return the spec in ``text``; includes are looked for beside ``file``, which need not exist."""
+    return _Loader(Path(file).parent).load(Path(file), text.encode("utf-8", "surrogatepass"))
+
+
+def _read(path: Path, asked: Location) -> bytes:
+    """Return the content of a file, at most one byte more than a spec may hold."""
+    try:
+        if not path.is_file():
+            raise SpecError(f"there is no file '{path}'", location=asked)
+        with path.open("rb") as stream:
+            content = stream.read(tree.MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise SpecError(f"cannot read {str(path)!r}: {error}", location=asked) from error
+    if len(content) > tree.MAX_BYTES:
+        raise SpecError(
+            f"larger than {tree.MAX_BYTES:,} bytes, the most that a spec holds", location=Location(str(path))
+        )
+    return content
+
+
+class _Loader:
+    """Loads one spec; keeps the files that it has read, so that each is read once and no include runs in a circle."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sources: dict[str, Source] = {}
+        self.loaded: dict[Path, dict[str, DeclaredVariant]] = {}
+
+    def load(self, path: Path, content: bytes) -> Spec:
+        model, node = self.parse(path, content)
+        variants = self.variants(path, model, node, chain=(path.resolve(),))
+        return Spec(
+            file=str(path),
+            name=resources.display_name(path),
+            package=model.package or _package_of(path),
+            model=model,
+            tree=node,
+            variants=variants,
+            sources=tuple(self.sources.values()),
+        )
+
+    def parse(self, path: Path, content: bytes) -> tuple[SpecModel, tree.Node]:
+        try:
+            names.check_file_name(path.name)
+        except ValueError as error:
+            raise SpecError(str(error), location=Location(repr(str(path))), field="file name") from error
+        file = str(path)
+        node = tree.parse(content, file)
+        _check_schema(node)
+        _refuse_empty(node)
+        self.sources[file] = Source(resources.display_name(path), sha256(content).hexdigest(), file)
+        try:
+            return SpecModel.model_validate(node.plain()), node
+        except ValidationError as error:
+            raise spec_error(error, node, SpecModel) from error
+
+    def variants(
+        self, path: Path, model: SpecModel, node: tree.Node, chain: tuple[Path, ...]
+    ) -> dict[str, DeclaredVariant]:
+        """Return the variants of a file and of its includes; a name that two files give is refused."""
+        found = {name: _declare(name, variant, node, Location(str(path))) for name, variant in model.variants.items()}
+        for index, text in enumerate(model.include or ()):
+            place = node.locate(("include", index))
+            for name, declared in self.included(path, text, place, chain).items():
+                if found.setdefault(name, declared).location != declared.location:
+                    raise SpecError(
+                        f"variant '{name}' of {declared.location} is already declared in {found[name].location}",
+                        location=place,
+                        field="include",
+                    )
+        return found
+
+    def included(self, path: Path, text: str, place: Location, chain: tuple[Path, ...]) -> dict[str, DeclaredVariant]:
+        target = self.resolve(path, text, place)
+        resolved = target.resolve()
+        if resolved in chain:
+            circle = " -> ".join(step.name for step in (*chain, resolved))
+            raise SpecError(f"includes run in a circle: {circle}", location=place, field="include")
+        if len(chain) > MAX_INCLUDE_DEPTH or len(self.sources) > MAX_INCLUDED_FILES:
+            raise SpecError(
+                f"more than {MAX_INCLUDE_DEPTH} includes deep or {MAX_INCLUDED_FILES} files",
+                location=place,
+                field="include",
+            )
+        if resolved not in self.loaded:
+            model, node = self.parse(target, _read(target, place))
+            self.loaded[resolved] = self.variants(target, model, node, (*chain, resolved))
+        return self.loaded[resolved]
+
+    def resolve(self, path: Path, text: str, place: Location) -> Path:
+        """Return the file that an include names, which lies in the folder of the spec also after links are followed."""
+        relative = PurePosixPath(text)
+        if relative.is_absolute() or ".." in relative.parts or "\\" in text or ":" in text:
+            raise SpecError(
+                f"found {show(text)}; allowed: a file in the spec's folder or below, by a relative path without '..'",
+                location=place,
+                field="include",
+            )
+        target = path.parent / relative
+        try:
+            inside = target.resolve().is_relative_to(self.folder.resolve())
+        except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, a circle of links
+            raise SpecError(
+                f"found {show(text)}, which is no path: {error}", location=place, field="include"
+            ) from error
+        if not inside:
+            raise SpecError(f"{show(text)} leads out of the spec's folder", location=place, field="include")
+        return target
+
+
+def _check_schema(node: tree.Node) -> None:
+    """Refuse what is no spec of this schema, before the models complain about everything in it."""
+    if not isinstance(node.value, dict):
+        raise SpecError(f"found {show(node.plain())}; a spec is a mapping that starts with 'schema: {SCHEMA}'",
+                        location=node.location)  # fmt: skip
+    if "schema" not in node.value:
+        raise SpecError(f"missing; write 'schema: {SCHEMA}'", location=node.location, field="schema")
+    version = node.value["schema"]
+    if version.value == SCHEMA and isinstance(version.value, int) and not isinstance(version.value, bool):
+        return
+    newer = isinstance(version.value, int) and version.value > SCHEMA
+    advice = "; it was written for a newer attngen" if newer else ""
+    raise SpecError(
+        f"found {show(version.plain())}; allowed: {SCHEMA}{advice}", location=version.location, field="schema"
+    )
+
+
+def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
+    """Refuse a field or an element that is named and left empty: it would mean what the field left out means."""
+    if node.value is None:
+        hint = "; 'mask: true' lets every query see every key" if path[-1:] == ("mask",) else ""
+        raise SpecError(f"empty; give it a value or leave it out{hint}", location=node.location, field=field_path(path))
+    below = node.value.items() if isinstance(node.value, dict) else ()
+    for step, child in enumerate(node.value) if isinstance(node.value, tuple) else below:
+        _refuse_empty(child, (*path, step))
+
+
+def _package_of(path: Path) -> str:
+    """Return the package that a file's name stands for."""
+    stem = path.name.split(".")[0].replace("-", "_").lower()
+    try:
+        return names.check_package_name(stem)
+    except ValueError as error:
+        raise SpecError(
+            f"missing, and the file's name gives none: {error}", location=Location(str(path), 1), field="package"
+        ) from error
+
+
+def _declare(name: str, model: VariantModel, node: tree.Node, file: Location) -> DeclaredVariant:
+    place = node.value["variants"].keys[name] if "variants" in node.value else file
+    variant = compile_variant(
+        name,
+        mask=model.mask,
+        score=model.score,
+        sink=model.sink,
+        dropout=model.dropout,
+        scalars=tuple(_scalar(key, scalar) for key, scalar in model.scalars.items() if not _is_learned(scalar)),
+        tensors=(
+            *(_tensor(key, tensor) for key, tensor in model.tensors.items()),
+            *(_learned(key, scalar) for key, scalar in model.scalars.items() if _is_learned(scalar)),
+        ),
+        let=dict(model.let),
+        locate=_places(node.value["variants"].value[name]),
+    )
+    return DeclaredVariant(variant, model, node, place)
+
+
+def _places(node: tree.Node, prefix: str = "") -> dict[str, Location]:
+    """Return the place of every field below a node, named as ``scalars.window.min``; the node itself is ``""``."""
+    places = {prefix: node.location}
+    if isinstance(node.value, dict):
+        for key, child in node.value.items():
+            places |= _places(child, f"{prefix}.{key}".lstrip("."))
+    return places
+
+
+def _scalar(name: str, model: ScalarModel) -> Scalar:
+    return Scalar(
+        name=name,
+        dtype=model.type,
+        const=model.fixed,
+        min=model.min,
+        max=model.max,
+        default=model.default if model.fixed is None else None,
+        grad=model.grad,
+    )
+
+
+def _is_learned(model: ScalarModel) -> bool:
+    """Whether a scalar gets a gradient, which only a tensor can have; others that ask for one are refused later."""
+    return model.grad and model.type == "fp32" and model.fixed is None and model.default is None
+
+
+def _learned(name: str, model: ScalarModel) -> Tensor:
+    """Return a scalar that gets a gradient: a call passes it as a tensor with one element."""
+    return Tensor(name=name, dtype=model.type, range=(model.min, model.max), grad=True)
+
+
+def _tensor(name: str, model: TensorModel) -> Tensor:
+    return Tensor(
+        name=name,
+        dtype=model.dtype,
+        shape=model.shape,
+        monotone=Monotone(model.monotone.axis, model.monotone.order) if model.monotone else None,
+        range=(model.range.min, model.range.max) if model.range else None,
+        grad=model.grad,
+    )

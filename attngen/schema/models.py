@@ -1,0 +1,271 @@
+"""The form of a spec: one frozen model for each mapping of the YAML.
+
+A model checks form only: fields, types, names, choices. What an expression means is checked by ``attngen.lang``,
+and whether a kernel can be built by ``attngen.plan``; so a field may be legal here and refused there. Text that
+ends up in a user's editor through the JSON Schema is in the fields' descriptions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from attngen.formats import SCHEMA
+from attngen.schema.fields import (
+    Alignment,
+    ArchName,
+    AttentionDType,
+    Choice,
+    Expression,
+    Extent,
+    LetName,
+    Limit,
+    Literal,
+    Many,
+    MaskExpression,
+    OneOrMany,
+    PackageName,
+    ScalarDType,
+    SymbolName,
+    TensorDType,
+    VariantName,
+)
+from attngen.schema.quoting import show
+
+Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference"))]
+Layout = Annotated[str, Choice(("dense", "varlen"))]
+Pass = Annotated[str, Choice(("forward", "backward"))]
+Backend = Annotated[str, Choice(("triton", "cuda"))]
+Loads = Annotated[str, Choice(("descriptor", "pointer"))]
+TileMap = Annotated[str, Choice(("auto", "never", "always"))]
+Schedule = Annotated[str, Choice(("pingpong", "cooperative"))]
+Epilogue = Annotated[str, Choice(("staged", "direct"))]
+Order = Annotated[str, Choice(("longest_first", "natural"))]
+Allowance = Annotated[str, Choice(("spill", "serialized_wgmma"))]
+
+HeadDimension = Annotated[int, Field(ge=1, le=1024)]
+TileExtent = Annotated[int, Field(ge=1, le=1024)]
+
+
+class Model(BaseModel):
+    """Base of all: frozen, no unknown field, no value converted to another type."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Shorthand:
+    """Lets an integer stand for a mapping: ``head_dim: 64`` for ``{qk: 64, v: 64}``."""
+
+    def __init__(self, *fields: str) -> None:
+        self.fields = fields
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._expand, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "integer", "minimum": 1}, handler(schema)]}
+
+    def _expand(self, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return dict.fromkeys(self.fields, value)
+        if not isinstance(value, dict):
+            raise ValueError(f"found {show(value)}; allowed: an integer or a mapping")
+        return value
+
+
+class ScalarModel(Model):
+    """A number that masks and scores name; given at the call, unless fixed by ``const``."""
+
+    type: ScalarDType
+    min: Limit | None = Field(default=None, description="smallest legal value: a number or an extent")
+    max: Limit | None = Field(default=None, description="largest legal value: a number or an extent")
+    default: Literal | None = Field(default=None, description="the value of a call that gives none")
+    const: Literal | None = Field(
+        default=None, description="a value fixed at build time; `true` fixes the one that `default` gives"
+    )
+    grad: bool = Field(default=False, description="the backward computes a gradient for it")
+
+    @model_validator(mode="after")
+    def _const_has_a_value(self) -> ScalarModel:
+        if self.const is True and self.default is None:
+            raise ValueError("'const: true' fixes the value that 'default' gives, and there is none")
+        return self
+
+    @property
+    def fixed(self) -> bool | int | float | None:
+        """The value fixed at build time, or None for a scalar of the call."""
+        if self.const is True:
+            return self.default
+        return None if self.const is False else self.const
+
+
+class MonotoneModel(Model):
+    """A declared fact: values never decrease along an axis. Trusted at speed, checked by ``verify``."""
+
+    axis: Annotated[int, Field(ge=0, le=7)]
+    order: Annotated[str, Choice(("nondecreasing",))] = "nondecreasing"
+
+
+class RangeModel(Model):
+    """A declared fact: the smallest and largest value that a tensor holds."""
+
+    min: Limit | None = None
+    max: Limit | None = None
+
+
+class TensorModel(Model):
+    """A tensor that masks and scores index; always given at the call."""
+
+    dtype: TensorDType
+    shape: Many[Extent] = Field(max_length=8, description="integers, b h hk seqlen_q seqlen_k total_q total_k, names")
+    monotone: MonotoneModel | None = None
+    range: RangeModel | None = None
+    grad: bool = Field(default=False, description="the backward computes a gradient for it")
+
+
+class VariantModel(Model):
+    """What is computed: which keys a query sees, what becomes of the logit, and what joins the softmax beside it."""
+
+    description: str | None = Field(default=None, max_length=400)
+    mask: MaskExpression | None = Field(
+        default=None, description="true where the query sees the key; left out: everywhere"
+    )
+    score: Expression | None = Field(default=None, description="the logit, from s = scale * (q . k); left out: s")
+    sink: Expression | None = Field(
+        default=None, description="a logit of each head that joins the softmax and has no value; left out: none"
+    )
+    let: dict[LetName, Expression] = Field(default={}, description="named intermediate values and functions, in order")
+    scalars: dict[SymbolName, ScalarModel] = {}
+    tensors: dict[SymbolName, TensorModel] = {}
+    softmax: Softmax | None = None
+    softmax_scale: Annotated[float, Field(gt=0)] | None = None
+    dropout: bool = Field(default=False, description="drop probabilities, at the rate `dropout_p` of the call")
+
+
+class HeadDimModel(Model):
+    """Head dimensions of queries and keys, and of values."""
+
+    qk: HeadDimension
+    v: HeadDimension
+
+
+class TileModel(Model):
+    """Rows of queries (m) and of keys (n) in a tile."""
+
+    m: TileExtent | None = None
+    n: TileExtent | None = None
+
+
+class PipelineModel(Model):
+    """Depth of the ring of K and V tiles."""
+
+    stages: OneOrMany[Annotated[int, Field(ge=1, le=16)]] | None = None
+
+
+class RegistersModel(Model):
+    """Registers per thread of each role."""
+
+    producer: Annotated[int, Field(ge=24, le=256)] | None = None
+    consumer: Annotated[int, Field(ge=24, le=256)] | None = None
+
+
+class WarpsModel(Model):
+    """How warps share the work: a count, or roles for a warp-specialized schedule."""
+
+    count: Annotated[int, Field(ge=1, le=32)] | None = Field(
+        default=None, description="warps of a kernel without roles"
+    )
+    producer: Annotated[int, Field(ge=0, le=4)] | None = Field(
+        default=None, description="producer warps; 0: no warp specialization"
+    )
+    consumer: Annotated[int, Field(ge=1, le=4)] | None = Field(default=None, description="consumer warpgroups")
+    schedule: Schedule | None = None
+    overlap: bool | None = None
+    registers: RegistersModel | None = None
+
+    @model_validator(mode="after")
+    def _count_or_roles(self) -> WarpsModel:
+        roles = (self.producer, self.consumer, self.schedule, self.overlap, self.registers)
+        if self.count is not None and any(role is not None for role in roles):
+            raise ValueError("'count' is for a kernel without roles; leave it out or the roles")
+        return self
+
+
+class GradientModel(Model):
+    """Tile, stages and warps of one of the two kernels that compute gradients."""
+
+    tile: TileModel | None = None
+    stages: Annotated[int, Field(ge=1, le=16)] | None = Field(default=None, description="tiles in flight")
+    warps: Annotated[int, Field(ge=1, le=32)] | None = Field(default=None, description="warps of a block")
+
+
+class BackwardModel(Model):
+    """How the backward is computed; `tile`, `pipeline`, `warps` and most else beside it are the forward's."""
+
+    backend: Backend | None = Field(
+        default=None,
+        description="left out: triton where `backend` is, else the fastest that can do all that is asked for",
+    )
+    dkdv: GradientModel | None = Field(default=None, description="the kernel of dK and dV, tile by tile of keys")
+    dq: GradientModel | None = Field(default=None, description="the kernel of dQ, tile by tile of queries")
+
+
+class KernelModel(Model):
+    """One entry of ``kernels``; a list in a field expands into one kernel for each element."""
+
+    variant: OneOrMany[VariantName]
+    head_dim: OneOrMany[Annotated[HeadDimModel, Shorthand("qk", "v")]]
+    arch: OneOrMany[ArchName] | None = Field(default=None, description="instead of the spec's own")
+    dtype: OneOrMany[AttentionDType] = ("bf16",)
+    layout: OneOrMany[Layout] = ("dense",)
+    passes: OneOrMany[Pass] = ("forward",)
+    backend: OneOrMany[Backend] | None = Field(
+        default=None, description="left out: the fastest that can do all that the entry asks for"
+    )
+    tile: OneOrMany[TileModel] | None = None
+    pipeline: PipelineModel | None = None
+    warps: OneOrMany[Annotated[WarpsModel, Shorthand("count")]] | None = None
+    loads: OneOrMany[Loads] | None = Field(default=None, description="tensor descriptors (TMA) or pointers")
+    tile_map: OneOrMany[TileMap] = Field(
+        default=("auto",), description="precomputed map of tiles, for masks without bounds"
+    )
+    alignment: OneOrMany[Alignment] | None = Field(
+        default=None, description="bytes that strides and pointers are multiples of: 16, or `element`"
+    )
+    fast_math: OneOrMany[bool] = Field(default=(True,), description="approximate tanh, exp2 and the like")
+    softmax: OneOrMany[Softmax] | None = Field(default=None, description="instead of the variant's own")
+    softmax_scale: Annotated[float, Field(gt=0)] | None = Field(default=None, description="fixed at build time")
+    backward: BackwardModel | None = Field(default=None, description="how the backward is computed")
+    deterministic: OneOrMany[bool] = (False,)
+    persistent: OneOrMany[bool] | None = None
+    order: OneOrMany[Order] | None = Field(default=None, description="which query tiles come first")
+    epilogue: OneOrMany[Epilogue] | None = Field(
+        default=None, description="outputs leave through shared memory, or directly from registers"
+    )
+    pack_gqa: OneOrMany[bool] | None = Field(
+        default=None, description="query heads of one KV head share the rows of a tile; left out: no"
+    )
+    allow: Many[Allowance] = Field(default=(), description="what would else fail the build")
+
+
+class SpecModel(Model):
+    """A whole spec file."""
+
+    version: Annotated[int, WithJsonSchema({"const": SCHEMA})] = Field(alias="schema")
+    package: PackageName | None = Field(default=None, description="name when shipped; left out: the file's name")
+    arch: OneOrMany[ArchName] | None = Field(default=None, description="targets of every kernel that names none")
+    include: OneOrMany[Annotated[str, Field(min_length=1, max_length=255)]] | None = Field(
+        default=None, description="spec files, relative to this one, whose variants may be used here"
+    )
+    variants: dict[VariantName, VariantModel] = {}
+    kernels: Many[KernelModel] = ()

@@ -1,0 +1,34 @@
+"""The backward of a contestant: all that autograd runs between the gradient of its output and those of q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.tools.bench.peers import output_of
+from attngen.tools.bench.timing import Contestant
+
+
+def differentiated(forward: Contestant, above: Sequence[Tensor]) -> Contestant:
+    """Return the calls that differentiate a contestant; each gives dQ, dK and dV.
+
+    The forward of each set of inputs runs here, once, and its graph is kept. ``above`` holds a gradient of the output
+    for each set, (batch, seqlen, heads, head_dim of v); a contestant gets it with the strides of its own output, which
+    spares it a copy. Raises what the forward raises.
+    """
+    calls = []
+    with forward.session(), torch.enable_grad():
+        for call, leaves, dout in zip(forward.calls, forward.leaves, above, strict=True):
+            out = output_of(call())
+            laid_out = torch.empty_like(out)
+            forward.as_bshd(laid_out).copy_(dout)
+            calls.append(partial(torch.autograd.grad, out, leaves, laid_out, retain_graph=True))
+    return Contestant(forward.name, calls, forward.session, partial(_each, forward.as_bshd))
+
+
+def _each(as_bshd: Callable[[Any], Any], gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(as_bshd(gradient) for gradient in gradients)

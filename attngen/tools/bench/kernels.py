@@ -1,0 +1,123 @@
+"""The kernels of a spec as contestants: which of them race one another, and how each is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from attngen.errors import CallError, suggest
+from attngen.lang.variant import Variant
+from attngen.plan.model import Plan
+from attngen.runtime.dispatch import attention, tile_map
+from attngen.runtime.module import Kernel
+from attngen.runtime.registry import Package, registry
+from attngen.tools.bench.cases import DIRECTIONS
+from attngen.tools.bench.peers import Tensors
+from attngen.tools.bench.timing import Contestant
+from attngen.tools.bench.workloads import Workload
+from attngen.tools.build.pipeline import Prepared
+
+
+@dataclass(frozen=True)
+class Team:
+    """Kernels that compute the same on the same shapes, by the names of their columns.
+
+    ``forwards`` are what runs before a backward.
+    """
+
+    variant: Variant
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    members: Mapping[str, Prepared]
+    direction: str = "forward"
+    forwards: Sequence[Prepared] = ()
+
+
+def chosen(prepared: Sequence[Prepared], part: str | None, variants: Sequence[str]) -> list[Prepared]:
+    """Return the kernels of these variants (all if none is named) whose name contains ``part``.
+
+    Raises CallError for a variant that no kernel has, and if nothing is left.
+    """
+    known = list(dict.fromkeys(kernel.plan.variant.name for kernel in prepared))
+    for name in variants:
+        if name not in known:
+            raise CallError(f"the spec has no kernel of variant '{name}'{suggest(name, known)}")
+    kept = [kernel for kernel in prepared if not variants or kernel.plan.variant.name in variants]
+    found = [kernel for kernel in kept if part is None or part in kernel.plan.name]
+    if not found:
+        raise CallError(f"the spec has no kernel '{part}'{suggest(str(part), [k.plan.name for k in kept])}")
+    return found
+
+
+def reason_against(plan: Plan, capability: int | None, directions: Sequence[str] = DIRECTIONS) -> str | None:
+    """Return why a kernel is not raced, or None. ``capability`` is 10 * major + minor, None where there is no GPU."""
+    if plan.layout != "dense":
+        return "only dense calls are raced"
+    if plan.direction not in directions:
+        return f"only {' and '.join(directions)} kernels are asked for"
+    if capability is not None and not plan.arch.runs_on(capability):
+        return f"built for {plan.arch.name}, this GPU is sm{capability}"
+    return None
+
+
+def forwards_of(plan: Plan, prepared: Sequence[Prepared], capability: int | None) -> list[Prepared]:
+    """Return the kernels that compute what a backward differentiates, and that run on the same GPU."""
+    return [
+        other
+        for other in prepared
+        if reason_against(other.plan, capability, ("forward",)) is None and _computed(other.plan) == _computed(plan)
+    ]
+
+
+def _computed(plan: Plan) -> tuple[str, str, int, int]:
+    return plan.variant.name, plan.dtype_name, plan.head_dim_qk, plan.head_dim_v
+
+
+def teams(kept: Sequence[Prepared], prepared: Sequence[Prepared] = (), capability: int | None = None) -> list[Team]:
+    """Return kernels grouped by what they compute, in the spec's order; ``prepared`` has the forwards of backwards."""
+    groups: dict[tuple[str, tuple[str, str, int, int]], list[Prepared]] = {}
+    for kernel in kept:
+        groups.setdefault((kernel.plan.direction, _computed(kernel.plan)), []).append(kernel)
+    return [
+        Team(
+            members[0].plan.variant, dtype, head_dim_qk, head_dim_v, _labelled(members), direction,
+            forwards_of(members[0].plan, prepared, capability) if direction == "backward" else (),
+        )
+        for (direction, (_, dtype, head_dim_qk, head_dim_v)), members in groups.items()
+    ]  # fmt: skip
+
+
+def _labelled(members: Sequence[Prepared]) -> dict[str, Prepared]:
+    """Name each kernel by its backend, and where several have one backend also by what tells their names apart."""
+    labels = {}
+    for member in members:
+        rivals = [other.plan.name for other in members if other.plan.backend == member.plan.backend]
+        shared = set.intersection(*(set(name.split("_")) for name in rivals))
+        own = [part for part in member.plan.name.split("_") if part not in shared]
+        labels[" ".join(["attngen", member.plan.backend, *(own if len(rivals) > 1 else [])])] = member
+    return labels
+
+
+def enter(
+    label: str, kernel: Kernel, work: Workload, inputs: Sequence[Tensors], forwards: Sequence[Kernel] = ()
+) -> Contestant:
+    """Return the forward calls of one kernel, through the dispatcher as a program makes them.
+
+    The kernel is made known as a package of its own, a backward with its forwards, so that no other one can be selected
+    in its place. A tile map of a forward is computed beforehand, as the block masks of others are. Raises NoKernelError
+    for a case that the kernel does not take.
+    """
+    members = (kernel, *forwards)
+    registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: tuple(map(_reader, members))}))
+    one = inputs[0]
+    keywords = {"variant": kernel.variant_name, "package": kernel.name, **work.arguments}
+    if kernel.needs_tile_map:
+        keywords["tile_map"] = tile_map(one.q, one.k, v=one.v, **keywords)
+    leaves = [each.bshd for each in inputs]
+    return Contestant(label, [partial(attention, *each, **keywords) for each in leaves], leaves=leaves)
+
+
+def _reader(kernel: Kernel) -> Callable[[], Kernel]:
+    return lambda: kernel

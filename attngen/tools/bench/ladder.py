@@ -1,0 +1,152 @@
+"""The ladder of a Hopper kernel: from the form of FlashAttention-2 to its own, one choice of the spec at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attngen.errors import PlanError
+from attngen.plan import plan
+from attngen.plan.model import Plan
+from attngen.render import render
+from attngen.schema import KernelSpec
+from attngen.schema.expand import Roles
+from attngen.tools.build.pipeline import Prepared
+
+#: Choices of an entry of ``kernels``, those of ``warps`` among them, where the ladder begins.
+_START: Mapping[str, Any] = {
+    "producer": 0, "schedule": "cooperative", "overlap": False, "softmax": "exact_max", "persistent": False,
+    "order": "natural", "epilogue": "direct",
+}  # fmt: skip
+_OF_WARPS = ("producer", "schedule", "overlap")
+
+#: What each rung adds to the one before, in the order of the published kernels: FlashAttention-3 specializes warps,
+#: overlaps and takes turns; the lazy maximum is FlashAttention-4's.
+_STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("no warp specialization", {}),
+    ("warp specialization", {"producer": 1}),
+    ("overlap", {"overlap": True}),
+    ("ping-pong", {"schedule": "pingpong"}),
+    ("TMA store", {"epilogue": "staged"}),
+    ("lazy rescale", {"softmax": "lazy"}),
+    ("fixed reference", {"softmax": "fixed_reference"}),
+    ("persistent, longest first", {"persistent": True, "order": "longest_first"}),
+)
+RUNGS = tuple(name for name, _ in _STEPS)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A step of the ladder. ``lines`` are the entry of ``kernels`` that builds it, ``changed`` those that differ from
+    the rung before. ``kernel`` is None, and ``refusal`` says why, where the plan refuses the step."""
+
+    name: str
+    lines: tuple[str, ...]
+    changed: tuple[str, ...]
+    kernel: Prepared | None = None
+    refusal: str | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the kernel, if there is one."""
+        return self.kernel.plan if self.kernel else None
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The rungs that lead to one kernel of a spec."""
+
+    of: Plan
+    rungs: tuple[Rung, ...]
+
+    @property
+    def kernels(self) -> dict[str, Prepared]:
+        """The kernels of the rungs that exist, by the names of the rungs."""
+        return {rung.name: rung.kernel for rung in self.rungs if rung.kernel is not None}
+
+
+def reason_against(found: Plan) -> str | None:
+    """Return why a kernel has no ladder, or None."""
+    if found.backend != "cuda":
+        return "only CUDA kernels have a ladder"
+    return "the ladder begins without warp roles, which packed heads need" if found.pack_gqa else None
+
+
+def ladders(kernels: Sequence[Prepared]) -> list[Ladder]:
+    """Return the ladder of each kernel; kernels that differ only in what a ladder varies share the first one's."""
+    found: dict[tuple[str, ...], Ladder] = {}
+    for kernel in kernels:
+        ladder = Ladder(kernel.plan, _rungs(kernel))
+        found.setdefault(tuple(each.plan.name for each in ladder.kernels.values()), ladder)
+    return list(found.values())
+
+
+def _rungs(base: Prepared) -> tuple[Rung, ...]:
+    """Return all rungs. A step that the plan refuses is left out of those after it."""
+    choices, rungs = dict(_START), []
+    before: tuple[str, ...] = ()
+    for name, change in _STEPS:
+        tried = {**choices, **change}
+        lines = _lines(base, tried)
+        changed = tuple(line for line in lines if line not in before)
+        try:
+            spec = _spec(base, tried)
+            planned = plan(spec)
+        except PlanError as error:
+            rungs.append(Rung(name, lines, changed, refusal=str(error)))
+            continue
+        rungs.append(Rung(name, lines, changed, Prepared(spec, planned, render(planned))))
+        choices, before = tried, lines
+    return tuple(rungs)
+
+
+def _spec(base: Prepared, choices: Mapping[str, Any]) -> KernelSpec:
+    """Return the kernel of a rung: that of the spec, with its tile and these choices."""
+    found = base.plan
+    given = (base.spec.roles if choices["producer"] else None) or Roles()
+    roles = replace(given, consumer=None, **{name: choices[name] for name in _OF_WARPS})
+    return replace(
+        base.spec,
+        tile_m=found.tile_m,
+        tile_n=found.tile_n,
+        stages=found.stages,
+        roles=roles,
+        **{name: value for name, value in choices.items() if name not in _OF_WARPS},
+    )
+
+
+def _lines(base: Prepared, choices: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the entry of ``kernels`` that builds a rung, a field on each line."""
+    spec, found = base.spec, base.plan
+    warps: dict[str, Any] = {name: choices[name] for name in _OF_WARPS}
+    if choices["producer"] and spec.roles and (spec.roles.producer_registers or spec.roles.consumer_registers):
+        given = {"producer": spec.roles.producer_registers, "consumer": spec.roles.consumer_registers}
+        warps["registers"] = {role: count for role, count in given.items() if count}
+    same = spec.head_dim_qk == spec.head_dim_v
+    entry: dict[str, Any] = {
+        "variant": spec.variant.name,
+        "head_dim": spec.head_dim_qk if same else {"qk": spec.head_dim_qk, "v": spec.head_dim_v},
+        "arch": spec.arch,
+        "dtype": spec.dtype,
+        "backend": "cuda",
+        "tile": {"m": found.tile_m, "n": found.tile_n},
+        "pipeline": {"stages": found.stages},
+        "warps": warps,
+        **{name: value for name, value in choices.items() if name not in _OF_WARPS},
+        **({} if spec.fast_math else {"fast_math": False}),
+        **({} if spec.tile_map == "auto" else {"tile_map": spec.tile_map}),
+        **({"allow": list(spec.allow)} if spec.allow else {}),
+    }
+    return tuple(f"{name}: {_yaml(value)}" for name, value in entry.items())
+
+
+def _yaml(value: Any) -> str:
+    """Write a value as YAML in one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_yaml(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return str(value)

@@ -1,0 +1,212 @@
+"""One case at a time: inputs, every contestant that supports it, the check of what each computes, and the race."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.dtypes import dtype as dtype_row
+from attngen.errors import NoKernelError
+from attngen.plan.model import Plan
+from attngen.runtime.module import Kernel
+from attngen.tools.bench import kernels as bench_kernels
+from attngen.tools.bench.cases import BenchCase
+from attngen.tools.bench.check import GradientOracle, Judge, Oracle
+from attngen.tools.bench.gradients import differentiated
+from attngen.tools.bench.kernels import Team
+from attngen.tools.bench.machine import Memory, Reading
+from attngen.tools.bench.memory import workspace_bound
+from attngen.tools.bench.peers import Peer, Tensors, reason_against
+from attngen.tools.bench.report import Result, Row
+from attngen.tools.bench.timing import Clock, Contestant, race
+from attngen.tools.bench.workloads import Workload, terms_of, workload
+
+#: Most sets of inputs; calls so small that this many fit the cache are bound by the host anyway.
+_MAX_SETS = 64
+
+#: Characters of an error that a table or a report holds.
+_REASON = 300
+
+
+#: Turns the forward calls of a contestant into what is raced.
+_Prepare = Callable[[Contestant], Contestant]
+
+
+@dataclass(frozen=True)
+class Track:
+    """Where races take place, and by which rules.
+
+    ``l2_bytes`` is what inputs must exceed; ``readings`` tells how the card did since a moment of ``time.monotonic``,
+    ``workspace`` which memory a backward took beside its results, None where nothing counts it.
+    """
+
+    device: torch.device
+    l2_bytes: int
+    clock: Clock
+    peers: Sequence[Peer]
+    rounds: int
+    check: bool
+    generator: torch.Generator
+    readings: Callable[[float], Reading | None]
+    workspace: Callable[[Callable[[], Any]], int] | None = None
+
+    def measure(self, team: Team, kernels: Mapping[str, Kernel], errors: Mapping[str, str], case: BenchCase) -> Row:
+        """Race a case. ``kernels`` holds those that compiled, by name, and ``errors`` what is wrong with others."""
+        ours = {label: member.plan.name for label, member in team.members.items()}
+        try:
+            work = workload(team.variant, case, self.device)
+            inputs = self._inputs(case)
+            above = self._above(case, len(inputs))
+            judge = self._judge(work, inputs[0], above) if self.check else None
+        except (ValueError, IndexError, torch.OutOfMemoryError) as error:
+            return Row(case, tuple(_unsupported(label, error, name) for label, name in ours.items()))
+        shapes = [t.shape for t in inputs[0].bshd] if above else [(*inputs[0].q.shape[:3], case.head_dim_v)]
+        memory = Memory(shapes, inputs[0].q.dtype, self.device)
+        prepare: _Prepare = (lambda forward: differentiated(forward, above)) if above else (lambda forward: forward)
+        entered = [self._enter_peer(peer, work, inputs, prepare, judge, memory) for peer in self.peers]
+        forwards = [kernels[one.plan.name] for one in team.forwards if one.plan.name in kernels]
+        for label, member in team.members.items():
+            name = ours[label]
+            if name in kernels:
+                make = _entry(label, kernels[name], work, inputs, forwards)
+                bound = _bound(member.plan, case) if above else None
+                result = Result(label, name, workspace_bound=bound)
+                entered.append(self._enter(result, make, prepare, judge, memory))
+            else:
+                entered.append((Result(label, name, "failed", errors[name]), None))
+        began = time.monotonic()  # after whatever compiles
+        timed = self._timed(work, entered, memory)
+        return Row(case, timed, work.pairs, len(inputs), self.readings(began))
+
+    def _inputs(self, case: BenchCase) -> list[Tensors]:
+        """Return as many sets of random inputs as exceed twice the L2 cache; those of a backward require gradients."""
+        dtype = getattr(torch, dtype_row(case.dtype).torch)
+        width = (case.heads + case.kv_heads) * case.head_dim_qk + case.kv_heads * case.head_dim_v
+        size = case.batch * case.seqlen * width * dtype.itemsize
+        shapes = ((case.heads, case.head_dim_qk), (case.kv_heads, case.head_dim_qk), (case.kv_heads, case.head_dim_v))
+        sets = min(max(math.ceil(2 * self.l2_bytes / size), 1), _MAX_SETS)
+        asked = case.direction == "backward"
+        return [Tensors(*(self._random(case, *shape).requires_grad_(asked) for shape in shapes)) for _ in range(sets)]
+
+    def _above(self, case: BenchCase, sets: int) -> list[Tensor]:
+        """Return random gradients of the output for so many sets of inputs, none for a forward."""
+        if case.direction == "forward":
+            return []
+        return [self._random(case, case.heads, case.head_dim_v) for _ in range(sets)]
+
+    def _random(self, case: BenchCase, heads: int, width: int) -> Tensor:
+        dtype = getattr(torch, dtype_row(case.dtype).torch)
+        shape = (case.batch, case.seqlen, heads, width)
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype)
+
+    def _judge(self, work: Workload, one: Tensors, above: Sequence[Tensor]) -> Judge:
+        return GradientOracle(work, *one.bshd, above[0]) if above else Oracle(work, *one.bshd)
+
+    def _enter_peer(
+        self,
+        peer: Peer,
+        work: Workload,
+        inputs: Sequence[Tensors],
+        prepare: _Prepare,
+        judge: Judge | None,
+        memory: Memory,
+    ) -> tuple[Result, Contestant | None]:
+        reason, terms = reason_against(peer, work.case, work.terms), work.terms
+        if reason is not None or terms is None:
+            return Result(peer.name, status="unsupported", reason=reason), None
+        return self._enter(Result(peer.name), lambda: peer.enter(work, terms, inputs), prepare, judge, memory)
+
+    def _enter(
+        self,
+        result: Result,
+        make: Callable[[], Contestant],
+        prepare: _Prepare,
+        judge: Judge | None,
+        memory: Memory,
+    ) -> tuple[Result, Contestant | None]:
+        """Prepare a contestant, run it once and check its results; a reason instead if it cannot race."""
+        try:
+            forward = make()
+            contestant = prepare(forward)
+            memory.poison()
+            found = contestant.first()
+            error = None if judge is None else judge.error(found)
+            del found
+            held = None
+            if contestant is not forward and self.workspace is not None:
+                held = self.workspace(contestant.first)
+        except NoKernelError as refusal:
+            return _unsupported(result.contestant, refusal, result.kernel), None
+        except Exception as raised:  # whatever a library raises for what it lacks, or a kernel on its way down
+            if result.ours:
+                return replace(result, status="failed", reason=_words(raised)), None
+            return _unsupported(result.contestant, raised), None
+        if judge is not None and error is not None:
+            problem = judge.problem(error)
+            if problem is not None:
+                return replace(result, status="failed", reason=problem, error=error), None
+        return replace(result, error=error, workspace=held), contestant
+
+    def _timed(
+        self, work: Workload, entered: Sequence[tuple[Result, Contestant | None]], memory: Memory
+    ) -> tuple[Result, ...]:
+        """Return the results with the times of those that are in the race."""
+        racing = [contestant for _, contestant in entered if contestant is not None]
+        try:
+            timings = iter(race(racing, self.clock, memory, self.rounds))
+        except Exception as error:  # of whom, nobody can say: nothing of this case can be trusted
+            return tuple(
+                result if contestant is None else replace(result, status="failed", reason=_words(error))
+                for result, contestant in entered
+            )
+        done = []
+        for result, contestant in entered:
+            if contestant is None:
+                done.append(result)
+                continue
+            timing = next(timings)
+            if timing.intact:
+                tflops = work.flops / timing.milliseconds / 1e9
+                done.append(replace(result, status="measured", timing=timing, tflops=tflops))
+            else:
+                done.append(replace(result, status="failed", reason="an output holds a NaN, or was not all written"))
+        return tuple(done)
+
+
+def foresee(team: Team, peers: Sequence[Peer], case: BenchCase) -> Row:
+    """Return a case with its contestants, as far as reasons against them are known without running anything."""
+    terms = terms_of(team.variant, case, "cpu")
+    results = []
+    for peer in peers:
+        reason = reason_against(peer, case, terms)
+        results.append(Result(peer.name, status="planned" if reason is None else "unsupported", reason=reason))
+    results += [Result(label, member.plan.name) for label, member in team.members.items()]
+    return Row(case, tuple(results))
+
+
+def _entry(
+    label: str, kernel: Kernel, work: Workload, inputs: Sequence[Tensors], forwards: Sequence[Kernel]
+) -> Callable[[], Contestant]:
+    return lambda: bench_kernels.enter(label, kernel, work, inputs, forwards)
+
+
+def _bound(plan: Plan, case: BenchCase) -> int:
+    return workspace_bound(
+        plan, batch=case.batch, seqlen_q=case.seqlen, seqlen_k=case.seqlen, heads=case.heads, kv_heads=case.kv_heads
+    )
+
+
+def _unsupported(contestant: str, error: Exception, kernel: str | None = None) -> Result:
+    return Result(contestant, kernel, "unsupported", _words(error))
+
+
+def _words(error: Exception) -> str:
+    """Return the first line of an error, or its type if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:_REASON]}" if lines else type(error).__name__

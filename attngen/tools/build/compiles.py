@@ -1,0 +1,284 @@
+"""Kernels from plans to the cache, each by the first of its attempts that compiles to clean machine code."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attngen.compile import toolchain
+from attngen.compile.artifact import Artifact
+from attngen.errors import AttngenError, ChoiceError, CompileError, InternalError, Location, StoreError
+from attngen.store.refusals import read_refusal, write_refusal
+from attngen.store.store import Store
+
+if TYPE_CHECKING:
+    from attngen.plan.model import Plan, Refused
+    from attngen.render import Source
+    from attngen.schema import KernelSpec
+
+#: The function that compiles, by name, since it runs in other processes.
+COMPILER = "attngen.compile:compile_source"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A kernel before its compile."""
+
+    spec: KernelSpec
+    plan: Plan
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltKernel:
+    """A kernel in the cache. ``origin`` is ``built`` if this build compiled it, else ``cached``.
+
+    ``prepared`` is what it was compiled from; None where nothing had to be planned to know that it is there.
+    """
+
+    name: str
+    key: str
+    origin: str
+    manifest: Mapping[str, Any]
+    prepared: Prepared | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def refused(self) -> Sequence[Mapping[str, str]]:
+        """Name and reason of each plan that was compiled before, and not taken."""
+        rows: Sequence[Mapping[str, str]] = self.manifest.get("refused", ())
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the kernel as ``attngen build --json`` prints it."""
+        of_manifest = ("backend", "arch", "resources", "package", "dtype", "head_dim_qk", "head_dim_v", "layout")
+        return {
+            "name": self.name,
+            **{name: self.manifest[name] for name in of_manifest if name in self.manifest},
+            "variant": variant_name(self.manifest),
+            "origin": self.origin,
+            "key": self.key,
+            "refused": list(self.refused),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A kernel that could not be planned, compiled or kept, and why."""
+
+    name: str
+    error: AttngenError
+    location: Location | None = None  # of the spec's entry that asks for the kernel
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the failure as ``attngen build --json`` prints it, with the place that its error or its kernel has."""
+        row = self.error.to_dict()
+        if row["file"] is None and self.location is not None:
+            row |= {"file": self.location.file, "line": self.location.line or None}
+        return {"name": self.name, "error": str(self.error), **{name: row[name] for name in ("file", "line", "field")}}
+
+
+class Observer(Protocol):
+    """Who wants to see a build progress."""
+
+    def planned(self, total: int, missing: int) -> None:
+        """All kernels are planned and rendered, and ``missing`` of them have to be compiled."""
+
+    def started(self, name: str) -> None:
+        """A compile begins; again for each attempt at a kernel, under the name that it was planned with at first."""
+
+    def finished(self, name: str, error: AttngenError | None) -> None:
+        """A kernel is done."""
+
+
+class Silent:
+    """An observer that says nothing."""
+
+    def planned(self, total: int, missing: int) -> None:
+        """Ignore it."""
+
+    def started(self, name: str) -> None:
+        """Ignore it."""
+
+    def finished(self, name: str, error: AttngenError | None) -> None:
+        """Ignore it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A kernel to compile or to find: under the name that was asked for, the attempt that is made now."""
+
+    asked: str
+    prepared: Prepared
+    key: str
+
+    @classmethod
+    def of(cls, prepared: Prepared, asked: str | None = None) -> Task:
+        """Return the task of a kernel; ``asked``: its name at the first attempt."""
+        from attngen.store.key import key_of
+
+        return cls(asked or prepared.plan.name, prepared, key_of(prepared.plan, prepared.source))
+
+    def after(self, refused: Refused) -> Task | None:
+        """Return the next attempt, or None if there is none."""
+        from attngen.plan.attempts import next_attempt
+        from attngen.render import render
+
+        planned = next_attempt(self.prepared.spec, (*self.prepared.plan.refused, refused))
+        if planned is None:
+            return None
+        return Task.of(Prepared(self.prepared.spec, planned, render(planned)), self.asked)
+
+
+@dataclass
+class Compiles:
+    """The compiles of one build, and what became of them."""
+
+    store: Store
+    observer: Observer
+    compiler: str
+    kernels: dict[str, BuiltKernel] = field(default_factory=dict)  # by the name that was asked for
+    failures: list[Failure] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def run(self, prepared: Sequence[Prepared], jobs: int | None) -> None:
+        """Find or compile kernels, whose names differ. Raises CompileError where a compiler is not installed."""
+        self.store.require_trusted()
+        found = [self._find(Task.of(kernel)) for kernel in prepared]
+        missing = [task for task in found if task is not None]
+        self.observer.planned(len(prepared), len(missing))
+        if missing:
+            self.store.require_writable()
+            for backend in dict.fromkeys(task.prepared.plan.backend for task in missing):
+                if lacking := toolchain.missing(backend):
+                    raise CompileError(lacking)
+        while missing:
+            missing = [task for task in self._round(missing, jobs) if self._can_compile(task)]
+
+    def _can_compile(self, task: Task) -> bool:
+        """Whether the compiler of an attempt is installed, which nobody asked for; if not, the kernel has failed."""
+        lacking = toolchain.missing(task.prepared.plan.backend)
+        if lacking:
+            self._fail(task, _exhausted(task, CompileError(f"{task.prepared.plan.name}: {lacking}")))
+        return not lacking
+
+    def _find(self, task: Task) -> Task | None:
+        """Take a kernel from the cache; else return the attempt that has to be compiled, or None if none is left."""
+        while True:
+            artifact, warning = self.store.read(task.key)
+            self.warnings.extend([warning] if warning else ())
+            if artifact is not None:
+                self._keep(task, "cached", artifact.manifest)
+                return None
+            refused = read_refusal(self.store, task.key)
+            if refused is None:
+                return task
+            following = self._after(task, refused, CompileError(f"{refused.name}: {refused.reason}"))
+            if following is None:
+                return None
+            task = following
+
+    def _round(self, tasks: Sequence[Task], jobs: int | None) -> list[Task]:
+        """Compile one attempt at each kernel; return what is to be compiled next where that was refused."""
+        from attngen.store.jobs import Job, run_jobs
+        from attngen.store.limits import job_limit
+
+        root, names = str(self.store.root), [task.asked for task in tasks]
+        following: list[Task] = []
+        calls = [
+            Job(
+                task.prepared.plan.name,
+                f"{__name__}:build_one",
+                (root, task.key, self.compiler, task.prepared.plan, task.prepared.source),
+            )
+            for task in tasks
+        ]
+        for result in run_jobs(calls, job_limit(jobs), on_start=lambda index: self.observer.started(names[index])):
+            task, error = tasks[result.index], result.error
+            self.warnings.extend(result.warnings)
+            if error is not None:
+                after = self._after_error(task, error)
+                following.extend([after] if after else ())
+                continue
+            origin, manifest = result.value
+            if origin == "uncached":
+                reason = result.warnings[-1] if result.warnings else "the cache cannot be written"
+                self._fail(task, StoreError(f"{task.prepared.plan.name} was compiled, but not kept: {reason}"))
+            else:
+                self._keep(task, origin, manifest)
+                self.observer.finished(task.asked, None)
+        return following
+
+    def _after_error(self, task: Task, error: AttngenError) -> Task | None:
+        """Return what is to be compiled after an attempt that failed, or None and the failure is noted."""
+        if not isinstance(error, ChoiceError | InternalError):
+            self._fail(task, error)
+            return None
+        refused = _refused(task, error)
+        if isinstance(error, ChoiceError):
+            write_refusal(self.store, task.key, refused)
+        following = self._after(task, refused, error)
+        if following is None:
+            self.observer.finished(task.asked, self.failures[-1].error)
+            return None
+        attempt = self._find(following)
+        if attempt is None:  # found, or the last one is known to be refused: there is nothing more to compile
+            self.observer.finished(task.asked, None if task.asked in self.kernels else self.failures[-1].error)
+        return attempt
+
+    def _after(self, task: Task, refused: Refused, error: AttngenError) -> Task | None:
+        following = task.after(refused)
+        if following is None:
+            self.failures.append(Failure(task.asked, _exhausted(task, error), task.prepared.spec.location))
+        return following
+
+    def _fail(self, task: Task, error: AttngenError) -> None:
+        self.failures.append(Failure(task.asked, error, task.prepared.spec.location))
+        self.observer.finished(task.asked, error)
+
+    def _keep(self, task: Task, origin: str, manifest: Mapping[str, Any]) -> None:
+        self.kernels[task.asked] = BuiltKernel(task.prepared.plan.name, task.key, origin, manifest, task.prepared)
+
+
+def _refused(task: Task, error: AttngenError) -> Refused:
+    from attngen.plan.model import Refused
+
+    planned = task.prepared.plan
+    reason = str(error).splitlines()[0].removeprefix(f"{planned.name}: ")
+    slow = error.slow if isinstance(error, ChoiceError) else None
+    return Refused(planned.name, planned.backend, reason, slow)
+
+
+def _exhausted(task: Task, error: AttngenError) -> AttngenError:
+    """Return the error of a kernel of which no attempt is left: that of the last, and what the others met."""
+    before = task.prepared.plan.refused
+    if not before:
+        return error
+    lines = [f"  {row.name}: {row.reason}" for row in before]
+    return CompileError("\n".join([str(error), "Tried before it:", *lines]))
+
+
+def build_one(
+    root: str, key: str, compiler: str, plan: Plan, source: Source, wait: bool
+) -> tuple[str, dict[str, Any]] | None:
+    """Find or compile one kernel, in a worker process. Returns its origin and its manifest.
+
+    Returns None, without ``wait``, where another process compiles it now.
+    """
+
+    def compile_() -> Artifact:
+        module, _, name = compiler.partition(":")
+        artifact = getattr(importlib.import_module(module), name)(plan, source)
+        assert isinstance(artifact, Artifact)
+        return artifact
+
+    fetched = Store(Path(root)).fetch(key, compile_, wait=wait)
+    return None if fetched is None else (fetched.origin, dict(fetched.artifact.manifest))
+
+
+def variant_name(manifest: Mapping[str, Any]) -> str:
+    """Return the name of the variant that a manifest is of."""
+    variant = manifest.get("variant")
+    return str(variant["name"]) if isinstance(variant, Mapping) else ""

@@ -1,0 +1,322 @@
+"""The pipeline over all kernels of a spec: load, expand, plan, render, compile, store, index.
+
+A build that has nothing to do imports no template engine, no YAML and no compiler: see ``attngen.store.receipt``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from attngen.errors import (
+    AttngenError,
+    InternalError,
+    Location,
+    PlanError,
+    SpecError,
+    StoreError,
+    internal_error,
+    suggest,
+)
+from attngen.store.index import Index, IndexEntry, read_index, write_index
+from attngen.store.receipt import Receipt, generator_digest, read_receipt, write_receipt
+from attngen.store.store import Store
+from attngen.tools.build.compiles import (
+    COMPILER,
+    BuiltKernel,
+    Compiles,
+    Failure,
+    Observer,
+    Prepared,
+    Silent,
+    variant_name,
+)
+
+if TYPE_CHECKING:
+    from attngen.plan.model import Plan
+    from attngen.schema import KernelSpec, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What a build did. ``up_to_date``: nothing that it reads has changed since the last one, so it did nothing."""
+
+    package: str
+    spec: str
+    kernels: tuple[BuiltKernel, ...]
+    seconds: float
+    failures: tuple[Failure, ...] = ()
+    warnings: tuple[str, ...] = ()
+    up_to_date: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as ``attngen build --json`` prints it."""
+        return {
+            "package": self.package,
+            "spec": self.spec,
+            "kernels": [kernel.to_dict() for kernel in self.kernels],
+            "failures": [failure.to_dict() for failure in self.failures],
+            "warnings": list(self.warnings),
+            "up_to_date": self.up_to_date,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A kernel that two entries of a spec ask for: what one fixes, the plan may choose for the other."""
+
+    name: str
+    first: KernelSpec
+    again: KernelSpec
+
+
+def build(
+    spec: str | Path,
+    *,
+    arches: Sequence[str] = (),
+    jobs: int | None = None,
+    store: Store | None = None,
+    observer: Observer | None = None,
+    compiler: str | None = None,
+) -> BuildReport:
+    """Build the kernels of a spec that the cache lacks, and index all of them under the spec's package.
+
+    ``arches`` restricts the build to kernels for these. ``jobs`` is how many compiles run at once, as many as
+    there are cores by default; fewer if memory does not suffice. Needs neither a GPU nor torch.
+
+    Raises SpecError before anything is compiled if the spec is wrong or none of its kernels can be planned, and
+    StoreError if the cache cannot be written. A kernel that cannot be planned, or whose compile fails, does not stop
+    the others; see ``failures``.
+    """
+    start = time.perf_counter()
+    path, store = Path(spec), store or Store()
+    store.require_trusted()
+    known = _known(path, arches, store)
+    if known is not None:
+        kernels = known[1]
+        return BuildReport(known[0], str(path), kernels, time.perf_counter() - start, up_to_date=True)
+    return _build(path, arches, jobs, store, observer or Silent(), compiler or COMPILER, start)
+
+
+def _known(path: Path, arches: Sequence[str], store: Store) -> tuple[str, tuple[BuiltKernel, ...]] | None:
+    """Return package and kernels of a build that need not run again, or None."""
+    receipt = read_receipt(store, path, arches)
+    index = read_index(store, receipt.package) if receipt else None
+    if receipt is None or index is None:
+        return None
+    listed = {(entry.name, entry.key) for entry in index.kernels}
+    kernels = []
+    for name, key in receipt.kernels:
+        artifact = store.read(key)[0] if (name, key) in listed else None
+        if artifact is None:
+            return None
+        kernels.append(BuiltKernel(name, key, "cached", artifact.manifest))
+    return receipt.package, tuple(kernels)
+
+
+def _build(
+    path: Path,
+    arches: Sequence[str],
+    jobs: int | None,
+    store: Store,
+    observer: Observer,
+    compiler: str,
+    start: float,
+) -> BuildReport:
+    from attngen.schema import load_spec, spec_hash
+
+    generator = generator_digest()  # before anything is read: what changes from now on is for the next build
+    loaded = load_spec(path)
+    prepared, failures = prepare_each(loaded, arches)
+    if failures and not prepared:
+        raise _together([failure.error for failure in failures])
+    outcome = Compiles(store, observer, compiler)
+    outcome.run(prepared, jobs)
+    order = [kernel.plan.name for kernel in prepared]
+    failures += sorted(outcome.failures, key=lambda failure: order.index(failure.name))
+    built = each_once(outcome.kernels[name] for name in order if name in outcome.kernels)
+    inputs = {str(Path(source.path).resolve()): source.sha256 for source in loaded.sources}
+    index = Index(
+        package=loaded.package,
+        spec=str(path.resolve()),
+        spec_hash=spec_hash(loaded),
+        inputs=inputs,
+        kernels=tuple(_index_entry(kernel) for kernel in built),
+    )
+    if built:  # a spec of which nothing compiles leaves what an earlier build made of it
+        write_index(store, _with_other_arches(store, index, arches))
+    if not failures:
+        receipt = Receipt(inputs, generator, loaded.package, tuple((kernel.name, kernel.key) for kernel in built))
+        with contextlib.suppress(StoreError):  # without it, the next build takes a little longer
+            write_receipt(store, path, arches, receipt)
+    store.sweep()
+    return BuildReport(
+        loaded.package,
+        str(path),
+        tuple(built),
+        time.perf_counter() - start,
+        failures=tuple(failures),
+        warnings=tuple(dict.fromkeys(outcome.warnings)),
+    )
+
+
+def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
+    """Return kernels by name: one may have come to be what another was from the start."""
+    found: dict[str, BuiltKernel] = {}
+    for kernel in kernels:
+        known = found.setdefault(kernel.name, kernel)
+        if known.refused and not kernel.refused:
+            found[kernel.name] = kernel
+    return list(found.values())
+
+
+def prepare(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
+    """Return the kernels of a spec, planned and rendered, each once, in its order; raises what ``plans`` does."""
+    prepared, failures = prepare_each(spec, arches)
+    if failures:
+        raise _together([failure.error for failure in failures])
+    return prepared
+
+
+def prepare_each(
+    spec: Spec, arches: Sequence[str] = (), *, repeated: list[Repeated] | None = None
+) -> tuple[list[Prepared], list[Failure]]:
+    """Return the kernels of a spec that can be planned and rendered, and why the others cannot.
+
+    ``repeated`` takes what ``plan_each`` says of kernels that are asked for again.
+    Raises SpecError for an arch that the spec does not build for.
+    """
+    from attngen.render import render
+
+    planned, failures = plan_each(spec, arches, repeated=repeated)
+    prepared = []
+    for kernel, chosen in planned:
+        source = _attempt(kernel, partial(render, chosen))
+        if isinstance(source, AttngenError):
+            failures.append(Failure(chosen.name, source, kernel.location))
+        else:
+            prepared.append(Prepared(kernel, chosen, source))
+    return prepared, failures
+
+
+def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan]]:
+    """Return the kernels of a spec with their plans, each once, in its order.
+
+    Raises SpecError for an arch that the spec does not build for, and one that names every kernel which cannot
+    be planned.
+    """
+    planned, failures = plan_each(spec, arches)
+    if failures:
+        raise _together([failure.error for failure in failures])
+    return planned
+
+
+def plan_each(
+    spec: Spec, arches: Sequence[str] = (), *, repeated: list[Repeated] | None = None
+) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
+    """Return the kernels of a spec that can be planned, with their plans, each once, and why the others cannot.
+
+    Kernels that become what another one is already are left out, and appended to ``repeated``.
+    Raises SpecError for an arch that the spec does not build for.
+    """
+    from attngen.plan import plan
+    from attngen.schema import expand
+
+    kernel_specs = expand(spec)
+    offered = list(dict.fromkeys(kernel.arch for kernel in kernel_specs))
+    for arch in arches:
+        if arch not in offered:
+            allowed = ", ".join(offered)
+            raise SpecError(
+                f"the spec asks for no kernel for '{arch}'{suggest(arch, offered)}; it builds for: {allowed}",
+                location=Location(spec.file),
+                field="arch",
+            )
+    found: dict[str, tuple[KernelSpec, Plan]] = {}
+    failures: list[Failure] = []
+    for kernel in kernel_specs:
+        if arches and kernel.arch not in arches:
+            continue
+        planned = _attempt(kernel, partial(plan, kernel))
+        if not isinstance(planned, AttngenError):
+            first = found.setdefault(planned.name, (kernel, planned))
+            if first[1].to_dict() == planned.to_dict():
+                if repeated is not None and first[0] is not kernel:
+                    repeated.append(Repeated(planned.name, first[0], kernel))
+                continue
+            planned = _clash(planned.name, first[0], kernel)
+        failures.append(Failure(_label(kernel), planned, kernel.location))
+    return list(found.values()), failures
+
+
+_T = TypeVar("_T")
+
+
+def _attempt(kernel: KernelSpec, make: Callable[[], _T]) -> _T | AttngenError:
+    """Return what ``make`` makes of a kernel, or its error: a fault of attngen's own costs that kernel alone."""
+    try:
+        return make()
+    except AttngenError as error:
+        return error
+    except Exception as error:
+        return internal_error(f"{kernel.location}: {_label(kernel)}", error)
+
+
+def _label(kernel: KernelSpec) -> str:
+    """Name a kernel that has no plan, and so no name."""
+    dims = (kernel.head_dim_qk, kernel.head_dim_v)
+    head_dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
+    element = f"{kernel.dtype}, head_dim {head_dim}"
+    return f"{kernel.variant.name}, {kernel.direction}, {kernel.layout}, {element}, {kernel.arch}"
+
+
+def _together(errors: Sequence[AttngenError]) -> AttngenError:
+    """Return one error with the texts of all, each of which says where it belongs."""
+    if len(errors) == 1:
+        return errors[0]
+    text = "\n".join(dict.fromkeys(map(str, errors)))
+    asked_wrongly = all(isinstance(error, SpecError) for error in errors)
+    error: AttngenError = PlanError(text) if asked_wrongly else InternalError(text)
+    error.each = tuple({str(each): each for each in errors}.values())
+    return error
+
+
+def _clash(name: str, first: KernelSpec, second: KernelSpec) -> PlanError:
+    return PlanError(
+        f"this kernel and the one of {first.location} would both be named {name}, but differ; keep one of them",
+        location=second.location,
+    )
+
+
+def compile_kernels(
+    prepared: Sequence[Prepared], *, store: Store, jobs: int | None = None, observer: Observer | None = None
+) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
+    """Find or compile kernels in the cache without indexing them: calls do not see them, who asked here does.
+
+    Returns the kernels by the names of their plans, in the order asked for, though what was built may have another
+    name, and those that could not be compiled. Raises StoreError if the cache cannot be written.
+    """
+    outcome = Compiles(store, observer or Silent(), COMPILER)
+    outcome.run(prepared, jobs)
+    names = (kernel.plan.name for kernel in prepared)  # their order, not that in which compiles end
+    return {name: outcome.kernels[name] for name in names if name in outcome.kernels}, tuple(outcome.failures)
+
+
+def _index_entry(kernel: BuiltKernel) -> IndexEntry:
+    manifest = kernel.manifest
+    return IndexEntry(kernel.name, kernel.key, variant_name(manifest), manifest["arch"], manifest["backend"])
+
+
+def _with_other_arches(store: Store, index: Index, arches: Sequence[str]) -> Index:
+    """Return an index that keeps what an earlier build of the same spec made for arches that this one left out."""
+    earlier = read_index(store, index.package) if arches else None
+    if earlier is None or (earlier.spec, earlier.spec_hash) != (index.spec, index.spec_hash):
+        return index
+    kept = tuple(entry for entry in earlier.kernels if entry.arch not in arches)
+    return Index(index.package, index.spec, index.spec_hash, index.inputs, kept + index.kernels)

@@ -1,0 +1,95 @@
+"""Tile efficiency of a plan: how much of the work in the tiles that its kernel visits is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from attngen.errors import CallError
+from attngen.lang.dropout import DROPOUT_P
+from attngen.lang.variant import Bound, Scalar, Variant
+from attngen.plan.model import Plan
+from attngen.tools.explain.assumed import Assumed, assume, read_by
+from attngen.tools.explain.visits import Visits, visits
+from attngen.tools.values import Number
+
+#: What an integer scalar is taken to be that has neither a default nor a given value: a window, a chunk, a width.
+_ASSUMED = 256
+
+
+def scalars_of(variant: Variant, given: Mapping[str, Number]) -> dict[str, Number]:
+    """Return a value for each scalar of a call: the given one, else its default, else one of middling size."""
+    return {s.name: given.get(s.name, assumed(s)) for s in variant.arguments}
+
+
+def assumed(scalar: Scalar) -> Number:
+    """Return the default of a scalar, or a value of middling size within its range."""
+    if scalar.default is not None:
+        return scalar.default
+    if scalar == DROPOUT_P:
+        return 0.1
+    if scalar.dtype == "bool":
+        return True
+    value = 1.0 if scalar.dtype == "fp32" else _ASSUMED
+    low, high = _number(scalar.min), _number(scalar.max)
+    value = value if low is None else max(value, low)
+    value = value if high is None else min(value, high)
+    return float(value) if scalar.dtype == "fp32" else int(value)
+
+
+def _number(bound: Bound) -> int | float | None:
+    return None if isinstance(bound, str) else bound
+
+
+def efficiency(
+    plan: Plan,
+    seqlens: Sequence[int],
+    scalars: Mapping[str, Number],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
+) -> tuple[Visits, ...]:
+    """Count tiles and pairs of one head at each length; tensors that are not given hold what ``assumed`` says."""
+    given = tensors or {}
+    return tuple(
+        visits(plan, seqlen, {**scalars, **assume(plan.variant, seqlen, scalars, given, seed)}) for seqlen in seqlens
+    )
+
+
+def told_tensors(
+    plan: Plan,
+    seqlen: int,
+    scalars: Mapping[str, Number],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
+) -> dict[str, str]:
+    """Return, for each tensor that the mask reads, the sentence that says what it holds."""
+    found = assume(plan.variant, seqlen, scalars, tensors or {}, seed)
+    told = {}
+    for declared in read_by(plan.variant):
+        value = found[declared.name]
+        shape = f"{declared.dtype} [{', '.join(map(str, value.shape))}]"
+        told[declared.name] = f"{shape}, {value if isinstance(value, Assumed) else 'as given'}"
+    return told
+
+
+def length_of(variant: Variant, tensors: Mapping[str, torch.Tensor]) -> int | None:
+    """Return the length of the sequences that given tensors are made for, None where their shapes name none.
+
+    Raises CallError where two of their extents disagree.
+    """
+    lengths = {
+        (declared.name, extent): length
+        for declared in read_by(variant)
+        if declared.name in tensors
+        for extent, length in zip(declared.shape, tensors[declared.name].shape, strict=True)
+        if extent in _LENGTHS
+    }
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{extent} {length} of {name}" for (name, extent), length in lengths.items())
+        raise CallError(f"explain takes as many queries as keys, of one sequence; the tensors have {said}")
+    return next(iter(lengths.values()), None)
+
+
+#: Extents that are as long as the sequence.
+_LENGTHS = ("seqlen_q", "seqlen_k", "total_q", "total_k")

@@ -1,0 +1,411 @@
+"""The plan of a kernel in words and numbers: what was chosen, what it costs, and which tiles the kernel visits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attngen.errors import CallError, LoadError, suggest
+from attngen.lang.bands import bands
+from attngen.lang.facts import Facts
+from attngen.lang.ir import names
+from attngen.lang.printing import canonical
+from attngen.lang.spans import Interval
+from attngen.plan.budget import SharedMemory, shared_memory
+from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.tiles import padded_width
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import plans as plans_of
+from attngen.tools.explain.backward import DROPOUT, backward_facts, derivatives
+from attngen.tools.explain.floor import HeadFloor
+from attngen.tools.explain.gradients import GradientFloors
+from attngen.tools.explain.hopper import HopperExplanation
+
+if TYPE_CHECKING:
+    import torch
+
+    from attngen.lang.variant import Scalar, Variant
+    from attngen.tools.explain.visits import Visits
+
+#: Lengths at which the efficiency of one kernel is shown, and of each in a list of many.
+SEQLENS, SEQLENS_OF_MANY = (1024, 4096, 8192), (2048,)
+
+_DRIVERS = {
+    "ranges": "loops over ranges of tiles whose ends are formulas; full tiles run without mask code",
+    "classified": "lists 32 tiles at a time inside the kernel, as full or partial, within the hull of the bands",
+    "tile_map": "visits the tiles of a map that {classifier} makes on the GPU before it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """One interval of keys as a formula over the corners of a query tile."""
+
+    lo: str
+    hi: str
+    axis: str = "kv"
+
+    @classmethod
+    def of(cls, interval: Interval, axis: str = "kv") -> Band:
+        """Print an interval; its open ends are those of the axis."""
+        lo = "0" if interval.lo is None else canonical(interval.lo)
+        end = "seqlen_k" if axis == "kv" else "seqlen_q"
+        return cls(lo, end if interval.hi is None else canonical(interval.hi), axis)
+
+    def __str__(self) -> str:
+        return f"{self.lo} <= {self.axis} < {self.hi}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanExplanation:
+    """A plan, its bands, and its tile efficiency. ``visits`` is empty where torch is not installed.
+
+    ``queries`` are the bands of a backward's kernel for dK and dV: which queries some and all keys of a tile are seen
+    by.
+    """
+
+    plan: Plan
+    visible: tuple[Band, ...]
+    full: tuple[Band, ...]
+    exact: bool
+    memory: SharedMemory
+    scalars: Mapping[str, bool | int | float]
+    visits: tuple[Visits, ...] = ()
+    hopper: HopperExplanation | None = None  # of CUDA kernels
+    queries: tuple[tuple[Band, ...], tuple[Band, ...]] = ((), ())
+    gradients: GradientFloors | None = None  # of Hopper backwards in 16 bits
+    tensors: Mapping[str, str] = field(default_factory=dict)  # what those that the mask reads were taken to hold
+    assumed: tuple[str, ...] = ()  # scalars that were neither given nor have a default
+    seed: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, in bytes: operands, and all that the plan of a CUDA kernel lists beside them."""
+        return self.plan.structure.shared_bytes or self.memory.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``attngen explain --json`` prints it."""
+        plan = self.plan
+        regions = {"regions": self.hopper.regions()} if self.hopper else {}
+        return {
+            "plan": plan.to_dict(),
+            "backend_reason": plan.backend_reason,
+            "mask": canonical(plan.variant.mask),
+            "score": canonical(plan.variant.score) if plan.variant.score is not None else "s",
+            **({"sink": canonical(plan.variant.sink)} if plan.variant.sink is not None else {}),
+            "bands": {
+                "visible": [{"lo": band.lo, "hi": band.hi} for band in self.visible],
+                "full": [{"lo": band.lo, "hi": band.hi} for band in self.full],
+                "exact": self.exact,
+            },
+            "shared_memory": {
+                "q": self.memory.q,
+                "k": self.memory.k,
+                "v": self.memory.v,
+                "stages": self.memory.stages,
+                "total": self.shared_bytes,
+                "limit": plan.arch.shared_memory,
+                **regions,
+            },
+            "scalars": dict(self.scalars),
+            "assumed": {"scalars": list(self.assumed), "tensors": dict(self.tensors), "seed": self.seed},
+            "efficiency": [
+                {
+                    "seqlen": found.seqlen,
+                    "visible_pairs": found.visible_pairs,
+                    "full_tiles": found.full,
+                    "partial_tiles": found.partial,
+                    "steps": found.steps,
+                    "skipped_steps": found.skipped,
+                    "efficiency": found.efficiency,
+                    "query_tiles": {"looked_at": found.sampled[0], "of": found.sampled[1]},
+                    **({"outside": found.outside} if found.outside else {}),
+                }
+                for found in self.visits
+            ],
+            **({"hopper": self.hopper.to_dict()} if self.hopper else {}),
+            **(
+                {"derivatives": dict(derivatives(plan)), "queries": self._queries()}
+                if plan.direction == "backward"
+                else {}
+            ),
+            **({"floors": self.gradients.to_dict()} if self.gradients else {}),
+        }
+
+    def _queries(self) -> dict[str, Any]:
+        names = ("visible", "full")
+        return {
+            name: [{"lo": band.lo, "hi": band.hi} for band in found]
+            for name, found in zip(names, self.queries, strict=True)
+        }
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return label and text of everything but bands, floors and efficiency, for people."""
+        plan = self.plan
+        if plan.direction == "backward":
+            return backward_facts(plan)
+        classifier = plan.launch("classify").symbol if plan.has_launch("classify") else ""
+        told = self.hopper.facts() if self.hopper else {}
+        target = f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}{', CUDA' if told else ''}"
+        operands = f"{self.memory.total} B of {plan.arch.shared_memory} B: {self.memory}"
+        return [
+            ("variant", plan.variant.name),
+            ("mask", canonical(plan.variant.mask)),
+            ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
+            *([("sink", canonical(plan.variant.sink))] if plan.variant.sink is not None else []),
+            *([("dropout", DROPOUT)] if plan.variant.dropout else []),
+            ("takes", _takes(plan)),
+            ("target", target),
+            ("backend", f"{plan.backend}, {plan.backend_reason}"),
+            ("head_dim", _head_dims(plan)),
+            ("tile", f"{_tile_rows(plan)} x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
+            ("stages", f"{plan.stages} pairs of K and V tiles in flight"),
+            ("loads", _loads(plan)),
+            *_labelled("roles", told.get("roles", [])),
+            *_labelled("registers", told.get("registers", [])),
+            *_labelled("shared memory", told.get("shared memory", [operands])),
+            *_labelled("barriers", told.get("barriers", [])),
+            ("softmax", f"{plan.softmax}{', approximate functions' if plan.fast_math else ', exact functions'}"),
+            ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier)}"),
+            *_labelled("steps", told.get("steps", [])),
+            ("grid", self.hopper.grid(_section(plan)) if self.hopper else _grid(plan)),
+            *_labelled("arguments", argument_lines(plan.arguments)),
+        ]
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Return lines under one label."""
+    return [("" if n else label, line) for n, line in enumerate(lines)]
+
+
+def _tile_rows(plan: Plan) -> str:
+    if plan.pack_gqa:
+        return f"{plan.tile_m} rows (all query heads of a KV head, then the next query)"
+    return f"{plan.tile_m} queries"
+
+
+def _takes(plan: Plan) -> str:
+    variant = plan.variant
+    parts = [_scalar(scalar) for scalar in variant.scalars]
+    for tensor in variant.tensors:
+        fact = f", {tensor.monotone.order} along axis {tensor.monotone.axis}" if tensor.monotone else ""
+        parts.append(f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]{fact}")
+    return "; ".join(parts) or "nothing of its own"
+
+
+def _scalar(scalar: Scalar) -> str:
+    if scalar.const is not None:
+        return f"{scalar.name} {scalar.dtype} = {scalar.const}, fixed"
+    low = "" if scalar.min is None else f", at least {scalar.min}"
+    high = "" if scalar.max is None else f", at most {scalar.max}"
+    return f"{scalar.name} {scalar.dtype}{low}{high}"
+
+
+def _head_dims(plan: Plan) -> str:
+    if plan.head_dim_qk == plan.head_dim_v:
+        return _columns(plan.head_dim_qk, plan.columns_qk)
+    return (
+        f"{_columns(plan.head_dim_qk, plan.columns_qk)} for q and k, {_columns(plan.head_dim_v, plan.columns_v)} for v"
+    )
+
+
+def _columns(head_dim: int, blocks: tuple[Columns, ...]) -> str:
+    """Say how a head_dim is cut: ``192 = 128 + 64``, ``112 in 128``."""
+    width = padded_width(blocks)
+    cut = f" = {' + '.join(str(block.width) for block in blocks)}" if len(blocks) > 1 else ""
+    return f"{head_dim}{cut}" if width == head_dim else f"{head_dim} padded to {width}{cut}"
+
+
+def _loads(plan: Plan) -> str:
+    if plan.loads == "descriptor":
+        return f"by tensor descriptors (TMA); strides and addresses are multiples of {plan.alignment} B"
+    return f"by pointers; strides and addresses are multiples of {plan.alignment} B"
+
+
+def _grid(plan: Plan) -> str:
+    return f"ceil(seqlen_q / {plan.tile_m}) x heads x batch blocks; {_section(plan)}"
+
+
+def _section(plan: Plan) -> str:
+    return f"heads run side by side while their K and V fit {plan.section_bytes // 2**20} MiB"
+
+
+def argument_lines(arguments: Sequence[Argument]) -> list[str]:
+    """Return the argument list, arguments of one kind on one line."""
+    by_kind: dict[str, list[str]] = {}
+    for argument in arguments:
+        by_kind.setdefault(argument.kind, []).append(argument.name)
+    return [f"{kind}: {', '.join(names)}" for kind, names in by_kind.items()]
+
+
+def explain_spec(
+    spec: str | Path,
+    kernel: str | None = None,
+    *,
+    seqlens: Sequence[int] | None = None,
+    given: Mapping[str, str] | None = None,
+    files: Mapping[str, Path] | None = None,
+    seed: int = 0,
+) -> list[PlanExplanation]:
+    """Explain the kernels of a spec, or those whose name contains ``kernel``.
+
+    ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``, and ``files`` tensors to
+    files of their values (see ``tensor_files.read_tensor``); others hold random values by ``seed`` (see ``assumed``).
+    Raises SpecError if the spec is wrong, CallError if there is no such kernel, scalar or tensor, or if a value is not
+    as declared.
+    """
+    known = [plan for _, plan in plans_of(load_spec(spec))]
+    plans = [plan for plan in known if kernel is None or kernel in plan.name]
+    exact = [plan for plan in plans if plan.name == kernel]
+    plans = exact or plans
+    if not plans:
+        raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
+    values = _values(plans, given or {})
+    measured = _Measured(
+        seqlens, SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY, values, _tensors(plans, files or {}), seed
+    )
+    return [_explain(plan, measured) for plan in plans]
+
+
+def _values(plans: Sequence[Plan], given: Mapping[str, str]) -> dict[str, bool | int | float]:
+    """Read the values of scalars; each must be a scalar of one of the plans, and in its range."""
+    known = {scalar.name: scalar for plan in plans for scalar in plan.variant.arguments}
+    values = {}
+    for name, text in given.items():
+        if name not in known:
+            raise CallError(f"no scalar '{name}' in these kernels{suggest(name, known)}")
+        values[name] = _value(known[name], text)
+    return values
+
+
+def _value(scalar: Scalar, text: str) -> bool | int | float:
+    try:
+        value: bool | int | float
+        if scalar.dtype == "bool":
+            value = {"true": True, "false": False}[text.lower()]
+        else:
+            value = float(text) if scalar.dtype == "fp32" else int(text)
+    except (ValueError, KeyError):
+        raise CallError(f"scalar '{scalar.name}' is {scalar.dtype}, which '{text}' is not") from None
+    for bound, outside in ((scalar.min, lambda b: value < b), (scalar.max, lambda b: value > b)):
+        if isinstance(bound, int | float) and outside(bound):
+            raise CallError(f"scalar {_scalar(scalar)}: {text} is outside")
+    return value
+
+
+def _tensors(plans: Sequence[Plan], files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """Read the tensors that are given; each must be one that a mask of the plans reads."""
+    if not files:
+        return {}
+    if find_spec("torch") is None:
+        raise LoadError("--tensor needs torch, which is not installed")
+    from attngen.tools.explain.assumed import read_by
+    from attngen.tools.explain.tensor_files import read_tensor
+
+    found = {}
+    for name, path in files.items():
+        known = {tensor.name: tensor for plan in plans for tensor in read_by(plan.variant)}
+        if name not in known:
+            raise CallError(f"no mask of these kernels reads a tensor '{name}'{suggest(name, known)}")
+        for declared in {t for plan in plans for t in read_by(plan.variant) if t.name == name}:
+            found[name] = read_tensor(declared, path)
+    return found
+
+
+class _Measured:
+    """Tile efficiencies; kernels that differ in what does not matter for them share one."""
+
+    def __init__(
+        self,
+        seqlens: Sequence[int] | None,
+        usual: Sequence[int],
+        given: Mapping[str, bool | int | float],
+        tensors: Mapping[str, torch.Tensor],
+        seed: int,
+    ) -> None:
+        """``usual`` are the lengths where neither ``seqlens`` nor a given tensor says one."""
+        self._seqlens = seqlens
+        self._usual = usual
+        self._given = given
+        self._tensors = tensors
+        self.seed = seed
+        self._known: dict[tuple[Any, ...], tuple[Visits, ...]] = {}
+
+    def of(self, plan: Plan) -> tuple[Mapping[str, bool | int | float], tuple[Visits, ...]]:
+        """Return the values of the scalars, and the efficiency at each length; none without torch."""
+        if find_spec("torch") is None:
+            return {}, ()
+        from attngen.tools.explain.efficiency import efficiency, scalars_of
+
+        scalars = scalars_of(plan.variant, self._given)
+        tensors = self._of_variant(plan.variant)
+        consumers = (plan.structure.consumers, plan.structure.skips, plan.stages) if plan.structure.consumers else None
+        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa, consumers)
+        if key not in self._known:
+            self._known[key] = efficiency(plan, self._lengths(plan.variant), scalars, tensors, self.seed)
+        return scalars, self._known[key]
+
+    def told(self, plan: Plan) -> tuple[Mapping[str, str], tuple[str, ...]]:
+        """Return what the tensors of a mask hold at the greatest length, and which scalars were assumed."""
+        if find_spec("torch") is None:
+            return {}, ()
+        from attngen.tools.explain.efficiency import scalars_of, told_tensors
+
+        scalars, longest = scalars_of(plan.variant, self._given), max(self._lengths(plan.variant))
+        told = told_tensors(plan, longest, scalars, self._of_variant(plan.variant), self.seed)
+        read = names(plan.variant.mask) | {e for t in plan.variant.tensors for e in t.shape}
+        assumed = (s.name for s in plan.variant.arguments if s.default is None and s.name not in self._given)
+        return told, tuple(name for name in assumed if name in read)
+
+    def _of_variant(self, variant: Variant) -> dict[str, torch.Tensor]:
+        declared = {tensor.name for tensor in variant.tensors}
+        return {name: tensor for name, tensor in self._tensors.items() if name in declared}
+
+    def _lengths(self, variant: Variant) -> Sequence[int]:
+        """Return the lengths to look at; CallError where a given tensor is made for another one."""
+        from attngen.tools.explain.efficiency import length_of
+
+        made_for = length_of(variant, self._of_variant(variant))
+        if made_for is None:
+            return self._seqlens or self._usual
+        if made_for == 0 or any(seqlen != made_for for seqlen in self._seqlens or ()):
+            lengths = ", ".join(map(str, self._seqlens or ())) or "sequences of at least one token"
+            raise CallError(f"the given tensors are made for a sequence of {made_for} tokens, not for {lengths}")
+        return (made_for,)
+
+    def hopper(self, plan: Plan) -> HopperExplanation | None:
+        """Explain the roles of a CUDA kernel, and the floors of a head by the steps of its consumers."""
+        found = HopperExplanation.of(plan)
+        if found is None:
+            return None
+        heads = (HeadFloor.of(plan, found.floor, v.seqlen, v.steps, v.visible_pairs) for v in self.of(plan)[1])
+        return replace(found, heads=tuple(heads))
+
+    def gradients(self, plan: Plan) -> GradientFloors | None:
+        """Return the floors of the kernels of a backward."""
+        return GradientFloors.of(plan, lambda part: self.of(part)[1])
+
+
+def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
+    found = bands(plan.variant.mask, Facts.of(plan.variant), over="kv", heads=plan.box_heads)
+    memory = shared_memory(
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        stages=plan.stages,
+        width_qk=padded_width(plan.columns_qk),
+        width_v=padded_width(plan.columns_v),
+        element_bytes=plan.dtype.bytes,
+    )
+    scalars, visits = measured.of(plan)
+    visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
+    explained = PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, measured.hopper(plan))
+    tensors, assumed = measured.told(plan)
+    explained = replace(explained, tensors=tensors, assumed=assumed, seed=measured.seed)
+    if plan.direction == "forward":
+        return explained
+    turned = bands(plan.variant.mask, Facts.of(plan.variant), over="q")
+    some, every = (tuple(Band.of(one, "q") for one in part) for part in (turned.visible, turned.full))
+    return replace(explained, queries=(some, every), gradients=measured.gradients(plan))

@@ -1,0 +1,282 @@
+"""A Hopper kernel in CUDA in words and numbers: roles, registers, shared memory, barriers, loop, floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attngen.plan.floors import ROWS, Floor, floor
+from attngen.plan.model import Plan
+from attngen.plan.schedules.hopper_forward import HopperForward
+from attngen.tools.explain.floor import HeadFloor, floor_dict, floor_lines
+
+_WARPGROUP = 128  # threads
+
+
+@dataclass(frozen=True, slots=True)
+class Registers:
+    """Registers per thread of each role, and how a consumer uses its own. ``others`` is what S, P and O leave."""
+
+    producer: int
+    consumer: int
+    s: int
+    p: int
+    o: int
+    others: int
+    threads: int
+    launch: int  # per thread, before roles give up and take
+    pool: int  # of the launch
+    used: int  # of all roles
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """A barrier in shared memory (``count`` of them) or, if ``named``, one of the hardware's for each consumer."""
+
+    name: str
+    count: int
+    arrivals: int  # threads or warps that arrive in each phase; threads of a named barrier
+    named: bool
+    guards: str
+
+
+@dataclass(frozen=True, slots=True)
+class HopperExplanation:
+    """Everything that ``attngen explain`` says of a Hopper kernel beside what it says of any."""
+
+    plan: Plan
+    hopper: HopperForward
+    registers: Registers
+    barriers: tuple[Barrier, ...]
+    floor: Floor
+    heads: tuple[HeadFloor, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan) -> HopperExplanation | None:
+        """Return the explanation of a plan, or None if the plan has no roles."""
+        roles = plan.structure
+        if not isinstance(roles, HopperForward):
+            return None
+        return cls(plan, roles, _registers(plan, roles), tuple(_barriers(plan, roles)), floor(plan))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``attngen explain --json`` prints it."""
+        hopper = self.hopper
+        return {
+            "roles": {
+                "specialized": hopper.specialized,
+                "consumers": hopper.consumers,
+                "rows": ROWS,
+                "scheduler_warp": 4 * hopper.consumers if hopper.specialized else None,
+                "loader_warp": 4 * hopper.consumers + 1 if hopper.specialized else 0,
+                "query_loader_warp": 4 * hopper.consumers + 2 if hopper.specialized else 0,
+                "schedule": hopper.schedule,
+                "overlap": hopper.overlap,
+                "persistent": hopper.persistent,
+                "lookahead": hopper.lookahead if hopper.persistent else None,
+                "order": "longest_first" if hopper.longest_first else "natural",
+                "epilogue": "staged" if hopper.staged else "direct",
+                "skips": hopper.skips,
+                "pack_gqa": self.plan.pack_gqa,
+            },
+            "registers": asdict(self.registers),
+            "barriers": [asdict(barrier) for barrier in self.barriers],
+            "loop": dict(self.loop()),
+            "floor": floor_dict(self.floor, self.heads),
+        }
+
+    def regions(self) -> list[dict[str, Any]]:
+        """Return the map of shared memory: name, offset and size in bytes, and what it holds."""
+        return [
+            {**asdict(region), "holds": _holds(self.plan, self.hopper, region.name)} for region in self.hopper.shared
+        ]
+
+    def facts(self) -> dict[str, list[str]]:
+        """Return lines by label, for people."""
+        total, limit = self.hopper.shared_bytes, self.plan.arch.shared_memory
+        regions = self.regions()
+        return {
+            "roles": list(_roles(self.plan, self.hopper)),
+            "registers": self._registers(),
+            "shared memory": [
+                f"{total} B of {limit} B; offset, bytes and what is there:",
+                *(f"{r['offset']:6d} {r['bytes']:6d}  {r['name']:10s} {r['holds']}" for r in regions),
+            ],
+            "barriers": [_barrier(barrier) for barrier in self.barriers],
+            "steps": [f"{name:10s} {text}" for name, text in self.loop()],
+        }
+
+    def grid(self, section: str) -> str:
+        """Say which block does what; ``section`` says in which order."""
+        rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
+        tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
+        order = f"longest first; {section}" if self.hopper.longest_first else "head by head in natural order"
+        if not self.hopper.persistent:
+            return f"{tiles} blocks, one for each tile of work, {order}"
+        return (
+            f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; each block "
+            f"takes the next from a counter until none is left, {order}"
+        )
+
+    def loop(self) -> Iterator[tuple[str, str]]:
+        """Yield the parts of a consumer's loop over keys, in order."""
+        hopper = self.hopper
+        turn, passed = ("take the turn, ", ", pass the turn") if hopper.pingpong else ("", "")
+        yield "order", "tiles of keys from the last that is seen to the first"
+        yield "first tile", f"{turn}QK(0){passed}, wait; maximum and exponentials make P(0)"
+        if hopper.overlap:
+            yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
+        else:
+            yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
+        yield (
+            "softmax",
+            _SOFTMAX[self.plan.softmax].format(above=hopper.redo_above, growth=hopper.redo_growth.rstrip("f")),
+        )
+        yield "masks", _masks(self.plan)
+        if hopper.skips:
+            held = f"up to {self.plan.stages - 1} while it holds V of the last that it saw"
+            yield "skips", f"a consumer passes over tiles that only other consumers see, {held}"
+        else:
+            yield "skips", "none: every consumer multiplies every tile of the block"
+        if hopper.persistent:
+            yield "boundary", "PV(last) and QK(0) of the next tile of work go out together; O is written under the QK"
+        else:
+            yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
+        yield "epilogue", _epilogue(self.plan, hopper)
+
+    def floor_lines(self) -> Iterator[str]:
+        """Yield the floor, for people."""
+        return floor_lines(self.plan, self.floor, self.heads)
+
+    def _registers(self) -> list[str]:
+        r, consumers = self.registers, self.hopper.consumers
+        rest = f"{r.others} for addresses, references and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
+        total = f"{r.threads} threads x {r.launch} = {r.pool}"
+        if not self.hopper.specialized:
+            return [f"a thread at most {r.consumer}: S {r.s} + P {r.p} + O {r.o} = {r.s + r.p + r.o}, {rest}"]
+        return [
+            f"a consumer's thread {r.consumer}: S {r.s} + P {r.p} + O {r.o} = {r.s + r.p + r.o}, {rest}",
+            f"a producer's thread {r.producer}",
+            f"{_WARPGROUP} threads x ({r.producer} + {consumers} x {r.consumer}) = {r.used} of the launch's {total}",
+        ]
+
+
+_SOFTMAX = {
+    "fixed_reference": "P(j) from the old reference; anew from a maximum if a lane's sum exceeds {above} or grows "
+    "{growth} times",
+    "lazy": "maximum; O is rescaled only if it has grown by 2^8; exponentials make P(j)",
+    "exact_max": "maximum, O rescaled, exponentials make P(j)",
+}
+
+
+def _registers(plan: Plan, hopper: HopperForward) -> Registers:
+    launch = min(plan.arch.registers // plan.threads // 8 * 8, 256)
+    s, p, o = plan.tile_n // 2, plan.tile_n // 4, plan.columns_v[0].width // 2
+    producer, consumer = hopper.producer_registers, hopper.consumer_registers
+    return Registers(
+        producer=producer,
+        consumer=consumer,
+        s=s,
+        p=p,
+        o=o,
+        others=consumer - s - p - o,
+        threads=plan.threads,
+        launch=launch,
+        pool=plan.threads * launch,
+        used=_WARPGROUP * (producer + hopper.consumers * consumer),
+    )
+
+
+def _barriers(plan: Plan, hopper: HopperForward) -> Iterator[Barrier]:
+    """Yield the barriers with their arrivals, as the template of the schedule initializes them."""
+    consumers = hopper.consumers
+    sizes = {region.name: region.bytes // 8 for region in hopper.shared}
+    scheduler = consumers + 1 if plan.driver == "ranges" else 1
+    those, loader, told = "warpgroups", "the first warp", ""
+    if hopper.specialized:
+        those, loader, told = "consumers", "its loader", ", and what each consumer does with it is written"
+    for name, arrivals, guards in (
+        ("q_full", 1, f"a tile of Q has landed ({loader} arrives, and the bytes; so below)"),
+        ("q_empty", consumers, "consumers have multiplied a tile of Q for the last time"),
+        ("k_full", 1, f"a tile of K has landed{told}"),
+        ("k_empty", consumers, f"{those} are done with a tile of K"),
+        ("v_full", 1, "a tile of V has landed"),
+        ("v_empty", consumers, f"{those} are done with a tile of V"),
+        ("work_full", scheduler, "the scheduler has written the record of a tile of work"),
+        ("work_empty", 4 * consumers + 1, "the warps of consumers, and the loader of Q, have read a record"),
+        ("work_asked", 1, "the loader of K and V nears the end of a tile: the scheduler may take the next one"),
+    ):
+        if name in sizes:
+            yield Barrier(name, sizes[name], arrivals, named=False, guards=guards)
+    meets = [*(["O"] if hopper.staged else []), *(["skipped tiles"] if hopper.skips and not hopper.pingpong else [])]
+    if meets:
+        who = "consumer" if hopper.specialized else "warpgroup"
+        together = f"threads of a {who} wait for each other around {' and '.join(meets)}"
+        yield Barrier("group", consumers, _WARPGROUP, named=True, guards=together)
+    if hopper.pingpong:
+        turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
+        yield Barrier("turn", consumers, 2 * _WARPGROUP, named=True, guards=turns)
+
+
+def _barrier(barrier: Barrier) -> str:
+    who = f"{barrier.arrivals} {'threads' if barrier.named else 'arrivals' if barrier.arrivals > 1 else 'arrival'}"
+    return f"{barrier.name:10s} {barrier.count} x {who:11s}  {barrier.guards}" + (" (named)" if barrier.named else "")
+
+
+def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
+    first = 4 * hopper.consumers
+    each = "consumer" if hopper.consumers == 1 else "consumers"
+    if not hopper.specialized:
+        each = "warpgroup" if hopper.consumers == 1 else "warpgroups"
+        yield f"none: {hopper.consumers} {each} of {ROWS} query rows, all alike; the first warp loads Q, K and V by TMA"
+        yield _overlap(hopper)
+        return
+    yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
+    if plan.pack_gqa:
+        yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
+    yield f"producer: warp {first} schedules tiles of work; by TMA, warp {first + 1} loads K and V, and {first + 2} Q"
+    if hopper.pingpong:
+        yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
+    else:
+        yield "cooperative: consumers issue their products whenever they are ready"
+    yield _overlap(hopper)
+    if hopper.persistent:
+        yield f"persistent; the next tile of work is taken when {hopper.lookahead} steps of a tile are left to load"
+    else:
+        yield "not persistent: one tile of work per block"
+
+
+def _overlap(hopper: HopperForward) -> str:
+    if hopper.overlap:
+        return "overlap: PV of a step runs under the logits of the next"
+    return "no overlap: a warpgroup waits for all its products before its softmax"
+
+
+def _epilogue(plan: Plan, hopper: HopperForward) -> str:
+    if not hopper.staged:
+        return "direct: O goes from registers to memory, 16 bytes of a row at a time"
+    return "staged: O goes through shared memory, " + ("and out by rows" if plan.varlen else "and out by TMA")
+
+
+def _masks(plan: Plan) -> str:
+    score = "; others compute only the score" if plan.variant.score is not None else ""
+    if not plan.variant.masked:
+        return f"only on a ragged last tile of keys{score}"
+    who = "a consumer's rows" if plan.driver == "ranges" else "the block's rows"
+    return f"only on tiles that {who} see in part{score}"
+
+
+def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
+    """Say what a region of shared memory holds."""
+    width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
+    tiles = "1 tile" if hopper.q_stages == 1 else f"{hopper.q_stages} tiles"
+    parts = "" if hopper.out_columns == width_v else f", {width_v // hopper.out_columns} parts in turn"
+    return {
+        "q": f"Q: {tiles} of {plan.tile_m} x {width_qk}",
+        "k": f"K: {plan.stages} stages of {plan.tile_n} x {width_qk}",
+        "v": f"V: {plan.stages} stages of {plan.tile_n} x {width_v}",
+        "out": f"O on its way out: {plan.tile_m} x {hopper.out_columns}{parts}",
+        "work": "records of two tiles of work: place, and ranges of KV tiles",
+        "tile_info": "number of the tile in each stage of K, and who needs the mask",
+    }.get(region, "barriers, 8 B each")

@@ -1,0 +1,40 @@
+"""A kernel planned for another GPU, planned anew for the one that is here, so that its template can be run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attngen.arch import Arch
+from attngen.errors import PlanError
+from attngen.plan import plan
+from attngen.plan.model import Plan
+from attngen.render import render
+from attngen.schema.expand import Backward, Gradient
+from attngen.tools.build.pipeline import Prepared
+
+#: What costs speed only does not matter where a kernel is not meant to be fast.
+_ALLOW = ("serialized_wgmma", "spill")
+
+
+def retarget(prepared: Prepared, arch: Arch) -> Prepared:
+    """Plan and render a kernel for ``arch``, with its own tile, stages, warps and loads where these fit there.
+
+    Raises PlanError if no tile fits.
+    """
+    before = prepared.plan
+    free = replace(prepared.spec, arch=arch.name, backend=before.backend, loads=before.loads, allow=_ALLOW)
+    same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
+    if before.direction == "backward":
+        same = replace(free, backward=Backward(*(_tile(before, name) for name in ("dkdv", "dq"))))
+    try:
+        planned = plan(same)
+    except PlanError:  # it takes more shared memory than this arch has
+        planned = plan(free)
+    return Prepared(prepared.spec, planned, render(planned))
+
+
+def _tile(before: Plan, name: str) -> Gradient:
+    if not before.has_launch(name):
+        return Gradient()
+    launch = before.launch(name)
+    return Gradient(launch.tile_m, launch.tile_n, launch.stages, launch.num_warps)

@@ -1,0 +1,193 @@
+"""One kernel on all of its cases: fresh inputs, poisoned results, and the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attngen.errors import AttngenError
+from attngen.lang.variant import Bound, Variant
+from attngen.runtime import debug
+from attngen.runtime.arguments import Call
+from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.module import Kernel
+from attngen.runtime.pinned import Buffers
+from attngen.tools.cases import Case, cases_of
+from attngen.tools.verify.contract import Deviation, Expected, Tally, deviation, expected
+from attngen.tools.verify.gradient_contract import expected_gradients, gradient_deviation
+from attngen.tools.verify.inputs import Element, Inputs, make_inputs
+from attngen.tools.verify.poison import poisoned, poisoned_gradients
+
+#: Runs one kernel, of the forward or of the backward, on one call; returns when the results are there or on their way.
+Launch = Callable[[Call, Buffers], None]
+GradientLaunch = Callable[[Call, GradientBuffers], None]
+
+#: How far integer tensors without a declared range are narrowed, one after the other, until no index leaves its extent.
+_CALM = (1.0, 0.5, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What one case gave: a deviation, or the reason why there is none."""
+
+    case: str
+    seed: int
+    deviation: Deviation | None = None
+    error: str | None = None  # the kernel failed
+    broken: bool = False  # what it left behind is not to be trusted: after a fault, every later call of CUDA fails
+    skipped: str | None = None  # the case is no legal call of this variant
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, as far as one case can tell."""
+        return self.error is None and (self.deviation is None or self.deviation.ok)
+
+    def describe(self) -> str:
+        """Say what is wrong."""
+        if self.error is not None:
+            return f"crashed: {self.error}" if self.broken else self.error
+        found = self.deviation
+        assert found is not None
+        parts = list(found.wrong)
+        if not found.max_error <= found.max_allowed:
+            parts.append(f"largest error {found.max_error:.2e} exceeds {found.max_allowed:.2e}")
+        if not found.lse_error <= found.lse_allowed:
+            parts.append(f"log-sum-exp error {found.lse_error:.2e} exceeds {found.lse_allowed:.2e}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What all cases of a kernel gave."""
+
+    results: tuple[CaseResult, ...]
+
+    @property
+    def broken(self) -> bool:
+        """Whether a case broke what later ones would need."""
+        return any(result.broken for result in self.results)
+
+    @property
+    def tally(self) -> Tally:
+        """The deviations of the cases that ran."""
+        return Tally([r.deviation for r in self.results if r.deviation is not None])
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, a line each; empty if the kernel keeps its contract."""
+        lines = [f"{r.case} (seed {r.seed}): {r.describe()}" for r in self.results if not r.ok]
+        tally = self.tally
+        if not tally.deviations and not lines:
+            lines.append(f"no case is a legal call: {self.results[0].skipped}")
+        if not tally.rmse <= tally.rmse_allowed:
+            lines.append(f"rmse {tally.rmse:.2e} over all cases exceeds {tally.rmse_allowed:.2e}")
+        return tuple(lines)
+
+
+def try_kernel(kernel: Kernel, launch: Launch, device: torch.device | str, seed: int, *, small: bool) -> Trial:
+    """Run a kernel on every case of its layout; ``small`` picks those that suit an interpreter."""
+    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
+    return _trial(_try_case(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
+
+
+def try_backward(
+    kernel: Kernel, launch: GradientLaunch, device: torch.device | str, seed: int, *, small: bool
+) -> Trial:
+    """Run a backward on every case of its layout, as ``try_kernel`` does a forward."""
+    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
+    return _trial(_try_gradients(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
+
+
+def _trial(results: Iterable[CaseResult]) -> Trial:
+    """Take results until a kernel breaks."""
+    taken: list[CaseResult] = []
+    for result in results:
+        taken.append(result)
+        if result.broken:
+            break
+    return Trial(tuple(taken))
+
+
+def _try_gradients(
+    kernel: Kernel, launch: GradientLaunch, case: Case, device: torch.device | str, seed: int
+) -> CaseResult:
+    try:
+        inputs, call = _inputs_in_extent(kernel, case, device, seed)
+    except IndexError as error:
+        return CaseResult(case.name, seed, skipped=str(error))
+    wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(seed))
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
+    buffers, memory = poisoned_gradients(kernel, call, given, wanted.dlse.contiguous())
+    try:
+        launch(call, buffers)
+        found = gradient_deviation(call, buffers, wanted)
+        return CaseResult(case.name, seed, replace(found, wrong=found.wrong + memory.overrun()))
+    except AttngenError as error:
+        return CaseResult(case.name, seed, error=str(error))
+    except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
+        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}", broken=True)
+
+
+def _inputs_in_extent(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call]:
+    """Return inputs of which nothing is read out of its extent, and the call; IndexError if there are none."""
+    inputs, call, _ = prepare_case(kernel, case, device, seed)
+    return inputs, call
+
+
+def _try_case(kernel: Kernel, launch: Launch, case: Case, device: torch.device | str, seed: int) -> CaseResult:
+    try:
+        inputs, call, wanted = prepare_case(kernel, case, device, seed)
+    except IndexError as error:
+        return CaseResult(case.name, seed, skipped=str(error))
+    memory = poisoned(kernel, call, inputs.q, inputs.k, inputs.v)
+    buffers = memory.buffers
+    assert buffers.lse is not None
+    try:
+        launch(call, buffers)
+        found = deviation(call, buffers.out, buffers.lse, wanted)
+        return CaseResult(case.name, seed, replace(found, wrong=found.wrong + memory.overrun()))
+    except AttngenError as error:
+        return CaseResult(case.name, seed, error=str(error))
+    except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
+        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}", broken=True)
+
+
+def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call, Expected]:
+    """Return inputs that keep every declared fact, the call, and what it should give.
+
+    Raises IndexError if mask or score read a tensor out of its extent, however its integers are chosen.
+    """
+    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
+    raised: IndexError | None = None
+    for calm in _CALM:
+        inputs = make_inputs(kernel.variant, case, kernel.layout, element, device, seed, calm=calm)
+        call = inputs.bind(kernel.variant)
+        debug.check(call)
+        try:
+            return inputs, call, expected(call, inputs.q, inputs.k, inputs.v)
+        except IndexError as error:
+            raised = error
+    assert raised is not None
+    raise raised
+
+
+def facts_of(variant: Variant) -> list[str]:
+    """Return the declared facts of a variant in words: what a kernel trusts, and every input of a trial keeps."""
+    facts = []
+    for scalar in variant.scalars:
+        if scalar.min is not None or scalar.max is not None:
+            facts.append(_span(scalar.name, scalar.min, scalar.max))
+    for tensor in variant.tensors:
+        if tensor.monotone is not None:
+            facts.append(f"{tensor.name} {tensor.monotone.order} along axis {tensor.monotone.axis}")
+        if tensor.range is not None:
+            facts.append(_span(tensor.name, *tensor.range))
+    return facts
+
+
+def _span(name: str, low: Bound, high: Bound) -> str:
+    if high is None:
+        return f"{name} >= {low}"
+    return f"{name} <= {high}" if low is None else f"{low} <= {name} <= {high}"
