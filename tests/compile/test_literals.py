@@ -1,7 +1,7 @@
 """Whole numbers in CUDA C++: NVRTC reads each of them with the value and the type that the expression has.
 
-A minus is no part of a literal. 9223372036854775808ll fits no signed type, and NVRTC takes it, without a warning, for an
-unsigned number, so that what is compared with its negative is unsigned, too.
+A minus is no part of a literal. 9223372036854775808ll fits no signed type, and NVRTC takes it, without a warning, for
+an unsigned number, so that what is compared with its negative is unsigned, too.
 """
 
 from __future__ import annotations
