@@ -81,7 +81,7 @@ class CudaDialect(Dialect):
             left, right = (_SIGN, _SIGN) if op in _BRACKETED else (strength, strength + 1)
             return Piece(f"{args[0].within(left)} {sign} {args[1].within(right)}", strength)
         if op in _CALLS:
-            name = _FAST.get(op, _CALLS[op]) if scope.fast_math else _CALLS[op]
+            name = _FAST.get(op, _CALLS[op]) if scope.approximate else _CALLS[op]
             return Piece(f"{name}({args[0].text})", _ATOM)
         match op:
             case "neg":
