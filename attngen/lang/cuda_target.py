@@ -6,6 +6,7 @@ import math
 
 from attngen.dtypes import DTYPES
 from attngen.lang.ir import Const, Op, Type
+from attngen.lang.ranges import INT32, INT64
 from attngen.lang.targets import Dialect, Piece, Scope, power_factors, power_of_two
 
 # Binding strength in C++'s grammar, loosest first.
@@ -58,9 +59,9 @@ class CudaDialect(Dialect):
             return Piece("true" if node.value else "false", _ATOM)
         if node.type is Type.INT:
             value = int(node.value)
-            if value == -(2**31):  # the literal 2147483648 is no int
-                return Piece("(-2147483647 - 1)", _ATOM)
-            suffix = "" if -(2**31) < value < 2**31 else "ll"
+            suffix = "" if INT32[0] <= value <= INT32[1] else "ll"
+            if value in (INT32[0], INT64[0]):  # a minus is no part of a literal: 2147483648 is no int
+                return Piece(f"({value + 1}{suffix} - 1)", _ATOM)
             return Piece(f"{value}{suffix}", _ATOM if value >= 0 else _SIGN)
         number = float(node.value)
         if math.isnan(number):
@@ -80,7 +81,7 @@ class CudaDialect(Dialect):
             left, right = (_SIGN, _SIGN) if op in _BRACKETED else (strength, strength + 1)
             return Piece(f"{args[0].within(left)} {sign} {args[1].within(right)}", strength)
         if op in _CALLS:
-            name = _FAST.get(op, _CALLS[op]) if scope.fast_math else _CALLS[op]
+            name = _FAST.get(op, _CALLS[op]) if scope.approximate else _CALLS[op]
             return Piece(f"{name}({args[0].text})", _ATOM)
         match op:
             case "neg":

@@ -112,6 +112,7 @@ def emit_many(
     *,
     prefix: str = "",
     fast_math: bool = False,
+    approximate: bool | None = None,
     ranges: Mapping[str, Range] | None = None,
     labels: Mapping[Expr, str] | None = None,
     taken: Iterable[str] = (),
@@ -123,6 +124,8 @@ def emit_many(
     and the words of all bindings. ``ranges`` (inclusive, by name) decide where the plain forms of ``//`` and ``%``
     and unguarded loads are right. ``labels`` names subexpressions (``Variant.labels``).
 
+    ``approximate`` says whether functions may be the hardware's approximations; left out, ``fast_math`` does.
+
     ``inner`` is the axis along which the loop runs, ``kv`` or ``q``: statements that vary along it are ``body``, all
     others ``hoisted``; with scalar bindings only, everything is hoisted. Raises KeyError for a name or a tensor
     without a binding.
@@ -130,6 +133,8 @@ def emit_many(
     exprs = [rewrite(expr, fold_literals) for expr in exprs]
     labels = {rewrite(expr, fold_literals): label for expr, label in (labels or {}).items()}
     emission = _Emission(exprs, target, names, tensors or {}, prefix, fast_math, ranges, labels, taken, inner)
+    if approximate is not None:
+        emission.approximate = approximate
     results = tuple(emission.value(expr).text for expr in exprs)
     axes = tuple(emission.axes(expr) for expr in exprs)
     return EmittedMany(tuple(emission.hoisted), tuple(emission.body), results, axes)
@@ -155,7 +160,7 @@ class _Emission:
         self.names = names
         self.tensors = tensors
         self.prefix = prefix
-        self.fast_math = fast_math
+        self.fast_math = self.approximate = fast_math
         self.labels = labels
         self.hoisted: list[str] = []
         self.body: list[str] = []

@@ -29,7 +29,7 @@ class Piece:
 class Scope(Protocol):
     """What an operator's rule may ask of the emission that it is part of."""
 
-    fast_math: bool
+    approximate: bool  # whether functions may be the hardware's approximations
 
     def bounds(self, node: Expr) -> tuple[float, float]:
         """Return the inclusive range of a node; infinite where nothing is known."""

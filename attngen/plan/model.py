@@ -221,6 +221,11 @@ class Plan:
         return dtype(self.dtype_name)
 
     @property
+    def approximate(self) -> bool:
+        """Whether functions of mask and score may be the hardware's, which are coarser than float32."""
+        return self.fast_math and self.dtype.bytes == 2
+
+    @property
     def varlen(self) -> bool:
         """Whether sequences are packed and located by cu_seqlens."""
         return self.layout == "varlen"

@@ -143,6 +143,7 @@ def emit_for(
         tensor_bindings(plan),
         prefix=prefix,
         fast_math=plan.fast_math,
+        approximate=plan.approximate,
         # what does not depend on the key is computed for sequences without keys, too, and the other way round
         ranges=known_ranges(plan) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN)),
         labels={**plan.variant.labels, **(labels or {})},

@@ -18,7 +18,7 @@ from attngen.integrations import flash_attn, flash_attn_3, sdpa
 from attngen.integrations import transformers as attngen_transformers
 from attngen.runtime.registry import Package
 from tests.gpu.packages import BATCH, HEADS, KV_HEADS, exact, model, no_worse, only_package
-from tests.gpu.test_integration_gradients import leaves, no_worse_gradients
+from tests.gpu.test_integration_gradients import dense_sdpa, leaves, no_worse_gradients
 from tests.integrations import families, oracles
 from tests.integrations.families import batch, logits
 from tests.integrations.test_flash_passes import merged
@@ -34,13 +34,17 @@ def of_dims(rows: int, keys: int, dims: tuple[int, int], dtype: torch.dtype, *, 
 
 
 def compare(found: Tensor, inputs: Any, wanted: Any, dtype: torch.dtype) -> None:
-    """Compare an output and its gradients; ``wanted`` gives the output computed in a dtype."""
+    """Compare an output and its gradients; ``wanted`` gives the output of some inputs, computed in a dtype.
+
+    Exact gradients are those of inputs in float64: where they pass through one of 16 bits, they are rounded to it.
+    """
     weights = torch.randn_like(found)
-    plain, precise = wanted(dtype), wanted(torch.float64)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    plain, precise = wanted(inputs, dtype), wanted(wide, torch.float64)
     no_worse(found.detach(), plain.detach(), precise.detach())
     gradients = torch.autograd.grad(found, inputs, weights)
     no_worse_gradients(
-        gradients, torch.autograd.grad(plain, inputs, weights), torch.autograd.grad(precise, inputs, weights.double())
+        gradients, torch.autograd.grad(plain, inputs, weights), torch.autograd.grad(precise, wide, weights.double())
     )
 
 
@@ -54,7 +58,7 @@ def compare(found: Tensor, inputs: Any, wanted: Any, dtype: torch.dtype) -> None
 def test_other_head_dims(given: dict[str, Any], dims: tuple[int, int], dtype: torch.dtype, only: Package) -> None:
     inputs = of_dims(257, 300, dims, dtype)
     found = flash_attn.flash_attn_func(*inputs, **given)
-    compare(found, inputs, lambda c: oracles.flash_attention(*inputs, **given, compute=c)[0], dtype)
+    compare(found, inputs, lambda tensors, c: oracles.flash_attention(*tensors, **given, compute=c)[0], dtype)
 
 
 @only_package("flash_attn")
@@ -72,7 +76,7 @@ def test_attention_chunk(given: dict[str, Any], dim: int, dtype: torch.dtype, on
     for rows, keys in ((257, 300), (300, 257)):
         inputs = leaves(rows, keys, dim, dtype)
         found = flash_attn_3.flash_attn_func(*inputs, **given, num_splits=3, pack_gqa=True, sm_margin=4)
-        compare(found, inputs, lambda c, i=inputs: oracles.flash_attention(*i, **given, compute=c)[0], dtype)
+        compare(found, inputs, lambda tensors, c: oracles.flash_attention(*tensors, **given, compute=c)[0], dtype)
 
 
 @only_package("flash_attn")
@@ -190,12 +194,7 @@ def test_causal_bias(make: Any, rows: int, only: Package) -> None:
     name = "causal" if make is causal_lower_right and rows != 300 else "causal_top_left"
     assert dict(routed.variants) == {name: 1}, routed.report()
     mask = bias._materialize(found.device)
-
-    def wanted(compute: torch.dtype) -> Tensor:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return F.scaled_dot_product_attention(*(t.to(compute) for t in inputs), attn_mask=mask, enable_gqa=True)
-
-    compare(found, inputs, wanted, torch.bfloat16)
+    compare(found, inputs, lambda tensors, c: dense_sdpa(*tensors, c, attn_mask=mask), torch.bfloat16)
 
 
 @only_package("sdpa")
@@ -227,15 +226,7 @@ def test_sdpa_at_other_head_dims(kind: str, dims: tuple[int, int], dtype: torch.
     with sdpa() as routed:
         found = F.scaled_dot_product_attention(*inputs, **options, enable_gqa=True)
     assert routed.routed == 1, routed.report()
-
-    def wanted(compute: torch.dtype) -> Tensor:
-        given = dict(options)
-        if kind == "bias":
-            given["attn_mask"] = options["attn_mask"].to(compute)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return F.scaled_dot_product_attention(*(t.to(compute) for t in inputs), **given, enable_gqa=True)
-
-    compare(found, inputs, wanted, dtype)
+    compare(found, inputs, lambda tensors, c: dense_sdpa(*tensors, c, **options), dtype)
 
 
 # --- transformers -------------------------------------------------------------------------------------------

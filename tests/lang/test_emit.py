@@ -241,15 +241,26 @@ def test_floor_division_of_what_may_be_negative() -> None:
     assert "((remainder < 0) != (step < 0))" in code.result
 
 
+def test_tanh_is_good_to_float32_near_0_too(tmp_path: Path) -> None:
+    """A cap is much larger than most logits: what is lost of a small angle is lost of the logit."""
+    scales = (1e-4, 0.02, 0.2, 1.0, 4.0)
+    exprs = [score_of(f"tanh(s * {scale})") for scale in scales]
+    found = harness.run_triton([expr.args[1] for expr in exprs if isinstance(expr, Op)], tmp_path)
+    for seed, (scale, one) in enumerate(zip(scales, found, strict=True)):
+        angle = randoms.logits(seed) * torch.tensor(scale, dtype=torch.float32)
+        wanted = torch.tanh(angle.double())
+        assert float(((one - wanted) / wanted).abs().max()) < 6 * 2.0**-24
+
+
 def test_int64_where_int32_may_overflow() -> None:
     assert "q_position[:, None].to(tl.int64) - step" in "".join(mask("kv > q_pos - step - 1").hoisted)
 
 
 def test_fast_math() -> None:
     assert "tanh.approx.f32" in score("20 * tanh(s / 20)", fast_math=True).result
-    exact = score("20 * tanh(s / 20)").result
-    scaled = "tl.div_rn(s, 20.0)"
-    assert exact == f"20.0 * (1.0 - tl.div_rn(2.0, tl.exp2(2.8853900817779268 * {scaled}) + 1.0))"
+    exact = score("20 * tanh(s / 20)")
+    assert exact.body == ("angle = tl.div_rn(s, 20.0)", "square = angle * angle")
+    assert exact.result.endswith(", 1.0 - tl.div_rn(2.0, tl.exp2(2.8853900817779268 * angle) + 1.0))")
     assert "tanh_approx(" in score("20 * tanh(s / 20)", Target.CUDA, fast_math=True).result
 
 

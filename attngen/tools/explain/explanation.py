@@ -168,7 +168,7 @@ class PlanExplanation:
             *_labelled("registers", told.get("registers", [])),
             *_labelled("shared memory", told.get("shared memory", [operands])),
             *_labelled("barriers", told.get("barriers", [])),
-            ("softmax", f"{plan.softmax}{', approximate functions' if plan.fast_math else ', exact functions'}"),
+            ("softmax", f"{plan.softmax}{', approximate functions' if plan.approximate else ', exact functions'}"),
             ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier)}"),
             *_labelled("steps", told.get("steps", [])),
             ("grid", self.hopper.grid(_section(plan)) if self.hopper else _grid(plan)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
     return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
 
 
-#: Relative error of the hardware's tanh (PTX ISA, tanh.approx.f32), which kernels use with ``fast_math``.
+#: Relative error of the hardware's tanh (PTX ISA, tanh.approx.f32), which kernels of 16 bits use with ``fast_math``.
 _TANH_ERROR = 2.0**-11
 
 #: A probability below this is too small to matter, whatever its logit.
@@ -108,7 +109,8 @@ def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int) -> Fused:
     logits = [0.0]
 
     def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
-        scores = _fused_logits(call, one, one.q.float() @ one.k.float().transpose(1, 2), call.tensors, draw, generator)
+        products = one.q.float() @ one.k.float().transpose(1, 2)
+        scores = _fused_logits(call, one, products, call.tensors, one.q.dtype, draw, generator)
         summed = torch.logsumexp(_with_sink(call, scores, one.names, call.tensors), dim=-1)
         matter = torch.exp(scores - torch.where(summed == -math.inf, 0.0, summed)[..., None]) > _NEGLIGIBLE
         logits.append(float(scores[matter].abs().max()) if matter.any() else 0.0)
@@ -123,12 +125,13 @@ def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int) -> Fused:
 
 
 def _fused_logits(
-    call: Call, one: _Sequence, products: Tensor, tensors: Mapping[str, Tensor], draw: int, generator: torch.Generator
-) -> Tensor:
-    """Return the logits (h, rows, keys) of float32 products; -inf where nothing is seen."""
+    call: Call, one: _Sequence, products: Tensor, tensors: Mapping[str, Tensor], dtype: torch.dtype, draw: int,
+    generator: torch.Generator,
+) -> Tensor:  # fmt: skip
+    """Return the logits (h, rows, keys) of float32 products; -inf where nothing is seen. ``dtype`` is that of q."""
     scores = products * call.scale
     if call.variant.score is not None:
-        with _ApproximateTanh(draw, generator):
+        with nullcontext() if dtype == torch.float32 else _ApproximateTanh(draw, generator):
             scores = evaluate(call.variant.score, {**one.names, "s": scores}, tensors, guard=one.visible)
     return torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
 
@@ -170,7 +173,7 @@ def fused_gradients(
         above = torch.where(one.visible.any(dim=-1)[..., None], above, 0.0)
         with torch.enable_grad():
             products = (one.q @ one.k.transpose(1, 2)).requires_grad_()
-            scores = _fused_logits(call, one, products, own, draw, generator)
+            scores = _fused_logits(call, one, products, own, dtype, draw, generator)
         p = torch.where(rows_see, torch.exp(scores.detach() - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)
         dropped = _dropped(call, one, p).to(dtype).float()
         delta = ((above * stored).sum(-1) - torch.where(torch.isfinite(lse), above_lse, 0.0))[..., None]

@@ -38,6 +38,9 @@ OWN_MAX_ERROR_FACTOR = 20.0
 _FLOAT32_UNIT = 2.0**-23
 #: Of these, how many a gradient may be off in float32: P, dP, D and the product are rounded.
 _UNITS = 4
+#: And how many per root of the terms that kernels add up one after the other: each of the sums before rounds by half a
+#: unit at most, at random, and they grow as their root. Libraries add up in parts, which errs less.
+_UNITS_OF_SUMS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +131,13 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
     exponent = 2 * _FLOAT32_UNIT * largest(wanted.lse[torch.isfinite(wanted.lse)].abs())
     logit = largest_logit(wanted.forwards)
     plain = [wanted.plain] if measures(wanted.forwards, buffers.q.dtype) else []
+    sums = _UNITS_OF_SUMS * math.sqrt(_terms(call))
     for name, found in results.items():
         truth = wanted.truth[name]
         error = (found.double() - truth).abs()
         peers = [one[name].double() - truth for one in (*wanted.fused, *plain)]
         factor, units = (SCORED_MAX_ERROR_FACTOR, _UNITS) if name in "qkv" else (OWN_MAX_ERROR_FACTOR, 64)
-        rounding = torch.finfo(found.dtype).eps + units * _FLOAT32_UNIT + exponent
+        rounding = torch.finfo(found.dtype).eps + (units + sums) * _FLOAT32_UNIT + exponent
         allowed = (
             factor * max(largest(one.abs()) for one in peers)
             + rounding * largest(truth.abs())
@@ -145,7 +149,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
         if name in "qkv":
             squares += float(error.square().sum())
             peer_squares += sum(float(one.square().sum()) for one in peers)
-            truth_squares += (_UNITS**2 + logit**2) * float(truth.square().sum())
+            truth_squares += (_UNITS**2 + logit**2 + sums**2) * float(truth.square().sum())
             elements += error.numel()
     return Deviation(
         max_error=worst[0],
@@ -159,6 +163,12 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
         dead_rows=int(wanted.dead.sum()),
         wrong=_inexact(call, results, wanted.dead),
     )
+
+
+def _terms(call: Call) -> int:
+    """Return of how many terms the longest sum of a gradient is: keys, or the rows of all heads of a group."""
+    group = call.heads // call.kv_heads
+    return max((max(group * rows, keys) for rows, keys, *_ in lengths(call)), default=0)
 
 
 def _inexact(call: Call, results: Mapping[str, Tensor], dead: Tensor) -> tuple[str, ...]:
