@@ -6,8 +6,9 @@ out, but for integers, which may be lengths, bounds or maps of tiles.
 
 from __future__ import annotations
 
+import random
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -155,5 +156,23 @@ MORE_LAUNCHES = (
     Launch(40, 1000, block=0, present=False, integer=500, tile_rows=16),
     Launch(1000, 1000, block=6, present=False, integer=700, tile_rows=128),
     Launch(64, 64, block=0, present=False, integer=64),
-    Launch(2000, 2000, block=0, present=False, integer=1, tile_rows=128, map_word=0),
+    Launch(700, 200, block=0, present=True, integer=100, spread=(-1, 1)),
 )
+
+
+def drawn(count: int) -> Iterator[Launch]:
+    """Yield launches drawn at random, always the same ones."""
+    chance = random.Random(0)
+    for _ in range(count):
+        seqlen_q, tile_rows = chance.choice((64, 200, 333, 700)), chance.choice((16, 64, 128))
+        blocks = 2 * -(-seqlen_q // tile_rows)
+        yield Launch(
+            seqlen_q,
+            seqlen_k=chance.choice((64, 200, 333, 700)),
+            block=chance.randrange(min(blocks, 8)),
+            present=chance.random() < 0.5,
+            integer=chance.choice((0, 1, 17, 64, 100, 300, 1000)),
+            tile_rows=tile_rows,
+            spread=chance.choice(((1,), (0, 1), (1, 0), (1, -1), (-1, 1), (0, 0, 1), (1, 1, 0))),
+            map_word=chance.choice((0, 1, 0b0110_1101, 0xFFFF)),
+        )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from attngen.compile.emulate.control import END, Control
 from attngen.compile.emulate.memory import Memory
-from attngen.compile.emulate.values import UNKNOWN, Undecided, merged
+from attngen.compile.emulate.values import UNKNOWN, Undecided, Unknown, merged
 
 State = list[Any]
 
@@ -37,7 +37,7 @@ MACHINE, NOWHERE = 0, 1
 MOST_BRANCHES = 20_000
 
 
-class CannotDecide(Exception):  # noqa: N818  (an outcome)
+class CannotDecide(Exception):  # noqa: N818
     """An emulation that does not tell what the program does, and why."""
 
 
@@ -49,11 +49,12 @@ class Product(NamedTuple):
     descriptors: tuple[int | None, ...]  # of both operands, or of the second, if the first is in registers
     transposed: tuple[bool, bool]
     adds: bool  # to the sums in its registers; else it begins them
+    zeros: bool  # those sums are zeros for certain, so that it is the same to add to them and to begin them
 
-    @property
-    def said(self) -> tuple[object, ...]:
-        """What must not change when PTX becomes machine code. A descriptor that holds unknown data is None."""
-        return self[1:]
+    def same(self, other: Product) -> bool:
+        """Whether two products multiply the same. A descriptor that holds unknown data is None."""
+        adds = self if self.adds else other
+        return self[1:4] == other[1:4] and (self.adds is other.adds or adds.zeros)
 
     def __str__(self) -> str:
         descriptors = ", ".join("data" if value is None else f"{value:#x}" for value in self.descriptors)
@@ -81,6 +82,7 @@ class Program:
     texts: list[str]
     initial: State
     products: list[int]
+    reached: set[int] = field(default_factory=set)  # those that a run issued
 
     def run(self, machine: Machine) -> None:
         """Run to the end; what it issues is in ``machine.products``. Raises CannotDecide.
@@ -210,8 +212,11 @@ def forget(results: Sequence[int]) -> Step:
     return Step(run, tuple(results))
 
 
-def issue(compute: Compute, sources: Sequence[int], sums: Sequence[int], guard: Guard | None) -> Step:
-    """Return a step that issues a product, after which its sums are not known."""
+def issue(record: Compute, sources: Sequence[int], sums: Sequence[int], guard: Guard | None) -> Step:
+    """Return a step that issues a product, after which its sums are not known.
+
+    ``record`` is told first whether its sums are zeros for certain.
+    """
 
     def run(state: State) -> None:
         if guard is not None:
@@ -220,7 +225,8 @@ def issue(compute: Compute, sources: Sequence[int], sums: Sequence[int], guard: 
                 raise Undecided
             if holds is not guard.wanted:
                 return
-        compute(*[state[source] for source in sources])
+        zeros = all(not isinstance(state[place], Unknown) and state[place] == 0 for place in sums)
+        record(zeros, *[state[source] for source in sources])
         for result in sums:
             state[result] = UNKNOWN
 

@@ -290,10 +290,10 @@ class _Builder:
             raise ValueError("transposes")
         transposed = (transposes[0] and not in_registers, transposes[-1])
 
-        def record(machine: Machine, adds: Any, *descriptors: Any) -> None:
+        def record(zeros: bool, machine: Machine, adds: Any, *descriptors: Any) -> None:
             if adds is UNKNOWN or any(value is UNKNOWN for value in descriptors):
                 raise Undecided
-            machine.products.append(Product(place, shape, descriptors, transposed, adds))
+            machine.products.append(Product(place, shape, descriptors, transposed, adds, zeros))
 
         return issue(record, [MACHINE, adds, *descriptors], sums, guard)
 

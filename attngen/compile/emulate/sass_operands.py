@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from attngen.compile.emulate.program import MACHINE, NOWHERE, Machine
@@ -137,7 +139,7 @@ class Operands:
                 sources += [low, Source(high.slot, lambda word: word << 32)]
             else:
                 factor = int(scale[2:]) if scale and scale[1] == "X" else 1
-                sources.append(Source(self._slot(what), (lambda word, f=factor: word * f) if factor > 1 else None))
+                sources.append(Source(self._slot(what), partial(operator.mul, factor) if factor > 1 else None))
         return sources, offset
 
 

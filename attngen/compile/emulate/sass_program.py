@@ -48,88 +48,23 @@ _PREDICATE = re.compile(r"!?U?P[\dT]")
 _GROUP = re.compile(r"gdesc\[(UR\d+)\]((?:\.tnsp[AB])*)")
 
 #: What concerns only other threads, copies, caches and the order of things.
-_NOTHING = frozenset(
-    [
-        "NOP",
-        "BAR",
-        "BSSY",
-        "BSYNC",
-        "BREAK",
-        "CCTL",
-        "CCTLL",
-        "DEPBAR",
-        "ERRBAR",
-        "FENCE",
-        "LDGDEPBAR",
-        "MEMBAR",
-        "NANOSLEEP",
-        "RED",
-        "REDG",
-        "STG",
-        "STSM",
-        "UBLKCP",
-        "UTMACCTL",
-        "UTMACMDFLUSH",
-        "UTMALDG",
-        "UTMAPF",
-        "UTMAREDG",
-        "UTMASTG",
-        "WARPGROUP",
-        "WARPSYNC",
-        "YIELD",
-        "ACQBULK",
-        "UCGABAR_ARV",
-        "UCGABAR_WAIT",
-        "USETMAXREG",
-        "PREEXIT",
-    ]
-)
+_NOTHING_NAMES = """
+NOP BAR BSSY BSYNC BREAK CCTL CCTLL DEPBAR ERRBAR FENCE LDGDEPBAR MEMBAR NANOSLEEP RED REDG STG STSM UBLKCP UTMACCTL
+UTMACMDFLUSH UTMALDG UTMAPF UTMAREDG UTMASTG WARPGROUP WARPSYNC YIELD ACQBULK USETMAXREG PREEXIT
+"""
+_NOTHING = frozenset(_NOTHING_NAMES.split())
 
-#: Operations on floating point numbers that give one register, or predicates, of which nothing is known.
-_FLOATS = frozenset(
-    [
-        "FADD",
-        "FMUL",
-        "FFMA",
-        "FMNMX",
-        "MUFU",
-        "F2FP",
-        "F2F",
-        "F2I",
-        "I2F",
-        "FRND",
-        "HADD2",
-        "HMUL2",
-        "HFMA2",
-        "HMNMX2",
-        "HMMA",
-    ]
-)
-_FLOAT_TESTS = frozenset(["FSETP", "HSETP2", "DSETP", "FCHK"])
+#: Operations on floating point numbers that give one register of which nothing is known.
+_FLOAT_NAMES = "FADD FMUL FFMA FMNMX MUFU F2FP F2F F2I I2F FRND HADD2 HMUL2 HFMA2 HMNMX2"
+_FLOATS = frozenset(_FLOAT_NAMES.split())
+_REGISTERS_OF_HMMA = 4  # or two
+
+#: Those that give predicates, and how many.
+_FLOAT_TESTS = {"FSETP": 2, "HSETP2": 2, "FCHK": 1}
 
 #: What loads and stores are told of caches and other threads.
-_CACHING = frozenset(
-    [
-        "E",
-        "CONSTANT",
-        "STRONG",
-        "WEAK",
-        "GPU",
-        "SYS",
-        "SM",
-        "LTC64B",
-        "LTC128B",
-        "LTC256B",
-        "EF",
-        "EL",
-        "LU",
-        "EU",
-        "NA",
-        "PRIVATE",
-        "BYPASS",
-        "ZFILL",
-    ]
-)
+_CACHING_NAMES = "E CONSTANT STRONG WEAK GPU SYS SM LTC64B LTC128B LTC256B EF EL LU EU NA PRIVATE BYPASS ZFILL"
+_CACHING = frozenset(_CACHING_NAMES.split())
 _SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "32": 4, "64": 8, "128": 16}
 
 _SPECIAL = {f"SR_{name.upper()}.{axis.upper()}": f"%{name}.{axis}" for name in ("tid", "ctaid") for axis in "xyz"} | {
@@ -181,9 +116,10 @@ class _Builder:
             step = handler(self, instruction, guard)
             if step is not None:
                 return step
-        if name in _FLOAT_TESTS and "64" not in name:
-            count = 1 if name == "FCHK" else 2
+        if (count := _FLOAT_TESTS.get(name)) is not None:
             return forget([slot for text in instruction.operands[:count] for slot in self._operands.result(text)])
+        if name == "HMMA":
+            return forget(self._operands.result(instruction.operands[0], _REGISTERS_OF_HMMA))
         if name in _FLOATS and not any("64" in modifier for modifier in instruction.modifiers):
             return forget(self._operands.result(instruction.operands[0]))
         raise ValueError("not known")
@@ -218,17 +154,17 @@ class _Builder:
         addend, *condition = operands[2 + in_registers :]
         if addend not in ("RZ", operands[0]) or len(condition) > 1 or (addend == "RZ" and condition != ["!UPT"]):
             raise ValueError("sums")
-        adds = self._operands.predicate(condition[0] if condition else "UPT")
+        source = self._operands.predicate(condition[0] if condition else "UPT")
+        turned = source.transform is not None
 
-        def record(machine: Machine, adds: Any, *words: Any) -> None:
+        def record(zeros: bool, machine: Machine, adds: Any, *words: Any) -> None:
             if adds is UNKNOWN:
                 raise Undecided
             values = [_long(words[i], words[i + 1]) for i in range(0, len(words), 2)]
-            machine.products.append(Product(place, shape, tuple(values), transposed, adds))
+            machine.products.append(Product(place, shape, tuple(values), transposed, adds is not turned, zeros))
 
-        sources = [Source(MACHINE), adds, *map(Source, words)]
-        sums_places = self._operands.result(operands[0], columns // (2 if sums == "F32" else 4))
-        return issue(applied(record, sources), [source.slot for source in sources], sums_places, guard)
+        places = self._operands.result(operands[0], columns // (2 if sums == "F32" else 4))
+        return issue(record, [MACHINE, source.slot, *words], places, guard)
 
     # --- what handlers build with ---------------------------------------------------------------------------
 

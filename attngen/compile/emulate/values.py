@@ -13,7 +13,7 @@ WORD = 0xFFFF_FFFF
 LONG = 0xFFFF_FFFF_FFFF_FFFF
 
 
-class Undecided(Exception):  # noqa: N818  (an outcome)
+class Undecided(Exception):  # noqa: N818
     """A result that depends on a value that is not known."""
 
 
