@@ -20,7 +20,6 @@ _A_REGISTERS = 4
 
 _LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
-_WHOLE_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;")
 _BRANCH = re.compile(r"`\((\.L_x_\d+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 
@@ -36,8 +35,6 @@ _WIDE = {"128": 4, "64": 2, "WIDE": 2}
 #: the first that it reads.
 _OPERATION, _OPERATION_AND_FORM = 0x1FF, 0xFFF
 _BRA, _HGMMA, _HGMMA_OF_SHARED_MEMORY = 0x147, 0x1F0, 0x9F0
-_UIADD3_CONSTANT = 0x890
-_EXTENDED = 1 << 10  # of the upper word: takes a carry
 _NO_REGISTER = 255
 _INSTRUCTION_BYTES = 16
 
@@ -114,13 +111,6 @@ def parse(sass: str) -> list[Instruction]:
     return code
 
 
-def instructions(sass: str) -> Iterator[str]:
-    """Yield the instructions of a text of nvdisasm, as it prints them, with the predicate that guards them."""
-    for line in sass.splitlines():
-        if found := _WHOLE_INSTRUCTION.match(line):
-            yield " ".join(found[1].split())
-
-
 def _first_operand(operands: str) -> frozenset[int]:
     """Return the registers of a product's first operand; none if that lies in shared memory."""
     parts = operands.split(",")
@@ -156,20 +146,6 @@ def decode(cubin: bytes) -> list[Instruction]:
     Raises CompileError for what is no cubin.
     """
     return [_decode(place, low, high) for place, (low, high) in enumerate(_words(cubin))]
-
-
-def adds_in_place(cubin: bytes) -> bool:
-    """Whether a cubin adds a constant to 64 bits in uniform registers in place: both halves, joined by a carry."""
-    begun: dict[int, int] = {}
-    for low, high in _words(cubin):
-        result, operand = low >> 16 & 0xFF, low >> 24 & 0xFF
-        if low & _OPERATION_AND_FORM != _UIADD3_CONSTANT or result != operand:
-            continue
-        if not high & _EXTENDED:
-            begun[result + 1] = high >> 17 & 7  # the predicate that takes the carry
-        elif begun.get(result) == high >> 23 & 7:
-            return True
-    return False
 
 
 def _words(cubin: bytes) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from attngen.errors import CompileError
 
+#: Where the parameters of a kernel stand in the constant bank of sm90.
+PARAMETER_BLOCK = 0x210
+
 
 class PtxParameter(NamedTuple):
     """One ``.param`` of an entry: PTX type without the dot, size and alignment in bytes."""
@@ -45,6 +48,22 @@ def ptx_parameters(ptx: str) -> list[PtxParameter]:
         size = int(match["type"][1:]) // 8
         parameters.append(PtxParameter(match["type"], size * int(match["count"] or 1), int(match["align"] or size)))
     return parameters
+
+
+def ptx_parameter_offsets(ptx: str) -> dict[str, int]:
+    """Return the offset in bytes of each parameter of the one ``.entry`` from the start of the parameter block.
+
+    Alignment holds in the constant bank, where that block starts at an address of its own on sm90. Raises CompileError
+    as ``ptx_parameters``.
+    """
+    parameters = ptx_parameters(ptx)
+    names = re.findall(r"\.param\s[^,()]*?([\w$]+)\s*(?:\[\d+\])?\s*[,)]", _COMMENT.sub("", ptx))
+    offsets, place = {}, PARAMETER_BLOCK
+    for name, parameter in zip(names, parameters, strict=True):
+        place = -(-place // parameter.align) * parameter.align
+        offsets[name] = place - PARAMETER_BLOCK
+        place += parameter.size
+    return offsets
 
 
 def cuda_major(ptx: str) -> int:

@@ -18,9 +18,18 @@ from typing import TYPE_CHECKING, Any
 from attngen.arch import Arch
 from attngen.compile.artifact import Artifact
 from attngen.compile.drivers import min_driver
+from attngen.compile.emulate.differential import wrong_products
+from attngen.compile.emulate.program import CannotDecide
 from attngen.compile.environment import scrubbed
-from attngen.compile.hazards import lost_addresses, overwritten_operands
-from attngen.compile.inspect import Resources, nvidia_tool, parameter_places, resources_of_log, tool_release
+from attngen.compile.hazards import overwritten_operands
+from attngen.compile.inspect import (
+    Resources,
+    disassemble,
+    nvidia_tool,
+    parameter_places,
+    resources_of_log,
+    tool_release,
+)
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major, without_register_limit
@@ -36,6 +45,9 @@ if TYPE_CHECKING:
 
 #: What is said of a cubin that ptxas compiled wrongly.
 WRONG_CODE = "ptxas compiled the loop wrongly; another tile, or a newer Triton, may help"
+
+#: What is said of a cubin of which nothing shows that it is right.
+UNCHECKED_CODE = "the machine code cannot be checked; another tile, or a newer Triton, may help"
 
 #: The assemblers in Triton's wheels.
 _ASSEMBLERS = ("ptxas", "ptxas-blackwell")
@@ -331,9 +343,19 @@ def _check_hopper(plan: Plan, kernel: CompiledFunction, launch: Launch) -> None:
     """Refuse wrong machine code, and, of a launch that is held to a speed, what silently costs it that."""
     if not plan.arch.wgmma:
         return
-    if "wgmma" in kernel.ptx and (overwritten := overwritten_operands(kernel.cubin)):
-        raise ChoiceError(f"{launch.symbol}: {WRONG_CODE}: {overwritten[0]}")
-    if "wgmma" in kernel.ptx and (lost := lost_addresses(kernel.cubin)):
-        raise ChoiceError(f"{launch.symbol}: {WRONG_CODE}: {lost[0]}")
+    if "wgmma" in kernel.ptx:
+        _check_products(kernel, launch.symbol)
     if launch.max_spills is not None:
         require_fast(plan, launch.symbol, kernel.registers_and_spills, launch.max_spills)
+
+
+def _check_products(kernel: CompiledFunction, name: str) -> None:
+    """Raise ChoiceError if a matrix product does not multiply what the PTX says, or nothing shows that it does."""
+    if overwritten := overwritten_operands(kernel.cubin):
+        raise ChoiceError(f"{name}: {WRONG_CODE}: {overwritten[0]}")
+    try:
+        wrong = wrong_products(kernel.ptx, disassemble(kernel.cubin), kernel.parameters, kernel.num_warps)
+    except CannotDecide as reason:
+        raise ChoiceError(f"{name}: {UNCHECKED_CODE}: {reason}") from None
+    if wrong:
+        raise ChoiceError(f"{name}: {WRONG_CODE}: {wrong[0]}")

@@ -1,8 +1,6 @@
-"""The checks of machine code for what ptxas compiled wrongly."""
+"""The check of machine code for what ptxas compiled wrongly."""
 
-import pytest
-
-from attngen.compile.hazards import lost, overwritten
+from attngen.compile.hazards import overwritten
 from attngen.compile.machine import parse
 
 _LOOP = """
@@ -37,28 +35,3 @@ def test_registers_of_their_own_are_right() -> None:
 def test_an_operand_in_shared_memory_reads_no_registers() -> None:
     code = _LOOP.replace("{p}", "R102").replace("R24, R100, gdesc", "R24, gdesc[UR20], gdesc")
     assert overwritten(parse(code)) == []
-
-
-_ADDRESS = """
-        /*0100*/                   USHF.R.U32.HI UR10, URZ, 0x4, UR40 ;
-        /*0110*/                   USGXT.U32 UR42, UR10, 0xe ;
-        /*0120*/                   {upper} ;
-        /*0130*/                   UIADD3 UR42, UP1, UR42, 0x40, URZ ;
-        /*0140*/                   IMAD.MOV.U32 R22, RZ, RZ, R80 ;
-        /*0150*/                   UIADD3.X UR43, UR43, -0x7fffffe0, URZ, UP1, !UPT ;
-        /*0160*/                   UIADD3 UR46, UP2, UR42, 0x40, URZ ;
-        /*0170*/                   UIADD3.X UR47, UR43, URZ, URZ, UP2, !UPT ;
-        /*0180*/                   EXIT ;
-"""
-
-
-@pytest.mark.parametrize(
-    "upper",
-    ["UMOV UR43, UR35", "UMOV UR47, URZ", "@UP1 UMOV UR43, URZ", "R2UR UR43, R7", "ULDC.64 UR42, c[0x0][0x208]"],
-)
-def test_a_step_added_to_no_address_is_found(upper: str) -> None:
-    assert lost(_ADDRESS.format(upper=upper)) == ["UIADD3.X UR43, UR43, -0x7fffffe0, URZ, UP1, !UPT"]
-
-
-def test_a_step_added_to_an_address_is_right() -> None:
-    assert lost(_ADDRESS.format(upper="UMOV UR43, URZ")) == []

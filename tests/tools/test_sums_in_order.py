@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from attngen.tools.contract import Tally, deviation
+from attngen.tools.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
+from attngen.tools.inputs import Inputs
+from attngen.tools.trial import prepare_case
 from torch import Tensor
 
 from attngen.lang.check import compile_variant
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.tools.cases import Case
-from attngen.tools.contract import Tally, deviation
-from attngen.tools.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
-from attngen.tools.inputs import Inputs
-from attngen.tools.trial import prepare_case
 
 FULL = compile_variant("x", None, None)
 

@@ -1,0 +1,57 @@
+"""Where the steps of a program may lead, and where ways that part meet again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+#: The place behind the end of a program.
+END = -1
+
+
+class Control:
+    """The ways through a program, of which each step may go to a target, and may go on to the next one."""
+
+    def __init__(self, steps: Sequence[tuple[int | None, bool]]) -> None:
+        self._following: list[tuple[int, ...]] = []
+        for place, (target, falls) in enumerate(steps):
+            following = (place + 1,) if falls and place + 1 < len(steps) else ()
+            self._following.append(following if target is None else (target, *following))
+
+    def around(self, place: int) -> tuple[int, set[int]]:
+        """Return where all ways from a place meet first, which may be the end, and the steps between."""
+        meeting = self._meeting(place)
+        between: set[int] = set()
+        ahead = list(self._following[place])
+        while ahead:
+            step = ahead.pop()
+            if step not in (END, meeting) and step not in between:
+                between.add(step)
+                ahead += self._following[step]
+        return meeting, between
+
+    def _meeting(self, place: int) -> int:
+        own = self._passed[place] & ~(1 << place)
+        for other in range(len(self._following)):
+            if own >> other & 1 and self._passed[other] == own:
+                return other
+        return END
+
+    @cached_property
+    def _passed(self) -> list[int]:
+        """For each step, as bits: the steps that every way from it to the end passes, itself among them."""
+        count = len(self._following)
+        passed = [(1 << count) - 1] * count
+        changed = True
+        while changed:
+            changed = False
+            for place in range(count - 1, -1, -1):
+                common = (1 << count) - 1
+                for other in self._following[place]:
+                    common &= 0 if other == END else passed[other]
+                if not self._following[place]:
+                    common = 0
+                common |= 1 << place
+                if common != passed[place]:
+                    passed[place], changed = common, True
+        return passed
