@@ -14,12 +14,18 @@ class Control:
 
     def __init__(self, steps: Sequence[tuple[int | None, bool]]) -> None:
         self._following: list[tuple[int, ...]] = []
+        self._found: dict[int, tuple[int, set[int]]] = {}
         for place, (target, falls) in enumerate(steps):
             following = (place + 1,) if falls and place + 1 < len(steps) else ()
             self._following.append(following if target is None else (target, *following))
 
     def around(self, place: int) -> tuple[int, set[int]]:
         """Return where all ways from a place meet first, which may be the end, and the steps between."""
+        if place not in self._found:
+            self._found[place] = self._around(place)
+        return self._found[place]
+
+    def _around(self, place: int) -> tuple[int, set[int]]:
         meeting = self._meeting(place)
         between: set[int] = set()
         ahead = list(self._following[place])

@@ -15,10 +15,14 @@ from typing import Any
 
 from attngen.compile.emulate.memory import Memory
 from attngen.compile.emulate.program import Machine
-from attngen.compile.emulate.values import UNKNOWN
+from attngen.compile.emulate.values import UNKNOWN, WORD
+
+#: The rank of a block in its cluster, which machine code puts above the addresses of its shared memory. It is not 0, so
+#: that what a descriptor must leave out of an address is not 0.
+_CLUSTER_RANK = 1
 
 #: Where a block's shared memory begins: behind the first KiB, which the system keeps on sm90.
-SHARED_BASE = 0x400
+SHARED_BASE = _CLUSTER_RANK << 24 | 0x400
 
 #: Each pointer of a launch has a region of this many bytes to itself.
 _REGION_BITS = 36
@@ -60,7 +64,7 @@ class Launch:
                 arrays.append(partial(self._array, parameter, integer))
             block += bytes(parameter["offset"] - len(block)) + value
         special = {f"%{name}.{axis}": 0 for name in ("tid", "ctaid") for axis in "xyz"}
-        special |= {"%laneid": 0, "%warpid": 4 * warpgroup, "%cluster_ctarank": 0}
+        special |= {"%laneid": 0, "%warpid": 4 * warpgroup, "%cluster_ctarank": _CLUSTER_RANK}
         special |= {"%tid.x": _WARPGROUP * warpgroup, "%ctaid.x": self.block}
         return Machine(
             special,
@@ -106,7 +110,7 @@ class Launch:
                 "words": 1,
                 "map_heads": 1,
             }
-            return sizes.get(of or "", 4)
+            return self.seqlen_k if of is None else sizes.get(of, 4)
         return self.seqlen_k if kind == "extent" else integer
 
     def _array(self, parameter: Mapping[str, Any], integer: int, offset: int) -> Any:
@@ -115,7 +119,8 @@ class Launch:
         if size is None:
             return _DATA
         if size == 8:
-            return 0 if offset & 4 else self._element(parameter["of"], integer, offset // 8)
+            element = self._element(parameter["of"], integer, offset // 8)
+            return (element >> 32 if offset & 4 else element) & WORD
         words = 0
         for i in range(4 // size):
             words |= (self._element(parameter["of"], integer, offset // size + i) & (1 << 8 * size) - 1) << 8 * size * i

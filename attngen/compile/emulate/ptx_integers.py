@@ -13,6 +13,7 @@ from attngen.compile.emulate.values import (
     bits_of_float,
     both,
     choose,
+    differ,
     either,
     lut,
     permuted,
@@ -85,7 +86,7 @@ def _zero(value: Any) -> bool:
 _PREDICATES: dict[str, Compute] = {
     "and": both,
     "or": either,
-    "xor": lambda a, b: bool(a) is not bool(b),
+    "xor": differ,
     "not": lambda a: not a,
     "mov": lambda a: a if a is UNKNOWN else bool(a),
 }
@@ -119,7 +120,7 @@ def _extreme(name: str, options: tuple[str, ...], bits: int, is_signed: bool) ->
 def _compare(options: tuple[str, ...], bits: int, is_signed: bool) -> Compute | None:
     unsigned = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
     compare = COMPARISONS.get(unsigned.get(options[0], options[0])) if options else None
-    join = {(): None, ("and",): both, ("or",): either}.get(options[1:], False)
+    join = {(): None, ("and",): both, ("or",): either, ("xor",): differ}.get(options[1:], False)
     if compare is None or join is False:
         return None
     mask = (1 << bits) - 1

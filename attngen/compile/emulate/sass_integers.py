@@ -11,10 +11,13 @@ from attngen.compile.emulate.values import (
     UNKNOWN,
     WORD,
     Undecided,
+    bits_of,
     both,
     choose,
+    differ,
     either,
     signed,
+    word_of,
 )
 
 Compute = Callable[..., Any]
@@ -93,7 +96,7 @@ def compare(name: str, is_signed: bool, join: str, extended: bool) -> Compute:
     ``extended``: the words are upper ones, and the last predicate says what the lower ones are.
     """
     test = COMPARISONS[name.lower()]
-    combine = both if join == "AND" else either
+    combine = {"AND": both, "OR": either, "XOR": differ}[join]
 
     def words(a: int, b: int) -> bool:
         return test(signed(a), signed(b)) if is_signed else test(a, b)
@@ -117,6 +120,26 @@ def extreme(is_signed: bool, relu: bool) -> Compute:
             a, b = signed(a), signed(b)
         result = min(a, b) if least else max(a, b)
         return max(result, 0) & WORD if relu else result & WORD
+
+    return compute
+
+
+def extreme_of_halves(is_signed: bool) -> Compute:
+    """Return what computes ``extreme`` of the lower halves of two words, and of the upper ones."""
+
+    def value(half: int) -> int:
+        return signed(half, 16) if is_signed else half
+
+    def compute(a: Any, b: Any, least: bool) -> Any:
+        (first, lost), (second, unknown) = bits_of(a), bits_of(b)
+        result, mask = 0, 0
+        for at in (0, 16):
+            x, y = first >> at & 0xFFFF, second >> at & 0xFFFF
+            if (lost | unknown) >> at & 0xFFFF:
+                mask |= 0xFFFF << at
+            else:
+                result |= (min if least else max)(x, y, key=value) << at
+        return word_of(result, mask)
 
     return compute
 

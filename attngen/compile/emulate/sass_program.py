@@ -59,6 +59,12 @@ _FLOAT_NAMES = "FADD FMUL FFMA FMNMX MUFU F2FP F2F F2I I2F FRND HADD2 HMUL2 HFMA
 _FLOATS = frozenset(_FLOAT_NAMES.split())
 _REGISTERS_OF_HMMA = 4  # or two
 
+#: Operations on integers that give one register, or two in some form.
+_ONE_RESULT = frozenset(
+    {"BREV", "FLO", "IABS", "POPC", "PRMT", "SGXT", "SHF", "VIADD", "VIADDMNMX", "VIMNMX", "VIMNMX3"}
+)
+_MOST_RESULTS = 2
+
 #: Those that give predicates, and how many.
 _FLOAT_TESTS = {"FSETP": 2, "HSETP2": 2, "FCHK": 1}
 
@@ -93,7 +99,7 @@ class _Builder:
             try:
                 steps.append(self._step(instruction, place))
             except (ValueError, KeyError, IndexError, TypeError) as error:
-                steps.append(stop(f"machine code not understood: {instruction.text} ({error!r})"))
+                steps.append(self._not_understood(instruction, error))
         texts = [instruction.text for instruction in self._instructions]
         return Program(steps, texts, self._operands.initial, products)
 
@@ -123,6 +129,13 @@ class _Builder:
         if name in _FLOATS and not any("64" in modifier for modifier in instruction.modifiers):
             return forget(self._operands.result(instruction.operands[0]))
         raise ValueError("not known")
+
+    def _not_understood(self, instruction: SassInstruction, error: Exception) -> Step:
+        """Of a known operation in a form that is not known, it is enough that its result is not known either."""
+        results, *others = instruction.operands or ("",)
+        if instruction.name in _ONE_RESULT and "P" not in results and not _PREDICATE.fullmatch((others or [""])[0]):
+            return forget(self._operands.result(results, _MOST_RESULTS))
+        return stop(f"machine code not understood: {instruction.text} ({error or type(error).__name__})")
 
     def _branch(self, instruction: SassInstruction, guard: Guard | None) -> Step:
         *conditions, label = instruction.operands
@@ -245,7 +258,12 @@ def _clear(build: _Builder, i: SassInstruction, guard: Guard | None) -> Step:
 
 
 def _constant(build: _Builder, i: SassInstruction, guard: Guard | None) -> Step:
-    count = {"": 1, "64": 2, "128": 4}["".join(_only(i, "64", "128"))]
+    size, is_signed = _size(i)
+    if size < 4:
+        (source,), bits = build.words(i.operands[1:2]), 8 * size
+        narrow = integers.extended_sign(is_signed)
+        return build.compute(lambda v: narrow(v, bits), [source], build.operands.result(i.operands[0]), guard)
+    count = size // 4
     head, _, offset = i.operands[1].rpartition("[")
     sources = build.words([f"{head}[{int(offset.rstrip(']'), 0) + 4 * n:#x}]" for n in range(count)])
     results = build.operands.result(i.operands[0], count)
@@ -403,13 +421,12 @@ def _predicate_logic(build: _Builder, i: SassInstruction, guard: Guard | None) -
 
 def _compare(build: _Builder, i: SassInstruction, guard: Guard | None) -> Step:
     name, *rest = i.modifiers
-    if set(rest) - {"U32", "AND", "OR", "EX"} or ("AND" in rest) == ("OR" in rest):
-        raise ValueError("modifiers")
+    (join,) = set(rest) - {"U32", "EX"}
     results = [build.operands.result(text)[0] for text in i.operands[:2]]
     sources = [*build.words(i.operands[2:4]), *map(build.operands.predicate, i.operands[4:])]
     if len(sources) != 3 + ("EX" in rest):
         raise ValueError("operands")
-    compute = integers.compare(name, "U32" not in rest, "AND" if "AND" in rest else "OR", "EX" in rest)
+    compute = integers.compare(name, "U32" not in rest, join, "EX" in rest)
     return build.compute(compute, sources, results, guard)
 
 
@@ -426,9 +443,12 @@ def _shift(build: _Builder, i: SassInstruction, guard: Guard | None) -> Step:
 
 
 def _extreme(build: _Builder, i: SassInstruction, guard: Guard | None) -> Step:
-    found = _only(i, "U32", "S32", "RELU")
     make = integers.extreme if i.name in ("VIMNMX", "IMNMX") else integers.sum_extreme
     sources = [*build.words(i.operands[1:-1]), build.operands.predicate(i.operands[-1])]
+    if i.name == "VIMNMX" and i.modifiers in (("S16x2",), ("U16x2",)):
+        halves = integers.extreme_of_halves(is_signed=i.modifiers == ("S16x2",))
+        return build.compute(halves, sources, build.operands.result(i.operands[0]), guard)
+    found = _only(i, "U32", "S32", "RELU")
     compute = make("U32" not in found, "RELU" in found)
     return build.compute(compute, sources, build.operands.result(i.operands[0]), guard)
 

@@ -40,4 +40,6 @@ def read_sass(sass: str) -> tuple[list[SassInstruction], dict[str, int]]:
             )
         elif found := _LABEL.match(line):
             labels[found[1]] = len(instructions)
+    if not instructions:
+        raise CannotDecide("there is no machine code")
     return instructions, labels

@@ -92,6 +92,11 @@ def either(a: Any, b: Any) -> Any:
     return UNKNOWN if a is UNKNOWN or b is UNKNOWN else False
 
 
+def differ(a: Any, b: Any) -> Any:
+    """Return whether one of two predicates holds, and not the other."""
+    return UNKNOWN if a is UNKNOWN or b is UNKNOWN else a is not b
+
+
 def choose(condition: Any, a: Any, b: Any) -> Any:
     """Return ``a`` where the condition holds, else ``b``."""
     if condition is UNKNOWN:
