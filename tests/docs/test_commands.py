@@ -29,6 +29,8 @@ from tests.docs.blocks import DOCUMENTS, README, blocks, code_spans
 NOT_OURS = {
     "pip install": "needs a network",
     "pytest": "runs these tests",
+    "ruff": "checks the source",
+    "mypy": "checks the source",
     "python docs/examples/": "tests/docs/test_examples.py runs the scripts",
 }
 
