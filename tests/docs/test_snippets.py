@@ -103,7 +103,7 @@ def test_excerpt_is_true(tmp_path: Path) -> None:
         if line == "...":
             skipping = True
             continue
-        hint = "take the lines anew from what 'attngen build SPEC --render-only' writes for the spec above"
+        hint = "take the lines again from what 'attngen build SPEC --render-only' writes for the spec above"
         assert line in rest, f"docs/tour.md: the kernel has no line {line!r} here; {hint}"
         place = rest.index(line)
         assert skipping or place == 0, f"docs/tour.md: the kernel has lines before {line!r}; {hint}"

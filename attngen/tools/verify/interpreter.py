@@ -69,7 +69,7 @@ class Interpreted:
         self._run(self.kernel.entry, geometry.tiles, geometry, buffers)
 
     def differentiate(self, call: Call, buffers: GradientBuffers) -> None:
-        """Run a backward: its kernels, one after the other, and what comes behind them."""
+        """Run a backward: its kernels, one after the other, and what comes after them."""
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
         for geometry in geometries(self.kernel, call, views, dlse=buffers.dlse is not None):
             blocks = geometry.part_tiles
