@@ -40,6 +40,11 @@ def generated_dir() -> Path:
     return root() / "generated"
 
 
+def licence_file() -> Path:
+    """Return the licence of attngen, which goes with every copy of its runtime and of its generator."""
+    return root() / "LICENSE"
+
+
 def display_name(path: Path) -> str:
     """Name a file for headers and manifests: relative to the checkout if it lies in it, else its bare name.
 

@@ -1,8 +1,24 @@
-"""Tests marked ``gpu`` run where torch finds one, and are skipped elsewhere."""
+"""Tests marked ``gpu`` run where torch finds one, and are skipped elsewhere. Workers share the cores."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+
+def _share_cores() -> None:
+    """Give each worker, and the processes that it starts, its part of the cores.
+
+    Otherwise torch of every worker has a thread for each core, and threads that wait for one another burn most of the
+    time. It reads the variable when it is imported, which is after this file.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+
+_share_cores()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("--check/--no-check", default=True, show_default=True,
               help="Compare results with float64 before they are timed.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Write all figures to this file, anew after each case.")  # fmt: skip
+              help="Write all figures so far to this file after each case.")  # fmt: skip
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
               help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
 @click.option("--ladder", is_flag=True,

@@ -75,7 +75,7 @@ def _number(value: int | None) -> str:
 
 
 def _registers(memory: dict[str, int | None]) -> str:
-    """Return the registers of a multiplying thread, behind those of the launch where roles share them out anew."""
+    """Return the registers of a consumer's thread, after those of the launch where roles share them out."""
     launched, own = memory["registers"], memory["consumer_registers"]
     return _number(own) if launched in (None, own) else f"{launched}, {own} to multiply"
 

@@ -39,7 +39,7 @@ def list_(as_json: bool) -> None:
 
 
 @command.command()
-@click.option("--remove", is_flag=True, help="Remove damaged entries; the next build makes them anew.")
+@click.option("--remove", is_flag=True, help="Remove damaged entries; the next build makes them again.")
 @click.pass_context
 def verify(context: click.Context, remove: bool) -> None:
     """Check every file against its checksum. Exits 1 if an entry is damaged or missing."""

@@ -123,7 +123,7 @@ def _machine_code(folder: Path) -> str:
 
     cubins = sorted(folder.glob("*.cubin"), key=lambda path: (path.name != CUBIN, path.name))
     if not cubins:
-        raise StoreError(f"{folder} has no {CUBIN}; 'attngen build' makes the kernel anew")
+        raise StoreError(f"{folder} has no {CUBIN}; 'attngen build' makes the kernel again")
     return "".join(f"// {path.name}\n{disassemble(_read(path))}" for path in cubins)
 
 

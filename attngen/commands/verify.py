@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("spec", type=click.Path(path_type=Path))
 @click.option("--only", metavar="PART", help="Only kernels whose name contains this.")
-@click.option("--retarget", is_flag=True, help="Plan kernels for other GPUs anew for this one, and run those.")
+@click.option("--retarget", is_flag=True, help="Plan kernels for other GPUs again for this one, and run those.")
 @click.option("--interpret", is_flag=True, help="Use Triton's interpreter although there is a GPU.")
 @click.option("--seed", type=int, help="Repeat a run: the same inputs as the run that printed this seed.")
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Processes at once; default: as cores and memory allow.")
@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Run every kernel of a spec on ragged shapes with fresh inputs, and compare it with the float64 reference.
 
-    Results and tile maps start as garbage, and all that lies behind a sequence's end is NaN. Kernels that the cache
+    Results and tile maps start as garbage, and all that lies after a sequence's end is NaN. Kernels that the cache
     lacks are compiled. A kernel that crashes is named, and the others run on in a fresh process. Without a GPU, fp16
     and fp32 kernels run in Triton's interpreter. Exits 1 if a kernel fails, or if none could be run.
     """

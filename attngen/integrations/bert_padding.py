@@ -55,7 +55,7 @@ def unpad_input_for_concatenated_sequences(
     """Gather the tokens of a batch in which short sequences follow one another in a row.
 
     Row i of ``attention_mask_in_length`` (batch, seqlen), integers, holds the lengths of the sequences in row i of
-    hidden_states (batch, seqlen, …), from its first place on, and 0 behind them. Returns the tokens (total, …), their
+    hidden_states (batch, seqlen, …), from its first place on, and 0 after them. Returns the tokens (total, …), their
     numbers in the flattened batch, where each sequence starts, int32 (sequences + 1,), and the longest length.
     """
     filled = attention_mask_in_length.sum(dim=-1, keepdim=True)

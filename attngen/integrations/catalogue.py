@@ -21,7 +21,7 @@ from attngen.lang.variant import Variant
 
 FILE = Path(__file__).with_name("variants.json")
 
-#: What stands behind the name of a variant in that of its sibling with dropout.
+#: What stands after the name of a variant in that of its sibling with dropout.
 DROPOUT = "_dropout"
 
 

@@ -216,7 +216,7 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Return attention of q (b, sq, h, d) over a cache (b, capacity, hk, d) of which ``cache_seqlens`` keys count.
 
-    New k and v (b, new, hk, d) are first written into the cache in place, behind the ``cache_seqlens`` (an int, or
+    New k and v (b, new, hk, d) are first written into the cache in place, after the ``cache_seqlens`` (an int, or
     int32 (b,)) that it holds. ``num_splits`` changes nothing. Rotary embeddings, pages (``block_table``),
     ``cache_batch_idx`` and ``cache_leftpad`` are refused. With ``return_softmax_lse`` the result is (out, lse). As in
     flash-attn it has no gradient.
@@ -287,7 +287,7 @@ def _lengths(cache_seqlens: int | Tensor, q: Tensor, new: int, room: int) -> Ten
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, used: Tensor) -> Tensor:
-    """Write new keys and values behind the used ones, and return how many are used then."""
+    """Write new keys and values after the used ones, and return how many are used then."""
     batch, new = k.shape[:2]
     rows = torch.arange(batch, device=k.device)[:, None]
     places = used[:, None].long() + torch.arange(new, device=k.device)

@@ -131,7 +131,7 @@ def flash_attn_varlen_func(
 
     ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32, (batch + 1,); where one is None, its tensors have a batch axis
     instead. ``seqused_q`` and ``seqused_k`` (batch,) int32 say how many rows of each sequence count: masks are aligned
-    at the last of these, and queries behind them give 0, a log-sum-exp of −inf, and take no gradient. The log-sum-exp
+    at the last of these, and queries after them give 0, a log-sum-exp of −inf, and take no gradient. The log-sum-exp
     is (h, total_q), or (b, h, sq).
     """
     del num_splits, pack_gqa, sm_margin
@@ -226,7 +226,7 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Write the gradients of q, k and v into dq, dk and dv, and return rowsum(dout ∘ out) in float32.
 
-    That is (b, h, sq rounded up to 128), or (h, total_q + 128 · batch) for packed queries, 0 behind its rows. ``out``
+    That is (b, h, sq rounded up to 128), or (h, total_q + 128 · batch) for packed queries, 0 after its rows. ``out``
     and ``softmax_lse`` may be those of a softmax over more keys than k has. A gradient that is None is not written.
     """
     del sm_margin

@@ -110,7 +110,7 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Write the gradients of q, k and v into dq, dk and dv, and return rowsum(dout ∘ out).
 
-    The result is float32 (b, h, sq rounded up to 128), 0 behind sq. ``out`` (b, sq, h, d) and ``softmax_lse``
+    The result is float32 (b, h, sq rounded up to 128), 0 after sq. ``out`` (b, sq, h, d) and ``softmax_lse``
     (b, h, sq) are those of the whole softmax; with dropout ``rng_state`` is what the forward returned. A gradient that
     is None is not written.
     """
@@ -151,7 +151,7 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    """As ``_flash_attn_backward``, for packed sequences: the result is (h, total_q + 128 · batch), 0 behind total_q.
+    """As ``_flash_attn_backward``, for packed sequences: the result is (h, total_q + 128 · batch), 0 after total_q.
 
     ``zero_tensors`` changes nothing.
     """

@@ -1,4 +1,4 @@
-"""Packed sequences of which only the first queries are used: they are moved together for a call, and back behind it.
+"""Packed sequences of which only the first queries are used: they are moved together for a call, and back after it.
 
 How many are used is known to the GPU only, so that all shapes stay those of the whole, and nothing waits.
 """
@@ -42,7 +42,7 @@ class UsedQueries:
         return cls(starts, source, taken, place, used)
 
     def together(self, rows: Tensor) -> Tensor:
-        """Return rows (total, …) with the used ones first, sequence after sequence, and 0 behind them."""
+        """Return rows (total, …) with the used ones first, sequence after sequence, and 0 after them."""
         moved: Tensor = _Rows.apply(rows, self.source, self.taken, self.place, self.used)
         return moved
 

@@ -12,6 +12,7 @@ from attngen.errors import PackageError
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.packaging.vendor import runtime_files
 from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, fill
+from attngen.resources import licence_file
 from attngen.runtime.shipped import INDEX, KERNELS
 from attngen.store.entry import CUBIN, MANIFEST
 from attngen.store.store import Store
@@ -69,6 +70,7 @@ def contents_of(
     files |= {f"include/{name}": text.encode() for name, text in headers.items()}
     files |= {f"spec/{name}": data for name, data in spec_files(spec).items()}
     files |= {f"_runtime/{name}": data for name, data in runtime_files().items()}
+    files["_runtime/LICENSE"] = licence_file().read_bytes()
     files |= {
         INDEX: _json(_index(view, manifests)),
         "__init__.py": fill("init.py.j2", view=view).encode(),

@@ -26,6 +26,7 @@ def generator_files() -> dict[str, bytes]:
     templates, presets = resources.templates_dir(), resources.specs_dir() / "presets"
     files |= {path: Path("templates") / path.relative_to(templates) for path in templates.rglob("*")}
     files |= {path: Path("specs/presets") / path.name for path in presets.glob("*.yaml")}
+    files[resources.licence_file()] = Path("LICENSE")
     left_out = {_DATA, "__pycache__"}
     kept = [(f"{FOLDER}/{place.as_posix()}", path) for path, place in files.items() if not left_out & {*place.parts}]
     return {place: path.read_bytes() for place, path in sorted(kept) if path.is_file()}

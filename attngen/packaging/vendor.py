@@ -1,6 +1,6 @@
 """The runtime as a package carries it: the modules that a call needs, copied, with imports relative to the copy.
 
-There is one runtime, in ``attngen.runtime`` and the modules above it; the copy is made anew for each package.
+There is one runtime, in ``attngen.runtime`` and the modules above it; each package gets a fresh copy.
 """
 
 from __future__ import annotations

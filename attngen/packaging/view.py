@@ -24,7 +24,7 @@ class VariantView:
     """A variant as stubs and tables show it."""
 
     name: str
-    default: str  # behind its name in an overload: the one that a call runs which names none
+    default: str  # after its name in an overload: the one that a call runs which names none
     arguments: tuple[str, ...]  # as a stub declares them
     listed: str  # as a table lists them
     summary: str

@@ -83,7 +83,7 @@ class Store:
         try:
             return read_entry(folder), None
         except (DamagedEntryError, ValueError) as damage:  # ValueError: a manifest that is no JSON
-            return None, f"cache entry {folder} is damaged ({damage}); it is built anew"
+            return None, f"cache entry {folder} is damaged ({damage}); it is built again"
 
     def get(self, key: str) -> Artifact | None:
         """Return the kernel of a key without its texts, or None; a damaged entry counts as none, with a warning."""
@@ -99,7 +99,7 @@ class Store:
             checksums = read_checksums(folder)
             return read_file(folder, name, checksums).decode() if name in checksums else None
         except DamagedEntryError as damage:
-            raise StoreError(f"{folder}: {damage}; 'attngen build' makes it anew") from None
+            raise StoreError(f"{folder}: {damage}; 'attngen build' makes it again") from None
 
     def all_keys(self) -> list[str]:
         """Return the keys of all entries, sorted, damaged ones included."""

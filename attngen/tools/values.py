@@ -23,7 +23,7 @@ from attngen.tools.cases import Case
 
 Number = bool | int | float
 
-#: Largest tensor whose extents the call chooses; scalars that ask for more are chosen anew.
+#: Largest tensor whose extents the call chooses; scalars that ask for more are chosen again.
 _MAX_ELEMENTS = 2**24
 
 #: Rows and columns of a bool tensor that share their kind: all true, all false, or mixed.

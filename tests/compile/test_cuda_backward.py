@@ -24,14 +24,14 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
         pytest.param("causal_sink", {"head_dim": 80}, marks=pytest.mark.exhaustive),
         ("dropped", {"head_dim": 128, "deterministic": "true"}),
         pytest.param("dropped", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
-        ("sliding_window", {"head_dim": 128, "deterministic": "true"}),
+        pytest.param("sliding_window", {"head_dim": 128, "deterministic": "true"}, marks=pytest.mark.exhaustive),
         pytest.param(
             "allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}, marks=pytest.mark.exhaustive
         ),
         ("causal", {"head_dim": 256}),  # clusters
         ("neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}),
         ("packed_documents", {"head_dim": 256, "deterministic": "true"}),
-        ("dropped", {"head_dim": 256}),
+        pytest.param("dropped", {"head_dim": 256}, marks=pytest.mark.exhaustive),
         pytest.param("dropped", {"head_dim": 192, "deterministic": "true"}, marks=pytest.mark.exhaustive),
         pytest.param(
             "sliding_window",

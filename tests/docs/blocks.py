@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-SPEC, LANGUAGE = ROOT / "docs/spec.md", ROOT / "docs/language.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+SPEC, LANGUAGE, TOUR = ROOT / "docs/spec.md", ROOT / "docs/language.md", ROOT / "docs/tour.md"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -19,7 +19,16 @@ EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 ARGUMENTS = {"train_gpt": ["--tiny", "--steps", "3"]}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+#: Those that tests/integrations/test_examples.py runs in its own process, which holds what they import already.
+ELSEWHERE = ("route_sdpa", "transformers_model", "use_flash_attn")
+
+CASES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.exhaustive] if path.stem in ELSEWHERE else [])
+    for path in EXAMPLES
+]
+
+
+@pytest.mark.parametrize("path", CASES)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""

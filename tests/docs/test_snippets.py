@@ -15,7 +15,7 @@ from attngen.errors import SpecError
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.schema import Spec, expand, load_spec, load_spec_text, preset_names
-from tests.docs.blocks import DOCUMENTS, README, Block, anchors, blocks, code_spans, links, prose, tables
+from tests.docs.blocks import DOCUMENTS, README, TOUR, Block, anchors, blocks, code_spans, links, prose, tables
 
 YAML = [block for path in DOCUMENTS for block in blocks(path, "yaml")]
 PYTHON = [path for path in DOCUMENTS if blocks(path, "python")]
@@ -93,7 +93,7 @@ def test_excerpt_is_true(tmp_path: Path) -> None:
 
     ``...`` leaves lines out.
     """
-    (excerpt,) = [block for block in blocks(README, "cuda") if block.note.startswith(EXCERPT)]
+    (excerpt,) = [block for block in blocks(TOUR, "cuda") if block.note.startswith(EXCERPT)]
     name = excerpt.note.removeprefix(EXCERPT)
     (spec,) = [spec for spec in (load(b, tmp_path) for b in blocks(README, "yaml")) if name in spec.variants]
     (planned,) = plans_of(spec)
@@ -103,10 +103,10 @@ def test_excerpt_is_true(tmp_path: Path) -> None:
         if line == "...":
             skipping = True
             continue
-        hint = "take the lines anew from what 'attngen build SPEC --render-only' writes for the spec above"
-        assert line in rest, f"README.md: the kernel has no line {line!r} here; {hint}"
+        hint = "take the lines again from what 'attngen build SPEC --render-only' writes for the spec above"
+        assert line in rest, f"docs/tour.md: the kernel has no line {line!r} here; {hint}"
         place = rest.index(line)
-        assert skipping or place == 0, f"README.md: the kernel has lines before {line!r}; {hint}"
+        assert skipping or place == 0, f"docs/tour.md: the kernel has lines before {line!r}; {hint}"
         rest, skipping = rest[place + 1 :], False
 
 
@@ -114,7 +114,7 @@ def test_error_message_is_true(tmp_path: Path) -> None:
     (block,) = blocks(README, "yaml")
     with pytest.raises(SpecError) as caught:
         load_spec_text(block.text.replace("window[h]", "windw[h]"), "specs/my_mask.yaml")
-    assert str(caught.value) in README.read_text()
+    assert str(caught.value) in TOUR.read_text()
 
 
 # --- commands and links -------------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ def test_readme_gives_the_commands_on_lines_of_their_own() -> None:
 
 def test_readme_lists_what_there_is() -> None:
     text = prose(README)
-    (rows,) = tables(README, "", "")
-    table = {row[0]: row[1] for row in rows}
+    computes, runs = tables(README, "", "")
+    table = {row[0]: row[1] for row in (*computes, *runs)}
     assert set(re.findall(r"`([a-z0-9_]+)`", table["Shipped variants"])) == set(preset_names())
     assert table["Architectures"].split(", ") == list(arch.ARCHES)
     (commands,) = tables(README, "command", "")

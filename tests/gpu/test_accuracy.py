@@ -47,7 +47,7 @@ def test_check_02_mean_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_check_03_finite(name: str) -> None:
-    """Large inputs: logits up to 2^30, in fp16 2^26; the README states the limit.
+    """Large inputs: logits up to 2^30, in fp16 2^26; docs/limits.md states the limit.
 
     exp2(x * scale - max) is one FMA, whose exact product differs from the rounded maximum by up to 2^-24 of it.
     """

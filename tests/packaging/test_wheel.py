@@ -65,6 +65,7 @@ def test_it_holds_the_runtime_the_kernels_and_their_sources(wheel: Path) -> None
     assert files["attngen_small/py.typed"] == b""
     notice = files["attngen_small/NOTICE.txt"].decode()
     assert "the licence of attngen applies" in notice
+    assert b"Apache License" in files["attngen_small/_runtime/LICENSE"]
     assert "Triton 3.0 (triton)" in notice
 
 
@@ -243,6 +244,7 @@ def test_a_source_distribution_holds_the_project_and_the_generator(tmp_path: Pat
         name.removeprefix("_attngen/") for name in names if re.fullmatch(r"_attngen/attngen/.*\.py", name)
     }
     assert {f"_attngen/specs/presets/{name}.yaml" for name in preset_names()} <= names
+    assert "_attngen/LICENSE" in names
     required = re.findall(r'"([^"]+)"', re.search(r"^requires = .*", text, re.MULTILINE)[0])
     distributions = {re.split("[<>=!~]", text)[0] for text in required}
     assert {"hatchling", "jinja2", "pydantic", "pyyaml", "triton", "click", "platformdirs"} <= distributions

@@ -166,7 +166,7 @@ def test_anything(value):
     survive(yaml.safe_dump(value, allow_unicode=True))
 
 
-@settings(RELAXED, max_examples=300)
+@settings(RELAXED, max_examples=100)
 @given(SPECS)
 def test_almost_specs(value):
     survive(yaml.safe_dump(value, allow_unicode=True, sort_keys=False))

@@ -142,7 +142,7 @@ class FlexAttention:
             batch = case.batch if terms.per_sequence else None
             device = inputs[0].q.device
             block_mask = create_block_mask(terms.mask_mod, batch, None, case.seqlen, case.seqlen, device=device)
-        torch._dynamo.reset()  # each case compiles anew, so none counts towards the limit of recompilations
+        torch._dynamo.reset()  # each case compiles again, so none counts towards the limit of recompilations
         attend = partial(
             torch.compile(flex_attention, dynamic=False),
             score_mod=terms.score_mod,

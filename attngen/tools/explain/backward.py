@@ -59,7 +59,7 @@ _DOES = {
 
 
 _DOES_IN_CUDA = {
-    "preprocess": f"{_DOES['preprocess']}; clears the sums of dQ",
+    "preprocess": f"{_DOES['preprocess']}; clears the dQ accumulator",
     "dkdv": f"{_DOES['dkdv']}; adds dQ to float32 sums, and rounds those that are complete",
 }
 _DOES_IN_CLUSTERS = {

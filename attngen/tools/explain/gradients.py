@@ -103,7 +103,7 @@ class GradientFloors:
 
 
 def _head(plan: Plan, kernels: Sequence[GradientFloor], visited: Sequence[Visits]) -> HeadGradientFloor:
-    """Return the floor of one head: the kernels run one after the other, behind the sums of rows."""
+    """Return the floor of one head: the kernels run one after the other, after the row statistics."""
     seqlen, pairs = visited[0].seqlen, visited[0].visible_pairs
     steps = {low.launch.name: each.full + each.partial for low, each in zip(kernels, visited, strict=True)}
     clocks = ceil(seqlen * row_sums_bytes(plan) / MEMORY_PER_CLOCK)

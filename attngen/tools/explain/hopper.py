@@ -163,7 +163,7 @@ class HopperExplanation:
 
 
 _SOFTMAX = {
-    "fixed_reference": "P(j) from the old reference; anew from a maximum if a lane's sum exceeds {above} or grows "
+    "fixed_reference": "P(j) from the old reference; redone from a maximum if a lane's sum exceeds {above} or grows "
     "{growth} times",
     "lazy": "maximum; O is rescaled only if it has grown by 2^8; exponentials make P(j)",
     "exact_max": "maximum, O rescaled, exponentials make P(j)",

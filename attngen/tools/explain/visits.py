@@ -138,7 +138,7 @@ def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any], first
     consumers = plan.structure.consumers
     loaded = _Grid(plan, seqlen, arguments, first).loaded()
     starts = first[:, None] + ROWS * torch.arange(consumers)
-    own = starts < seqlen  # consumers whose rows lie behind the end see nothing
+    own = starts < seqlen  # consumers whose rows lie after the end see nothing
     seen = torch.zeros(*starts.shape, loaded.shape[1], dtype=torch.bool)
     seen[own] = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments, starts[own]).loaded()
     return sum(

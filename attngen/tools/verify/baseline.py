@@ -45,7 +45,7 @@ def plain(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_sink(call: Call, scores: Tensor, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits (h, rows, keys) with one more behind them: the sink of the head, if there is one."""
+    """Return the logits (h, rows, keys) with one more after them: the sink of the head, if there is one."""
     if call.variant.sink is None:
         return scores
     sink = evaluate(call.variant.sink, names, tensors).to(scores.dtype).to(scores.device)

@@ -69,7 +69,7 @@ def try_on_gpu(
         if reason is None:
             todo.append((kernel, kernel, None))
         elif not retargeted or present is None:
-            hint = "" if retargeted else "; --retarget plans it anew for this one"
+            hint = "" if retargeted else "; --retarget plans it again for this one"
             yield Verdict(kernel.plan, reason=reason + hint)
         else:
             try:

@@ -4,7 +4,7 @@ Checks 1 and 2 with the factor of gradients: the largest error is at most three 
 in the same dtype, plus the rounding of the result; for a variant's own tensors, twenty times. With a score of one's own
 the arithmetic of a fused backward is a yardstick beside it, as in ``contract``. The root mean square
 error is at most 1.2 times its. Check 5: a row that sees no key has a dQ of exactly 0. Rows of no sequence, and keys
-behind the used ones, have gradients of exactly 0.
+after the used ones, have gradients of exactly 0.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _inexact(call: Call, results: Mapping[str, Tensor], dead: Tensor) -> tuple[s
 
 
 def _unused_keys(call: Call, device: torch.device) -> Tensor:
-    """Return which rows of k are no key of any sequence, or lie behind its used ones."""
+    """Return which rows of k are no key of any sequence, or lie after its used ones."""
     shape = (call.total_k,) if call.layout == "varlen" else (call.batch, call.seqlen_k)
     unused = torch.ones(shape, dtype=torch.bool, device=device)
     for b, (_, keys, _, k_offset) in enumerate(lengths(call)):

@@ -1,7 +1,7 @@
 """Random inputs of a call, made from what a variant declares and from nothing else.
 
-Keys and values behind the end of each sequence are NaN: in the padding of a dense tensor, behind ``seqused_k``, and
-behind the last packed sequence. A kernel that lets any of it through gives NaN.
+Keys and values after the end of each sequence are NaN: in the padding of a dense tensor, after ``seqused_k``, and
+after the last packed sequence. A kernel that lets any of it through gives NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attngen.runtime.arguments import Call, Packing, bind
 from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of
 
-#: Rows of NaN behind each sequence of a dense tensor, or behind the last packed one.
+#: Rows of NaN after each sequence of a dense tensor, or after the last packed one.
 _POISONED_ROWS = 24
 
 
@@ -94,7 +94,7 @@ def make_inputs(
 def _padded(
     extents: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, int], generator: torch.Generator
 ) -> Tensor:
-    """Return (batch, longest + padding, heads, head_dim): random up to each length, NaN behind it."""
+    """Return (batch, longest + padding, heads, head_dim): random up to each length, NaN after it."""
     tensor = torch.full((len(extents), max(extents) + _POISONED_ROWS, *shape), torch.nan)
     for row, length in zip(tensor, lengths, strict=True):
         row[:length] = torch.randn((length, *shape), generator=generator)
@@ -104,7 +104,7 @@ def _padded(
 def _packed(
     extents: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, int], generator: torch.Generator
 ) -> Tensor:
-    """Return (total + padding, heads, head_dim): sequences one after the other, NaN behind each one's length."""
+    """Return (total + padding, heads, head_dim): sequences one after the other, NaN after each one's length."""
     tensor = torch.full((sum(extents) + _POISONED_ROWS, *shape), torch.nan)
     start = 0
     for extent, length in zip(extents, lengths, strict=True):
@@ -114,7 +114,7 @@ def _packed(
 
 
 def _cut(tensor: Tensor, extents: tuple[int, ...], layout: str) -> Tensor:
-    """Return the view that a call is given: what lies behind the last row is memory of somebody else."""
+    """Return the view that a call is given: what lies after the last row is memory of somebody else."""
     return tensor[: sum(extents)] if layout == "varlen" else tensor[:, : max(extents)]
 
 

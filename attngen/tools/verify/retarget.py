@@ -1,4 +1,4 @@
-"""A kernel planned for another GPU, planned anew for the one that is here, so that its template can be run."""
+"""A kernel planned for another GPU, planned again for the one that is here, so that its template can be run."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def verify(
     """Run every kernel of a spec, or those whose name contains ``only``, on shapes of all kinds.
 
     On a GPU, kernels that the cache lacks are compiled first; those for other GPUs are left out, or with
-    ``retargeted`` planned anew for this one. Without a GPU, or with ``interpret``, the rendered sources run in
+    ``retargeted`` planned again for this one. Without a GPU, or with ``interpret``, the rendered sources run in
     Triton's interpreter, in processes of their own. ``seed`` repeats a run; without one, inputs are new each time.
 
     Raises SpecError if the spec is wrong, CallError if ``only`` names nothing.

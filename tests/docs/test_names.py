@@ -1,0 +1,144 @@
+"""Every file, module, symbol and field that the docs name exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import DOCUMENTS, ROOT, code_spans, prose
+
+FOLDERS = ("attngen", "tests", "templates", "specs", "docs", "generated")
+ENDINGS = ("py", "j2", "cuh", "yaml", "json", "md")
+
+#: Names that are none of ours, or that only a reader's own project has.
+OTHERS = {
+    "specs/my_mask.yaml": "the spec of README",
+    "kernels/my_masks.yaml": "a spec of a project of one's own",
+    "S_dmask": "flash-attn's",
+    "attngen_P": "a package P",
+    "attngen_installed_P": "a package P",
+    "my_model": "a project of one's own",
+    "BLOCK_SIZE": "FlexAttention's",
+    "causal_upper_left": "torch's",
+    "causal_lower_right": "torch's",
+    "make_fx": "torch's",
+    "FakeTensorMode": "torch's",
+    "FlopCounterMode": "torch's",
+    "position_ids": "transformers'",
+    "attngen.kernels": "a group of entry points",
+    "attngen.spec": "what attngen.schema was",
+    "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2": "an example of a kernel's name",
+}
+
+#: What stands for a word of the reader's choice in a path.
+_PLACEHOLDER = re.compile(r"<\w+>|\bNAME\b|\*")
+
+
+@cache
+def files() -> frozenset[str]:
+    """Return every file and folder of the checkout that docs may name, from its root."""
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts)
+    return frozenset(path.relative_to(ROOT).as_posix() for path in paths) | set(FOLDERS)
+
+
+@cache
+def words() -> frozenset[str]:
+    """Return every word of the code: names, fields of specs, texts."""
+    sources = [ROOT / path for path in files() if path.startswith(("attngen/", "templates/", "specs/"))]
+    sources.append(ROOT / "pyproject.toml")
+    texts = [path.read_text() for path in sources if path.suffix.lstrip(".") in (*ENDINGS, "toml")]
+    return frozenset(word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text))
+
+
+@cache
+def kernel_names() -> str:
+    """Return the names of the kernels that are committed, whose parts docs explain."""
+    return " ".join(path for path in files() if path.startswith("generated/"))
+
+
+def is_file(name: str) -> bool:
+    """Whether a path, or the end of one, is a file or folder; placeholders stand for anything."""
+    pattern = _PLACEHOLDER.sub("\0", name.rstrip("/"))
+    parts = re.escape(pattern).replace("\0", r"[^/]*")
+    return any(re.search(rf"(^|/){parts}$", path) for path in files())
+
+
+def named(pattern: str) -> list[tuple[str, str]]:
+    """Return document and inline code of all that matches the pattern as a whole."""
+    found = [
+        (path.relative_to(ROOT).as_posix(), span)
+        for path in DOCUMENTS
+        for span in dict.fromkeys(code_spans(path))
+        if re.fullmatch(pattern, span) and span not in OTHERS
+    ]
+    assert found, f"the docs name nothing that looks like {pattern}"
+    return found
+
+
+@pytest.mark.parametrize(("document", "name"), named(rf"(?:{'|'.join(FOLDERS)})/[\w./*<>-]*"))
+def test_paths_exist(document: str, name: str) -> None:
+    assert is_file(name), f"{document} names {name}, which does not exist"
+
+
+@pytest.mark.parametrize(("document", "name"), named(rf"[\w./-]+\.(?:{'|'.join(ENDINGS)})"))
+def test_files_exist(document: str, name: str) -> None:
+    written = Path(name).suffix == ".json" and f'"{name}"' in written_files()  # by the cache and by packages
+    assert written or is_file(name) or (ROOT / name).exists(), f"{document} names {name}, and there is no such file"
+
+
+@cache
+def written_files() -> str:
+    return " ".join((ROOT / path).read_text() for path in files() if re.fullmatch(r"attngen/.*\.py", path))
+
+
+@pytest.mark.parametrize(
+    ("document", "name"), named(r"_[a-z]\w*|[A-Za-z]\w*_\w+|[A-Z][a-z]\w*[A-Z]\w*|[A-Z]\w*(?:\.[a-z_]\w*)+")
+)
+def test_symbols_exist(document: str, name: str) -> None:
+    if name.startswith("_") and name not in words() and f"{name}_" in re.sub(r"[./]", "_", kernel_names()):
+        return  # a part of names of kernels
+    missing = [word for word in re.findall(r"[A-Za-z_]\w*", name) if word not in words()]
+    assert not missing, f"{document} names {name}, which the code does not have"
+
+
+def symbols_in_files() -> Iterator[tuple[str, str, str]]:
+    """Yield what a document says stands in a file: `symbol` in `file`, or `file` (`symbol`)."""
+    ending = rf"[\w/]+\.(?:{'|'.join(ENDINGS)})"
+    for path in DOCUMENTS:
+        text = prose(path)
+        symbol, file = r"`(?P<symbol>\w+)`", rf"`(?P<file>{ending})`"
+        for pattern in (rf"{symbol}\s+in\s+{file}", rf"{file}\s+\({symbol}"):
+            for match in re.finditer(pattern, text):
+                yield path.relative_to(ROOT).as_posix(), match["symbol"], match["file"]
+
+
+SYMBOLS = list(symbols_in_files())
+
+
+@pytest.mark.parametrize(("document", "symbol", "file"), SYMBOLS)
+def test_symbols_stand_in_their_files(document: str, symbol: str, file: str) -> None:
+    places = [path for path in files() if path == file or path.endswith(f"/{file}")]
+    texts = [(ROOT / path).read_text() for path in places]
+    assert any(re.search(rf"\b{symbol}\b", text) for text in texts), f"{document}: {file} has no {symbol}"
+
+
+@pytest.mark.parametrize(("document", "name"), named(r"attngen(?:\.\w+)+"))
+def test_modules_and_their_symbols_exist(document: str, name: str) -> None:
+    found, rest = import_module("attngen"), name.split(".")[1:]
+    for place, part in enumerate(rest):
+        if not hasattr(found, part):
+            with suppress(ModuleNotFoundError):
+                import_module(".".join(["attngen", *rest[: place + 1]]))
+        assert hasattr(found, part), f"{document} names {name}; {found} has no {part}"
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_no_exception_is_left_over(name: str) -> None:
+    assert any(name in code_spans(path) for path in DOCUMENTS), f"no document names {name} any more"
