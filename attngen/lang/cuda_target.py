@@ -27,23 +27,6 @@ _CALLS = {
     "tanh": "tanhf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "sin": "sinf", "cos": "cosf", "tan": "tanf",
     "sigmoid": "sigmoid", "silu": "silu",
 }  # fmt: skip
-#: Words of C++20 with its alternative tokens, what NVRTC defines before any source (types, variables of a thread,
-#: macros), and functions that expressions call: nothing of a kernel has such a name.
-_WORDS = """
-alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class co_await
-co_return co_yield compl concept const const_cast consteval constexpr constinit continue decltype default delete do
-double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable namespace
-new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires return
-short signed sizeof static static_assert static_cast struct switch template this thread_local throw true try typedef
-typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
-size_t ptrdiff_t nullptr_t char2 char4 uchar4 short2 ushort2 int2 int4 uint2 uint4 float2 float4 double2 dim3
-uint8_t int8_t int16_t uint16_t int32_t uint32_t int64_t uint64_t
-threadIdx blockIdx blockDim gridDim warpSize
-NULL NAN INFINITY CUDARTAPI CUDART_VERSION CUDA_VERSION NDEBUG assert offsetof va_arg va_copy va_end va_list va_start
-linux unix
-floorf ceilf expf exp2f logf log2f tanhf sqrtf rsqrtf sinf cosf tanf fabsf fmaf fminf fmaxf nanf
-to_float nan_min nan_max floor_div floor_mod tanh_approx exp2_approx choose any_number first_at_least
-"""
 _FAST = {"tanh": "tanh_approx", "exp": "__expf", "log": "__logf"}
 _PACKED = ("bf16", "fp16")
 
@@ -52,7 +35,6 @@ class CudaDialect(Dialect):
     """CUDA's table."""
 
     atom = _ATOM
-    reserved = frozenset(_WORDS.split())
 
     def constant(self, node: Const) -> Piece:
         if node.type is Type.BOOL:

@@ -123,8 +123,9 @@ def emit_many(
     """Return expressions as source text.
 
     ``names`` binds every variable, ``tensors`` every tensor. Temporaries begin with ``prefix`` and avoid ``taken``
-    and the words of all bindings. ``ranges`` (inclusive, by name) decide where the plain forms of ``//`` and ``%``
-    and unguarded loads are right. ``labels`` names subexpressions (``Variant.labels``).
+    and what the bindings read. ``ranges`` (inclusive, by name) decide where the plain forms of ``//`` and ``%``
+    and unguarded loads are right. ``labels`` gives subexpressions names of their own, without
+    the prefix.
 
     ``inner`` is the axis along which the loop runs, ``kv`` or ``q``: statements that vary along it are ``body``, all
     others ``hoisted``; with scalar bindings only, everything is hoisted. Raises KeyError for a name or a tensor
@@ -168,7 +169,7 @@ class _Emission:
         self._wide: dict[Expr, bool] = {}
         self._pieces: dict[Expr, Piece] = {}
         self._bases: dict[tuple[str, ...], str] = {}
-        self._taken = {*taken, *_read(names, tensors), *self.dialect.reserved}
+        self._taken = {*taken, *_read(names, tensors)}
         self._inner = inner
         self.usage = Usage(roots, self.axes, inner)
         self._deciding = deciding(roots)
@@ -238,7 +239,7 @@ class _Emission:
 
     def temporary(self, node: Expr, role: str, value: Piece) -> Piece:
         """Store an intermediate result of a node."""
-        name = self._fresh(role)
+        name = self._fresh(f"{self.prefix}{role}")
         return self._store(node, name, self.dialect.declare(name, node.type, self.wide(node), value))
 
     def _write(self, node: Expr) -> Piece:
@@ -261,7 +262,7 @@ class _Emission:
         return self.usage.count[node] > 1 or node in self.labels or self.usage.invariant(node)
 
     def _declare(self, node: Expr, value: Piece) -> Piece:
-        name = self._fresh(self.labels.get(node) or describe(node, self.axes(node)))
+        name = self._fresh(self.labels.get(node) or self._described(node))
         return self._store(node, name, self.dialect.declare(name, node.type, self.wide(node), value))
 
     def _store(self, node: Expr, name: str, statement: Statement) -> Piece:
@@ -284,7 +285,7 @@ class _Emission:
                 tests.append(self._test(node, index, test))
         guard = self.dialect.conjunction(tests) if tests else None
         base, offsets = self._address(node, indices)
-        name = self._fresh(describe(node, self.axes(node)))
+        name = self._fresh(self._described(node))
         return self._store(node, name, self.dialect.load(name, tensor.dtype, base, offsets, guard))
 
     def _test(self, load: Load, source: Expr, test: Piece) -> Piece:
@@ -303,7 +304,7 @@ class _Emission:
         key = (tensor.pointer, *(offset.text for offset in shared))
         if key not in self._bases:
             part = Load(node.tensor, tuple(node.indices[axis] for axis in fixed), node.type)
-            self._bases[key] = self._fresh(label(part) or f"{node.tensor}_base")
+            self._bases[key] = self._fresh(f"{self.prefix}{label(part) or node.tensor + '_base'}")
             self.hoisted.append(self.dialect.pointer(self._bases[key], leaf(tensor.pointer), shared))
         return leaf(self._bases[key]), [offset for axis in moving for offset in offsets[axis]]
 
@@ -322,7 +323,7 @@ class _Emission:
             self.value(node.value),
             node.strict,
         )
-        name = self._fresh(f"{node.tensor}_{'after' if node.strict else 'from'}")
+        name = self._fresh(f"{self.prefix}{node.tensor}_{'after' if node.strict else 'from'}")
         return self._store(node, name, self.dialect.declare(name, Type.INT, False, call))
 
     def _may_leave(self, index: Expr, tensor: TensorBinding, axis: int) -> tuple[bool, bool]:
@@ -337,11 +338,13 @@ class _Emission:
 
     # --- names --------------------------------------------------------------------------------------------
 
+    def _described(self, node: Expr) -> str:
+        return f"{self.prefix}{describe(node, self.axes(node))}"
+
     def _fresh(self, wanted: str) -> str:
-        base = f"{self.prefix}{wanted}"
-        name, number = base, 2
+        name, number = wanted, 2
         while name in self._taken:
-            name, number = f"{base}_{number}", number + 1
+            name, number = f"{wanted}_{number}", number + 1
         self._taken.add(name)
         return name
 

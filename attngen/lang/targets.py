@@ -43,8 +43,6 @@ class Dialect(ABC):
 
     #: Strength of a name, a literal, a call.
     atom: int
-    #: Words that no temporary may take.
-    reserved: frozenset[str] = frozenset()
 
     @abstractmethod
     def constant(self, node: Const) -> Piece:

@@ -17,7 +17,7 @@ from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum
 from attngen.lang.statements import Piece, Statement, leaf, written
 from attngen.lang.targets import Target
 from attngen.plan.model import Plan
-from attngen.plan.symbols import KERNEL_NAMES, argument_name, extent_name, pointer_name, strides
+from attngen.plan.symbols import PREFIX, argument_name, extent_name, pointer_name, strides
 
 TILE_N = Var("BLOCK_N", Type.INT)
 WHOLE_TILES = Var("whole_tiles", Type.INT)
@@ -133,21 +133,21 @@ def emit_for(
     labels: Mapping[Expr, str] | None = None,
     inner: str = "kv",
 ) -> EmittedMany:
-    """Return expressions as text of a kernel; temporaries avoid ``taken`` and every name of the kernel.
+    """Return expressions as text of a kernel; temporaries are names of the user, save those that ``labels`` gives.
 
-    ``inner`` is the axis along which the kernel loops.
+    They avoid ``taken``. ``inner`` is the axis along which the kernel loops.
     """
     return emit_many(
         exprs,
         language.target,
         bound,
         tensor_bindings(plan),
-        prefix=prefix,
+        prefix=f"{PREFIX}{prefix}",
         fast_math=plan.fast_math,
         # what does not depend on the key is computed for sequences without keys, too, and the other way round
         ranges=known_ranges(plan) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN)),
-        labels={**plan.variant.labels, **(labels or {})},
-        taken={*taken, *KERNEL_NAMES, *(argument.name for argument in plan.arguments)} - set((labels or {}).values()),
+        labels={expr: f"{PREFIX}{prefix}{name}" for expr, name in plan.variant.labels.items()} | dict(labels or {}),
+        taken=taken,
         inner=inner,
     )
 
