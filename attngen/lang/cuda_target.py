@@ -7,7 +7,8 @@ import math
 from attngen.dtypes import DTYPES
 from attngen.lang.ir import Const, Op, Type
 from attngen.lang.ranges import INT32, INT64
-from attngen.lang.targets import Dialect, Piece, Scope, power_factors, power_of_two
+from attngen.lang.statements import Piece, Statement, joined, statement, written
+from attngen.lang.targets import Dialect, Scope, power_factors, power_of_two
 
 # Binding strength in C++'s grammar, loosest first.
 _SELECT, _OR, _AND, _BITOR, _BITXOR, _BITAND, _EQUAL, _COMPARE, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(13)
@@ -27,23 +28,6 @@ _CALLS = {
     "tanh": "tanhf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "sin": "sinf", "cos": "cosf", "tan": "tanf",
     "sigmoid": "sigmoid", "silu": "silu",
 }  # fmt: skip
-#: Words of C++20 with its alternative tokens, what NVRTC defines before any source (types, variables of a thread,
-#: macros), and functions that expressions call: nothing of a kernel has such a name.
-_WORDS = """
-alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class co_await
-co_return co_yield compl concept const const_cast consteval constexpr constinit continue decltype default delete do
-double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable namespace
-new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires return
-short signed sizeof static static_assert static_cast struct switch template this thread_local throw true try typedef
-typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
-size_t ptrdiff_t nullptr_t char2 char4 uchar4 short2 ushort2 int2 int4 uint2 uint4 float2 float4 double2 dim3
-uint8_t int8_t int16_t uint16_t int32_t uint32_t int64_t uint64_t
-threadIdx blockIdx blockDim gridDim warpSize
-NULL NAN INFINITY CUDARTAPI CUDART_VERSION CUDA_VERSION NDEBUG assert offsetof va_arg va_copy va_end va_list va_start
-linux unix
-floorf ceilf expf exp2f logf log2f tanhf sqrtf rsqrtf sinf cosf tanf fabsf fmaf fminf fmaxf nanf
-to_float nan_min nan_max floor_div floor_mod tanh_approx exp2_approx choose any_number first_at_least
-"""
 _FAST = {"tanh": "tanh_approx", "exp": "__expf", "log": "__logf"}
 _PACKED = ("bf16", "fp16")
 
@@ -52,7 +36,6 @@ class CudaDialect(Dialect):
     """CUDA's table."""
 
     atom = _ATOM
-    reserved = frozenset(_WORDS.split())
 
     def constant(self, node: Const) -> Piece:
         if node.type is Type.BOOL:
@@ -79,29 +62,29 @@ class CudaDialect(Dialect):
         if op in _INFIX:
             sign, strength = _INFIX[op]
             left, right = (_SIGN, _SIGN) if op in _BRACKETED else (strength, strength + 1)
-            return Piece(f"{args[0].within(left)} {sign} {args[1].within(right)}", strength)
+            return written("{} {} {}", args[0].within(left), sign, args[1].within(right), strength=strength)
         if op in _CALLS:
             name = _FAST.get(op, _CALLS[op]) if scope.approximate else _CALLS[op]
-            return Piece(f"{name}({args[0].text})", _ATOM)
+            return _call(name, args[0])
         match op:
             case "neg":
-                return Piece(f"-{self._sign(args[0])}", _SIGN)
+                return written("-{}", self._sign(args[0]), strength=_SIGN)
             case "not":
-                return Piece(f"!{args[0].within(_SIGN)}", _SIGN)
+                return written("!{}", args[0].within(_SIGN), strength=_SIGN)
             case "invert":
-                return Piece(f"~{args[0].within(_SIGN)}", _SIGN)
+                return written("~{}", args[0].within(_SIGN), strength=_SIGN)
             case "to_float" | "to_int":
-                return Piece(f"{'float' if op == 'to_float' else 'int'}({args[0].text})", _ATOM)
+                return _call("float" if op == "to_float" else "int", args[0])
             case "abs":
-                return Piece(f"{'fabsf' if node.type is Type.FLOAT else 'abs'}({args[0].text})", _ATOM)
+                return _call("fabsf" if node.type is Type.FLOAT else "abs", args[0])
             case "min" | "max":
                 name = f"nan_{op}" if node.type is Type.FLOAT else op
-                return Piece(f"{name}({args[0].text}, {args[1].text})", _ATOM)
+                return _call(name, *args)
             case "select" if self._chooses(node, args, scope):
-                return Piece(f"choose({', '.join(arg.text for arg in args)})", _ATOM)
+                return _call("choose", *args)
             case "select":
                 condition, yes, no = (arg.within(_SELECT + 1) for arg in args)
-                return Piece(f"{condition} ? {yes} : {no}", _SELECT)
+                return written("{} ? {} : {}", condition, yes, no, strength=_SELECT)
             case "floordiv" | "mod":
                 return self._divide(node, args, scope)
             case "pow":
@@ -114,27 +97,27 @@ class CudaDialect(Dialect):
         varies = node.type is Type.FLOAT and bool(scope.axes(node.args[0]))
         return varies and any(arg.strength < _ATOM for arg in args[1:])
 
-    def _sign(self, operand: Piece) -> str:
-        text = operand.within(_SIGN)
-        return f"({text})" if text.startswith("-") else text  # "--x" would decrement
+    def _sign(self, operand: Piece) -> Piece:
+        operand = operand.within(_SIGN)
+        return written("({})", operand) if operand.text.startswith("-") else operand  # "--x" would decrement
 
     def _int64(self, operand: Piece) -> Piece:
         if operand.text.startswith("static_cast<long long>(") and operand.strength == _ATOM:
             return operand
-        return Piece(f"static_cast<long long>({operand.text})", _ATOM)
+        return _call("static_cast<long long>", operand)
 
     def _divide(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
         dividend, divisor = node.args
         sign = "/" if node.op == "floordiv" else "%"
         if scope.bounds(dividend)[0] >= 0 and scope.bounds(divisor)[0] > 0:
-            return Piece(f"{args[0].within(_PRODUCT)} {sign} {args[1].within(_SIGN)}", _PRODUCT)
+            return written("{} {} {}", args[0].within(_PRODUCT), sign, args[1].within(_SIGN), strength=_PRODUCT)
         shift = power_of_two(divisor)
         if shift is not None and sign == "/":  # an arithmetic shift rounds down
-            return Piece(f"{args[0].within(_SIGN)} >> {shift}", _SHIFT)
+            return written("{} >> {}", args[0].within(_SIGN), str(shift), strength=_SHIFT)
         if shift is not None:
-            return Piece(f"{args[0].within(_SIGN)} & {2**shift - 1}", _BITAND)
+            return written("{} & {}", args[0].within(_SIGN), str(2**shift - 1), strength=_BITAND)
         name = "floor_div" if node.op == "floordiv" else "floor_mod"
-        return Piece(f"{name}({args[0].text}, {args[1].text})", _ATOM)
+        return _call(name, *args)
 
     def _power(self, node: Op, scope: Scope) -> Piece:
         exponent = node.args[1]
@@ -144,53 +127,64 @@ class CudaDialect(Dialect):
             return Piece("1.0f" if node.type is Type.FLOAT else "1", _ATOM)
         base = scope.named(node.args[0])
         if node.wide:
-            base = scope.temporary(node, "base", self._int64(base).text)
+            base = scope.temporary(node, "base", self._int64(base))
         if power == int(power):
             factors = power_factors(
                 base.within(_SIGN),
                 abs(int(power)),
-                lambda x: scope.temporary(node, "square", f"{x} * {x}").text,
+                lambda x: scope.temporary(node, "square", written("{} * {}", x, x)),
             )
-            result = Piece(" * ".join(factors), _PRODUCT if len(factors) > 1 else _SIGN)
-            return result if power > 0 else Piece(f"1.0f / {result.within(_SIGN)}", _PRODUCT)
+            result = joined(" * ", factors, _PRODUCT if len(factors) > 1 else _SIGN)
+            return result if power > 0 else written("1.0f / {}", result.within(_SIGN), strength=_PRODUCT)
         if power in (0.5, -0.5):
-            return Piece(f"{'sqrtf' if power > 0 else 'rsqrtf'}({base.text})", _ATOM)
-        return Piece(f"exp2f({power!r}f * log2f({base.text}))", _ATOM)
+            return _call("sqrtf" if power > 0 else "rsqrtf", base)
+        return written("exp2f({} * log2f({}))", f"{power!r}f", base, strength=_ATOM)
 
-    def declare(self, name: str, type: Type, wide: bool, text: str) -> str:
+    def declare(self, name: str, type: Type, wide: bool, value: Piece) -> Statement:
         kind = {Type.BOOL: "bool", Type.FLOAT: "float", Type.INT: "long long" if wide else "int"}[type]
-        return f"const {kind} {name} = {text};"
+        return _constant(kind, name, value)
 
-    def offset(self, index: Piece, stride: str) -> str:
-        wide = self._int64(index).text
-        return wide if stride == "1" else f"{wide} * {stride}"
+    def offset(self, index: Piece, stride: Piece) -> Piece:
+        wide = self._int64(index)
+        return wide if stride.text == "1" else written("{} * {}", wide, stride, strength=_PRODUCT)
 
-    def within(self, index: Piece, extent: str, *, low: bool, high: bool) -> Piece:
+    def within(self, index: Piece, extent: Piece, *, low: bool, high: bool) -> Piece:
         parts = []
         if low:
-            parts.append(Piece(f"{index.within(_SHIFT)} >= 0", _COMPARE))
+            parts.append(written("{} >= 0", index.within(_SHIFT), strength=_COMPARE))
         if high:
-            parts.append(Piece(f"{index.within(_SHIFT)} < {extent}", _COMPARE))
-        return parts[0] if len(parts) == 1 else Piece(self.conjunction(parts), _AND)
+            parts.append(written("{} < {}", index.within(_SHIFT), extent, strength=_COMPARE))
+        return self.conjunction(parts)
 
-    def conjunction(self, parts: list[Piece]) -> str:
-        return " && ".join(part.within(_AND if len(parts) > 1 else _SELECT) for part in parts)
+    def conjunction(self, parts: list[Piece]) -> Piece:
+        return parts[0] if len(parts) == 1 else joined(" && ", (part.within(_AND) for part in parts), _AND)
 
-    def pointer(self, name: str, base: str, offsets: list[str]) -> str:
-        return f"const auto* {name} = {' + '.join([base, *offsets])};"
+    def pointer(self, name: str, base: Piece, offsets: list[Piece]) -> Statement:
+        pattern, kind = f"const auto* {name} = {{}};", "const auto*"
+        return statement(pattern, joined(" + ", [base, *offsets]), declares=name, type=kind)
 
-    def load(self, name: str, dtype: str, base: str, offsets: list[str], guard: str | None) -> list[str]:
+    def load(self, name: str, dtype: str, base: Piece, offsets: list[Piece], guard: Piece | None) -> Statement:
         row = DTYPES[dtype]
         kind = {"bool": "bool", "float": "float", "int": "long long" if row.bytes == 8 else "int"}[row.kind]
-        element = f"{base}[{' + '.join(offsets)}]" if offsets else f"*{base}"
+        value = written("{}[{}]", base, joined(" + ", offsets)) if offsets else written("*{}", base)
         if dtype in _PACKED:
-            value = f"to_float({element})"
-        else:
-            value = f"{element} != 0" if kind == "bool" else element
+            value = _call("to_float", value)
+        elif kind == "bool":
+            value = written("{} != 0", value)
         if guard is not None:
             zero = {"bool": "false", "float": "0.0f"}.get(kind, "0")
-            value = f"{guard if guard.isidentifier() else f'({guard})'} ? {value} : {zero}"
-        return [f"const {kind} {name} = {value};"]
+            condition = guard if guard.text.isidentifier() else written("({})", guard)
+            value = written("{} ? {} : {}", condition, value, zero)
+        return _constant(kind, name, value)
 
-    def search(self, pointer: str, stride: str, length: str, value: str, strict: bool) -> str:
-        return f"first_at_least({pointer}, {stride}, {length}, {value}, {'true' if strict else 'false'})"
+    def search(self, pointer: Piece, stride: Piece, length: Piece, value: Piece, strict: bool) -> Piece:
+        arguments = joined(", ", [pointer, stride, length, value, Piece("true" if strict else "false")])
+        return written("{first_at_least}({})", arguments, strength=_ATOM)
+
+
+def _call(name: str, *args: Piece) -> Piece:
+    return written("{}({})", name, joined(", ", args), strength=_ATOM)
+
+
+def _constant(kind: str, name: str, value: Piece) -> Statement:
+    return statement(f"const {kind} {name} = {{}};", value, declares=name, type=kind)

@@ -15,7 +15,7 @@ from attngen.lang.ranges import DTYPE_RANGES, EXTENTS, INDEX_RANGES, INT32, limi
 from attngen.lang.source import locate
 from attngen.lang.variant import Scalar, Tensor
 
-#: Names of the call and of the generated kernels; no scalar, tensor, ``let`` name or parameter may take one.
+#: Names of the call and of the expression language; no scalar, tensor, ``let`` name or parameter may take one.
 RESERVED: frozenset[str] = frozenset((
     *INDEX_NAMES, *INDEX_RANGES, "s", *FUNCTIONS, *CONSTANTS,
     "k", "v", "query", "key", "value", "o", "out", "output", "lse", "scale", "softmax_scale", "is_causal",
@@ -23,7 +23,7 @@ RESERVED: frozenset[str] = frozenset((
     "rng_state", "deterministic", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
     "max_seqlen_k", "direction",
     "tile_map", "block_mask", "page_table", "softmax", "mask", "score", "sink", "let", "scalars", "tensors",
-    "dq", "dk", "dv", "do", "dout", "dlse", "delta", "stream", "device", "dtype", "self", "tl", "triton", "true",
+    "dq", "dk", "dv", "do", "dout", "dlse", "delta", "stream", "device", "dtype", "self", "true",
     "false",
     # symbols of the analysis of tiles, of scores and of masks, which stand beside those of a variant
     "q_start", "kv_start", "kv_first", "kv_tiles", "whole_tiles", "BLOCK_N", "LOG2E", "qk",

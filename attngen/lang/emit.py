@@ -7,7 +7,6 @@ Everything else stays one expression with the fewest parentheses.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,8 @@ from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, 
 from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range
-from attngen.lang.targets import Piece, Target
+from attngen.lang.statements import Piece, Statement, joined, leaf, reads, written
+from attngen.lang.targets import Target
 from attngen.lang.usage import Usage, deciding
 
 _NO_AXES: frozenset[str] = frozenset()
@@ -27,22 +27,28 @@ _INSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_head
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a name of an expression is called in the target, e.g. ``q_index[:, None]``.
+    """What a name of an expression is called in the target: a name, or text with what it reads in braces, as in
+    ``{q_index}[:, None]``.
 
     ``axes`` says along which of 'q' and 'kv' the value varies; empty for a scalar. ``wide`` marks int64. ``below``
     names the extents that the value never reaches, in lanes that overhang the sequence neither.
-    The text must be a name, a literal, a call or a subscript: it is never put in parentheses.
+    It must be a name, a literal, a call or a subscript: it is never put in parentheses.
     """
 
-    text: str
+    pattern: str
     axes: frozenset[str] = _NO_AXES
     wide: bool = False
     below: frozenset[str] = frozenset()
 
+    @property
+    def value(self) -> Piece:
+        """The text, and what it reads."""
+        return written(self.pattern) if "{" in self.pattern else leaf(self.pattern)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorBinding:
-    """A tensor in the target: pointer, strides in elements and extents, one of each per axis, as text.
+    """A tensor in the target: pointer, strides in elements and extents, one of each per axis: names, or literals.
 
     ``shape`` repeats the declared extents; it lets the emitter leave out tests of ``b``, ``h`` and ``hk``.
     """
@@ -56,14 +62,11 @@ class TensorBinding:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """Statements before the loop, statements inside it, and the text of the value.
+    """Statements before the loop, statements inside it, and the value. ``axes`` is where it varies."""
 
-    ``result`` may be an operator expression: put it in parentheses inside another one. ``axes`` is where it varies.
-    """
-
-    hoisted: tuple[str, ...]
-    body: tuple[str, ...]
-    result: str
+    hoisted: tuple[Statement, ...]
+    body: tuple[Statement, ...]
+    result: Piece
     axes: frozenset[str]
 
 
@@ -71,9 +74,9 @@ class Emitted:
 class EmittedMany:
     """As ``Emitted``, for several expressions that share their temporaries."""
 
-    hoisted: tuple[str, ...]
-    body: tuple[str, ...]
-    results: tuple[str, ...]
+    hoisted: tuple[Statement, ...]
+    body: tuple[Statement, ...]
+    results: tuple[Piece, ...]
     axes: tuple[frozenset[str], ...]
 
 
@@ -121,8 +124,9 @@ def emit_many(
     """Return expressions as source text.
 
     ``names`` binds every variable, ``tensors`` every tensor. Temporaries begin with ``prefix`` and avoid ``taken``
-    and the words of all bindings. ``ranges`` (inclusive, by name) decide where the plain forms of ``//`` and ``%``
-    and unguarded loads are right. ``labels`` names subexpressions (``Variant.labels``).
+    and what the bindings read. ``ranges`` (inclusive, by name) decide where the plain forms of ``//`` and ``%``
+    and unguarded loads are right. ``labels`` gives subexpressions names of their own, without
+    the prefix.
 
     ``approximate`` says whether functions may be the hardware's approximations; left out, ``fast_math`` does.
 
@@ -135,7 +139,7 @@ def emit_many(
     emission = _Emission(exprs, target, names, tensors or {}, prefix, fast_math, ranges, labels, taken, inner)
     if approximate is not None:
         emission.approximate = approximate
-    results = tuple(emission.value(expr).text for expr in exprs)
+    results = tuple(emission.value(expr) for expr in exprs)
     axes = tuple(emission.axes(expr) for expr in exprs)
     return EmittedMany(tuple(emission.hoisted), tuple(emission.body), results, axes)
 
@@ -162,15 +166,15 @@ class _Emission:
         self.prefix = prefix
         self.fast_math = self.approximate = fast_math
         self.labels = labels
-        self.hoisted: list[str] = []
-        self.body: list[str] = []
+        self.hoisted: list[Statement] = []
+        self.body: list[Statement] = []
         self._ranges = _safe_ranges(ranges, names, tensors)
         self._bounds: dict[Expr, Range] = {}
         self._axes: dict[Expr, frozenset[str]] = {}
         self._wide: dict[Expr, bool] = {}
         self._pieces: dict[Expr, Piece] = {}
         self._bases: dict[tuple[str, ...], str] = {}
-        self._taken = {*taken, *_words(names, tensors), *self.dialect.reserved}
+        self._taken = {*taken, *_read(names, tensors)}
         self._inner = inner
         self.usage = Usage(roots, self.axes, inner)
         self._deciding = deciding(roots)
@@ -227,7 +231,7 @@ class _Emission:
         if piece is None:
             piece = self._write(node)
             if isinstance(node, Op) and self._deserves_name(node):
-                piece = self._declare(node, piece.text)
+                piece = self._declare(node, piece)
             self._pieces[node] = piece
         return piece
 
@@ -235,21 +239,21 @@ class _Emission:
         """Return a node as a name or a literal."""
         piece = self.value(node)
         if isinstance(node, Op) and (piece.strength < self.dialect.atom or "(" in piece.text):
-            piece = self._pieces[node] = self._declare(node, piece.text)
+            piece = self._pieces[node] = self._declare(node, piece)
         return piece
 
-    def temporary(self, node: Expr, role: str, text: str) -> Piece:
+    def temporary(self, node: Expr, role: str, value: Piece) -> Piece:
         """Store an intermediate result of a node."""
-        name = self._fresh(role)
-        self._lines(node).append(self.dialect.declare(name, node.type, self.wide(node), text))
-        return Piece(name, self.dialect.atom)
+        name = self._fresh(f"{self.prefix}{role}")
+        return self._store(node, name, self.dialect.declare(name, node.type, self.wide(node), value))
 
     def _write(self, node: Expr) -> Piece:
         match node:
             case Const():
                 return self.dialect.constant(node)
             case Var(name=name):
-                return Piece(self.names[name].text, self.dialect.atom)
+                value = self.names[name].value
+                return Piece(value.text, self.dialect.atom, value.reads)
             case Load():
                 return self._load(node)
             case Search():
@@ -262,10 +266,14 @@ class _Emission:
             return False
         return self.usage.count[node] > 1 or node in self.labels or self.usage.invariant(node)
 
-    def _declare(self, node: Expr, text: str) -> Piece:
-        name = self._fresh(self.labels.get(node) or describe(node, self.axes(node)))
-        self._lines(node).append(self.dialect.declare(name, node.type, self.wide(node), text))
-        return Piece(name, self.dialect.atom)
+    def _declare(self, node: Expr, value: Piece) -> Piece:
+        name = self._fresh(self.labels.get(node) or self._described(node))
+        return self._store(node, name, self.dialect.declare(name, node.type, self.wide(node), value))
+
+    def _store(self, node: Expr, name: str, statement: Statement) -> Piece:
+        """Write a statement where its node varies; return the name that it declares."""
+        (self.body if self._inner in self.axes(node) else self.hoisted).append(statement)
+        return leaf(name, self.dialect.atom)
 
     def _load(self, node: Load) -> Piece:
         tensor = self.tensors[node.tensor]
@@ -278,36 +286,35 @@ class _Emission:
             low, high = self._may_leave(index, tensor, axis)
             if low or high:
                 piece = indices[axis] = self.named(index)  # it stands in the offset, too
-                test = self.dialect.within(piece, tensor.extents[axis], low=low, high=high)
+                test = self.dialect.within(piece, leaf(tensor.extents[axis]), low=low, high=high)
                 tests.append(self._test(node, index, test))
         guard = self.dialect.conjunction(tests) if tests else None
         base, offsets = self._address(node, indices)
-        name = self._fresh(describe(node, self.axes(node)))
-        self._lines(node).extend(self.dialect.load(name, tensor.dtype, base, offsets, guard))
-        return Piece(name, self.dialect.atom)
+        name = self._fresh(self._described(node))
+        return self._store(node, name, self.dialect.load(name, tensor.dtype, base, offsets, guard))
 
     def _test(self, load: Load, source: Expr, test: Piece) -> Piece:
         """Return a condition of a load, lifted if it is a scalar and the load is not."""
         return self.dialect.lifted(test) if self.axes(load) and not self.axes(source) else test
 
-    def _address(self, node: Load, indices: Sequence[Piece]) -> tuple[str, list[str]]:
+    def _address(self, node: Load, indices: Sequence[Piece]) -> tuple[Piece, list[Piece]]:
         """Return the base and the offsets of a load; what is the same for a whole block is added up once."""
         tensor = self.tensors[node.tensor]
         offsets = [self._offset(piece, stride) for piece, stride in zip(indices, tensor.strides, strict=True)]
         fixed = [axis for axis, index in enumerate(node.indices) if not self.axes(index)]
         moving = [axis for axis in range(len(offsets)) if axis not in fixed]
-        shared = [text for axis in fixed for text in offsets[axis]]
+        shared = [offset for axis in fixed for offset in offsets[axis]]
         if not moving or not shared:
-            return tensor.pointer, [text for texts in offsets for text in texts]
-        key = (tensor.pointer, *shared)
+            return leaf(tensor.pointer), [offset for each in offsets for offset in each]
+        key = (tensor.pointer, *(offset.text for offset in shared))
         if key not in self._bases:
             part = Load(node.tensor, tuple(node.indices[axis] for axis in fixed), node.type)
-            self._bases[key] = self._fresh(label(part) or f"{node.tensor}_base")
-            self.hoisted.append(self.dialect.pointer(self._bases[key], tensor.pointer, shared))
-        return self._bases[key], [text for axis in moving for text in offsets[axis]]
+            self._bases[key] = self._fresh(f"{self.prefix}{label(part) or node.tensor + '_base'}")
+            self.hoisted.append(self.dialect.pointer(self._bases[key], leaf(tensor.pointer), shared))
+        return leaf(self._bases[key]), [offset for axis in moving for offset in offsets[axis]]
 
-    def _offset(self, index: Piece, stride: str) -> list[str]:
-        return [] if index.text == "0" else [self.dialect.offset(index, stride)]
+    def _offset(self, index: Piece, stride: str) -> list[Piece]:
+        return [] if index.text == "0" else [self.dialect.offset(index, leaf(stride))]
 
     def _search(self, node: Search) -> Piece:
         tensor = self.tensors[node.tensor]
@@ -315,15 +322,14 @@ class _Emission:
         parts = zip(indices, tensor.strides, strict=True)
         offsets = [t for axis, (i, n) in enumerate(parts) if axis != node.axis for t in self._offset(i, n)]
         call = self.dialect.search(
-            " + ".join([tensor.pointer, *offsets]),
-            tensor.strides[node.axis],
-            self.value(node.length).text,
-            self.value(node.value).text,
+            joined(" + ", [leaf(tensor.pointer), *offsets]),
+            leaf(tensor.strides[node.axis]),
+            self.value(node.length),
+            self.value(node.value),
             node.strict,
         )
-        name = self._fresh(f"{node.tensor}_{'after' if node.strict else 'from'}")
-        self._lines(node).append(self.dialect.declare(name, Type.INT, False, call))
-        return Piece(name, self.dialect.atom)
+        name = self._fresh(f"{self.prefix}{node.tensor}_{'after' if node.strict else 'from'}")
+        return self._store(node, name, self.dialect.declare(name, Type.INT, False, call))
 
     def _may_leave(self, index: Expr, tensor: TensorBinding, axis: int) -> tuple[bool, bool]:
         """Return whether an index may be negative, and whether it may reach the extent."""
@@ -337,14 +343,13 @@ class _Emission:
 
     # --- names --------------------------------------------------------------------------------------------
 
-    def _lines(self, node: Expr) -> list[str]:
-        return self.body if self._inner in self.axes(node) else self.hoisted
+    def _described(self, node: Expr) -> str:
+        return f"{self.prefix}{describe(node, self.axes(node))}"
 
     def _fresh(self, wanted: str) -> str:
-        base = f"{self.prefix}{wanted}"
-        name, number = base, 2
+        name, number = wanted, 2
         while name in self._taken:
-            name, number = f"{base}_{number}", number + 1
+            name, number = f"{wanted}_{number}", number + 1
         self._taken.add(name)
         return name
 
@@ -354,11 +359,10 @@ def _trivial(node: Op) -> bool:
     return node.op in ("neg", "not") and isinstance(node.args[0], Var | Const)
 
 
-def _words(names: Mapping[str, Binding], tensors: Mapping[str, TensorBinding]) -> set[str]:
-    texts = [binding.text for binding in names.values()]
-    for tensor in tensors.values():
-        texts += [tensor.pointer, *tensor.strides, *tensor.extents]
-    return {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
+def _read(names: Mapping[str, Binding], tensors: Mapping[str, TensorBinding]) -> frozenset[str]:
+    """Return the names of the target that expressions read."""
+    of_tensors = [(each.pointer, *each.strides, *each.extents) for each in tensors.values()]
+    return reads(binding.value for binding in names.values()).union(*of_tensors)
 
 
 def _safe_ranges(

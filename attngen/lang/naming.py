@@ -18,6 +18,8 @@ _PREFIX = {"neg": "minus", "invert": "inverse"}
 
 def describe(node: Expr, axes: frozenset[str]) -> str:
     """Return a name for a node; one that would be long or empty is replaced by its role in a tile."""
+    if isinstance(node, Load) and not node.indices:
+        return f"{node.tensor}_value"
     name = label(node)
     if name is not None:
         return name

@@ -8,22 +8,10 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from attngen.lang.ir import Const, Expr, Op, Type
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text of a subexpression and how tightly its outermost operator binds, on the scale of its language."""
-
-    text: str
-    strength: int
-
-    def within(self, strength: int) -> str:
-        """Return the text, in parentheses where the context binds tighter."""
-        return f"({self.text})" if self.strength < strength else self.text
+from attngen.lang.statements import Piece, Statement
 
 
 class Scope(Protocol):
@@ -46,7 +34,7 @@ class Scope(Protocol):
     def named(self, node: Expr) -> Piece:
         """Return a node as a leaf, so that it may be repeated: a name, unless it is one already."""
 
-    def temporary(self, node: Expr, role: str, text: str) -> Piece:
+    def temporary(self, node: Expr, role: str, value: Piece) -> Piece:
         """Store an intermediate result of ``node`` under a name built from ``role``."""
 
 
@@ -55,8 +43,6 @@ class Dialect(ABC):
 
     #: Strength of a name, a literal, a call.
     atom: int
-    #: Words that no temporary may take.
-    reserved: frozenset[str] = frozenset()
 
     @abstractmethod
     def constant(self, node: Const) -> Piece:
@@ -67,19 +53,19 @@ class Dialect(ABC):
         """Write an operator whose arguments are written already."""
 
     @abstractmethod
-    def declare(self, name: str, type: Type, wide: bool, text: str) -> str:
+    def declare(self, name: str, type: Type, wide: bool, value: Piece) -> Statement:
         """Write the statement that gives a name to a value."""
 
     @abstractmethod
-    def offset(self, index: Piece, stride: str) -> str:
+    def offset(self, index: Piece, stride: Piece) -> Piece:
         """Write one summand of an element offset, computed in 64 bits."""
 
     @abstractmethod
-    def within(self, index: Piece, extent: str, *, low: bool, high: bool) -> Piece:
+    def within(self, index: Piece, extent: Piece, *, low: bool, high: bool) -> Piece:
         """Write the test that an index is not negative (``low``) and below its extent (``high``)."""
 
     @abstractmethod
-    def conjunction(self, parts: list[Piece]) -> str:
+    def conjunction(self, parts: list[Piece]) -> Piece:
         """Join conditions into one."""
 
     def lifted(self, condition: Piece) -> Piece:
@@ -87,16 +73,16 @@ class Dialect(ABC):
         return condition
 
     @abstractmethod
-    def pointer(self, name: str, base: str, offsets: list[str]) -> str:
+    def pointer(self, name: str, base: Piece, offsets: list[Piece]) -> Statement:
         """Write the statement that names an address within a tensor."""
 
     @abstractmethod
-    def load(self, name: str, dtype: str, base: str, offsets: list[str], guard: str | None) -> list[str]:
+    def load(self, name: str, dtype: str, base: Piece, offsets: list[Piece], guard: Piece | None) -> Statement:
         """Write the statement that loads one element per lane; lanes outside the guard read 0."""
 
     @abstractmethod
-    def search(self, pointer: str, stride: str, length: str, value: str, strict: bool) -> str:
-        """Write the call of the search over a monotone tensor."""
+    def search(self, pointer: Piece, stride: Piece, length: Piece, value: Piece, strict: bool) -> Piece:
+        """Write the call of the search over a monotone tensor; it reads ``first_at_least``, a helper of templates."""
 
 
 class Target(enum.Enum):
@@ -125,7 +111,7 @@ def power_of_two(node: Expr) -> int | None:
     return None
 
 
-def power_factors(base: str, exponent: int, square: Callable[[str], str]) -> list[str]:
+def power_factors(base: Piece, exponent: int, square: Callable[[Piece], Piece]) -> list[Piece]:
     """Return factors whose product is a positive power of ``base``; ``square`` stores the square of its argument."""
     if exponent <= 3:
         return [base] * exponent

@@ -19,7 +19,8 @@ import math
 
 from attngen.lang.ir import Const, Expr, Op, Type, Var
 from attngen.lang.ranges import INT32
-from attngen.lang.targets import Dialect, Piece, Scope, power_factors, power_of_two
+from attngen.lang.statements import Piece, Statement, joined, statement, written
+from attngen.lang.targets import Dialect, Scope, power_factors, power_of_two
 
 # Binding strength in Python's grammar, loosest first.
 _COMPARE, _BITOR, _BITXOR, _BITAND, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(1, 10)
@@ -72,9 +73,9 @@ class TritonDialect(Dialect):
         op = node.op
         if all(isinstance(arg, Const) for arg in node.args):  # no value at build time: Triton needs a tensor
             kind = {Type.FLOAT: "float32", Type.INT: "int32", Type.BOOL: "int1"}[node.args[0].type]
-            args = (Piece(f"tl.cast({args[0].text}, tl.{kind})", _ATOM), *args[1:])
+            args = (_cast(args[0], kind), *args[1:])
         elif op in _COMPARISONS and all(_plain(arg, scope) for arg in node.args):
-            args = (Piece(f"tl.cast({args[0].text}, tl.float32)", _ATOM), *args[1:])
+            args = (_cast(args[0], "float32"), *args[1:])
         if node.type is Type.BOOL and op not in ("not", "to_int") and scope.axes(node):
             args = tuple(
                 self.lifted(piece) if arg.type is Type.BOOL and not scope.axes(arg) else piece
@@ -86,27 +87,28 @@ class TritonDialect(Dialect):
             return self._quotient(node, args[0], args[1], scope)
         if op in _INFIX:
             sign, strength = _INFIX[op]
-            return Piece(f"{args[0].within(strength)} {sign} {args[1].within(strength + 1)}", strength)
+            return written("{} {} {}", args[0].within(strength), sign, args[1].within(strength + 1), strength=strength)
         if op in _COMPARISONS:  # neither side may be a comparison: Python would chain them
-            return Piece(f"{args[0].within(_BITOR)} {_COMPARISONS[op]} {args[1].within(_BITOR)}", _COMPARE)
+            sides = args[0].within(_BITOR), _COMPARISONS[op], args[1].within(_BITOR)
+            return written("{} {} {}", *sides, strength=_COMPARE)
         if op == "sqrt":
             return self._root(node, args[0], scope)
         if op in _CALLS:
-            return Piece(f"{_CALLS[op]}({args[0].text})", _ATOM)
+            return _call(_CALLS[op], args[0])
         match op:
             case "neg":
-                return Piece(f"-{args[0].within(_SIGN)}", _SIGN)
+                return written("-{}", args[0].within(_SIGN), strength=_SIGN)
             case "not" | "invert":
-                return Piece(f"~{args[0].within(_SIGN)}", _SIGN)
+                return written("~{}", args[0].within(_SIGN), strength=_SIGN)
             case "to_float":
-                return Piece(f"{args[0].within(_ATOM)}.to(tl.float32)", _ATOM)
+                return _to(args[0], "float32")
             case "to_int":
-                return Piece(f"{args[0].within(_ATOM)}.to(tl.int32)", _ATOM)
+                return _to(args[0], "int32")
             case "select":
-                return Piece(f"tl.where({', '.join(arg.text for arg in args)})", _ATOM)
+                return _call("tl.where", *args)
             case "min" | "max":
-                nan = ", propagate_nan=tl.PropagateNan.ALL" if node.type is Type.FLOAT else ""
-                return Piece(f"tl.{op}imum({args[0].text}, {args[1].text}{nan})", _ATOM)
+                nan = [Piece("propagate_nan=tl.PropagateNan.ALL")] if node.type is Type.FLOAT else []
+                return _call(f"tl.{op}imum", *args, *nan)
             case "floordiv":
                 return self._floordiv(node, args, scope)
             case "mod":
@@ -117,20 +119,20 @@ class TritonDialect(Dialect):
                 return self._tanh(node, args[0], scope)
             case "silu":
                 x = scope.named(node.args[0])
-                return self._quotient(node, x, Piece(f"1.0 + tl.exp(-{x.text})", _SUM), scope)
+                return self._quotient(node, x, written("1.0 + tl.exp(-{})", x, strength=_SUM), scope)
             case "tan":
                 x = scope.named(node.args[0])
-                sine, cosine = (Piece(f"tl.{name}({x.text})", _ATOM) for name in ("sin", "cos"))
+                sine, cosine = _call("tl.sin", x), _call("tl.cos", x)
                 return self._quotient(node, sine, cosine, scope)
         raise ValueError(f"operator {op!r} has no Triton form")
 
     def _quotient(self, node: Op, a: Piece, b: Piece, scope: Scope) -> Piece:
         if scope.exact(node):
-            return Piece(f"tl.div_rn({a.text}, {b.text})", _ATOM)
-        return Piece(f"{a.within(_PRODUCT)} / {b.within(_SIGN)}", _PRODUCT)
+            return _call("tl.div_rn", a, b)
+        return written("{} / {}", a.within(_PRODUCT), b.within(_SIGN), strength=_PRODUCT)
 
     def _root(self, node: Op, x: Piece, scope: Scope) -> Piece:
-        return Piece(f"tl.sqrt{'_rn' if scope.exact(node) else ''}({x.text})", _ATOM)
+        return _call(f"tl.sqrt{'_rn' if scope.exact(node) else ''}", x)
 
     def _widened(self, node: Op, args: tuple[Piece, ...]) -> tuple[Piece, ...]:
         """Cast one argument to int64, which then promotes the others; a literal adapts by itself."""
@@ -138,45 +140,45 @@ class TritonDialect(Dialect):
             return args
         for i, arg in enumerate(node.args):
             if not isinstance(arg, Const):
-                return (*args[:i], Piece(f"{args[i].within(_ATOM)}.to(tl.int64)", _ATOM), *args[i + 1 :])
+                return (*args[:i], _to(args[i], "int64"), *args[i + 1 :])
         return args
 
     def _floordiv(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
         dividend, divisor = node.args
         shift = power_of_two(divisor)
         if _not_negative(dividend, scope) and _positive(divisor, scope):
-            return Piece(f"{args[0].within(_PRODUCT)} // {args[1].within(_SIGN)}", _PRODUCT)
+            return written("{} // {}", args[0].within(_PRODUCT), args[1].within(_SIGN), strength=_PRODUCT)
         if shift is not None:  # an arithmetic shift rounds down
-            return Piece(f"{args[0].within(_SHIFT)} >> {shift}", _SHIFT)
+            return written("{} >> {}", args[0].within(_SHIFT), str(shift), strength=_SHIFT)
         a, b = self._pair(node, args, scope)
         if _positive(divisor, scope):
-            rounded = f"({a} % {b} < 0)"
+            rounded = written("({a} % {b} < 0)", a=a, b=b)
         else:
-            rounded = f"(({a} % {b} != 0) & (({a} < 0) != ({b} < 0)))"
-        return Piece(f"{a} // {b} - {rounded}.to(tl.int32)", _SUM)
+            rounded = written("(({a} % {b} != 0) & (({a} < 0) != ({b} < 0)))", a=a, b=b)
+        return written("{} // {} - {}.to(tl.int32)", a, b, rounded, strength=_SUM)
 
     def _mod(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
         dividend, divisor = node.args
         if _not_negative(dividend, scope) and _positive(divisor, scope):
-            return Piece(f"{args[0].within(_PRODUCT)} % {args[1].within(_SIGN)}", _PRODUCT)
+            return written("{} % {}", args[0].within(_PRODUCT), args[1].within(_SIGN), strength=_PRODUCT)
         if power_of_two(divisor) is not None:
             assert isinstance(divisor, Const)
-            return Piece(f"{args[0].within(_BITAND)} & {int(divisor.value) - 1}", _BITAND)
+            return written("{} & {}", args[0].within(_BITAND), str(int(divisor.value) - 1), strength=_BITAND)
         a, b = self._pair(node, args, scope)
-        rest = scope.temporary(node, "remainder", f"{a} % {b}").text
+        rest = scope.temporary(node, "remainder", written("{} % {}", a, b))
         if _positive(divisor, scope):
-            wrong = f"{rest} < 0"
+            wrong = written("{} < 0", rest)
         else:
-            wrong = f"({rest} != 0) & (({rest} < 0) != ({b} < 0))"
-        return Piece(f"tl.where({wrong}, {rest} + {b}, {rest})", _ATOM)
+            wrong = written("({rest} != 0) & (({rest} < 0) != ({b} < 0))", rest=rest, b=b)
+        return written("tl.where({}, {rest} + {b}, {rest})", wrong, rest=rest, b=b, strength=_ATOM)
 
-    def _pair(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> tuple[str, str]:
+    def _pair(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> tuple[Piece, Piece]:
         """Return both arguments as leaves that may be repeated, the first in int64 where the node asks."""
         if node.wide:
-            a = scope.temporary(node, "dividend", args[0].text)
-            b = scope.temporary(node, "divisor", args[1].text) if args[1].strength < _ATOM else args[1]
-            return a.text, b.text
-        return scope.named(node.args[0]).text, scope.named(node.args[1]).within(_SIGN)
+            a = scope.temporary(node, "dividend", args[0])
+            b = scope.temporary(node, "divisor", args[1]) if args[1].strength < _ATOM else args[1]
+            return a, b
+        return scope.named(node.args[0]), scope.named(node.args[1]).within(_SIGN)
 
     def _power(self, node: Op, scope: Scope) -> Piece:
         exponent = node.args[1]
@@ -187,76 +189,95 @@ class TritonDialect(Dialect):
             return Piece(one, _ATOM)
         base = scope.named(node.args[0])
         if node.wide:
-            base = scope.temporary(node, "base", self._widened(node, (base,))[0].text)
+            base = scope.temporary(node, "base", self._widened(node, (base,))[0])
         if power == int(power):
             factors = power_factors(
                 base.within(_SIGN),
                 abs(int(power)),
-                lambda x: scope.temporary(node, "square", f"{x} * {x}").text,
+                lambda x: scope.temporary(node, "square", written("{} * {}", x, x)),
             )
-            result = Piece(" * ".join(factors), _PRODUCT if len(factors) > 1 else _SIGN)
+            result = joined(" * ", factors, _PRODUCT if len(factors) > 1 else _SIGN)
             return result if power > 0 else self._quotient(node, Piece("1.0", _ATOM), result, scope)
         if power == 0.5:
             return self._root(node, base, scope)
         if power == -0.5:
-            return Piece(f"tl.rsqrt({base.text})", _ATOM)
-        return Piece(f"tl.exp2({power!r} * tl.log2({base.text}))", _ATOM)
+            return _call("tl.rsqrt", base)
+        return written("tl.exp2({} * tl.log2({}))", repr(power), base, strength=_ATOM)
 
     def _tanh(self, node: Op, x: Piece, scope: Scope) -> Piece:
         if scope.approximate:  # one instruction, relative error 2^-11 (PTX ISA, tanh.approx.f32)
             asm = '"tanh.approx.f32 $0, $1;", "=f,f"'
-            return Piece(f"tl.inline_asm_elementwise({asm}, [{x.text}], dtype=tl.float32, is_pure=True, pack=1)", _ATOM)
+            call = "tl.inline_asm_elementwise({}, [{}], dtype=tl.float32, is_pure=True, pack=1)"
+            return written(call, asm, x, strength=_ATOM)
         if _plain(node.args[0], scope):
-            x = scope.temporary(node, "angle", f"tl.cast({x.text}, tl.float32)")
+            x = scope.temporary(node, "angle", _cast(x, "float32"))
         elif not x.text.isidentifier():
-            x = scope.temporary(node, "angle", x.text)
+            x = scope.temporary(node, "angle", x)
         # Near 0, where the difference would cancel, a polynomial: relative error 2^-23 for |x| < 0.5.
-        square = scope.temporary(node, "square", f"{x.text} * {x.text}").text
-        sums = f"(({_TANH[0]!r} * {square} - {-_TANH[1]!r}) * {square} + {_TANH[2]!r}) * {square} - {-_TANH[3]!r}"
+        square = scope.temporary(node, "square", written("{} * {}", x, x, strength=_PRODUCT))
+        sums = written(
+            f"(({_TANH[0]!r} * {{}} - {-_TANH[1]!r}) * {{}} + {_TANH[2]!r}) * {{}} - {-_TANH[3]!r}",
+            square, square, square, strength=_SUM,
+        )  # fmt: skip
         # 2 * log2(e); exp2 saturates to 0 and inf, which give -1 and 1
-        divisor = Piece(f"tl.exp2(2.8853900817779268 * {x.text}) + 1.0", _SUM)
-        far = f"1.0 - {self._quotient(node, Piece('2.0', _ATOM), divisor, scope).text}"
-        near = f"{x.text} + {x.text} * {square} * ({sums})"
-        return Piece(f"tl.where(tl.abs({x.text}) < 0.5, {near}, {far})", _ATOM)
+        divisor = written("tl.exp2(2.8853900817779268 * {}) + 1.0", x, strength=_SUM)
+        far = written("1.0 - {}", self._quotient(node, Piece("2.0", _ATOM), divisor, scope), strength=_SUM)
+        near = written("{} + {} * {} * ({})", x, x, square, sums, strength=_SUM)
+        return written("tl.where(tl.abs({}) < 0.5, {}, {})", x, near, far, strength=_ATOM)
 
-    def declare(self, name: str, type: Type, wide: bool, text: str) -> str:
-        return f"{name} = {text}"
+    def declare(self, name: str, type: Type, wide: bool, value: Piece) -> Statement:
+        return statement(f"{name} = {{}}", value, declares=name)
 
-    def offset(self, index: Piece, stride: str) -> str:
+    def offset(self, index: Piece, stride: Piece) -> Piece:
         literal = index.text.lstrip("-").isdecimal()
-        wide = index.text if literal else f"{index.within(_ATOM)}.to(tl.int64)"
-        return wide if stride == "1" else f"{wide} * {stride}"
+        wide = index if literal else _to(index, "int64")
+        return wide if stride.text == "1" else written("{} * {}", wide, stride, strength=_PRODUCT)
 
-    def within(self, index: Piece, extent: str, *, low: bool, high: bool) -> Piece:
+    def within(self, index: Piece, extent: Piece, *, low: bool, high: bool) -> Piece:
         parts = []
         if low:
-            parts.append(Piece(f"{index.within(_BITOR)} >= 0", _COMPARE))
+            parts.append(written("{} >= 0", index.within(_BITOR), strength=_COMPARE))
         if high:
-            parts.append(Piece(f"{index.within(_BITOR)} < {extent}", _COMPARE))
-        return parts[0] if len(parts) == 1 else Piece(self.conjunction(parts), _BITAND)
+            parts.append(written("{} < {}", index.within(_BITOR), extent, strength=_COMPARE))
+        return self.conjunction(parts)
 
-    def conjunction(self, parts: list[Piece]) -> str:
+    def conjunction(self, parts: list[Piece]) -> Piece:
         if len(parts) == 1:
-            return parts[0].text
-        return " & ".join(part.within(_BITAND + (i > 0)) for i, part in enumerate(parts))
+            return parts[0]
+        return joined(" & ", (part.within(_BITAND + (i > 0)) for i, part in enumerate(parts)), _BITAND)
 
     def lifted(self, condition: Piece) -> Piece:
-        return Piece(f"True & {condition.within(_BITAND + 1)}", _BITAND)
+        return written("True & {}", condition.within(_BITAND + 1), strength=_BITAND)
 
-    def pointer(self, name: str, base: str, offsets: list[str]) -> str:
-        return f"{name} = {' + '.join([base, *offsets])}"
+    def pointer(self, name: str, base: Piece, offsets: list[Piece]) -> Statement:
+        return statement(f"{name} = {{}}", joined(" + ", [base, *offsets]), declares=name)
 
-    def load(self, name: str, dtype: str, base: str, offsets: list[str], guard: str | None) -> list[str]:
-        call = [" + ".join([base, *offsets])]
+    def load(self, name: str, dtype: str, base: Piece, offsets: list[Piece], guard: Piece | None) -> Statement:
+        call = [joined(" + ", [base, *offsets])]
         if guard is not None:
-            call += [f"mask={guard}", "other=0"]
-        line = f"{name} = tl.load({', '.join(call)}){_CONVERT.get(dtype, '')}"
-        if len(line) <= _LONG_LINE:
-            return [line]
-        return [f"{name} = tl.load(", *(f"    {part}," for part in call), f"){_CONVERT.get(dtype, '')}"]
+            call += [written("mask={}", guard), Piece("other=0")]
+        converted = _CONVERT.get(dtype, "")
+        loaded = statement(f"{name} = tl.load({{}}){converted}", joined(", ", call), declares=name)
+        if len(loaded.text) <= _LONG_LINE:
+            return loaded
+        rows = joined("\n", (written("    {},", part) for part in call))
+        return statement(f"{name} = tl.load(\n{{}}\n){converted}", rows, declares=name)
 
-    def search(self, pointer: str, stride: str, length: str, value: str, strict: bool) -> str:
-        return f"first_at_least({pointer}, {stride}, {length}, {value}, {strict})"
+    def search(self, pointer: Piece, stride: Piece, length: Piece, value: Piece, strict: bool) -> Piece:
+        arguments = joined(", ", [pointer, stride, length, value, Piece(str(strict))])
+        return written("{first_at_least}({})", arguments, strength=_ATOM)
+
+
+def _call(name: str, *args: Piece) -> Piece:
+    return written("{}({})", name, joined(", ", args), strength=_ATOM)
+
+
+def _cast(value: Piece, kind: str) -> Piece:
+    return written("tl.cast({}, tl.{})", value, kind, strength=_ATOM)
+
+
+def _to(value: Piece, kind: str) -> Piece:
+    return written("{}.to(tl.{})", value.within(_ATOM), kind, strength=_ATOM)
 
 
 def _plain(node: Expr, scope: Scope) -> bool:

@@ -5,7 +5,6 @@ A block keeps keys and goes along the queries. A lane holds elements of two keys
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,9 +14,19 @@ from attngen.lang.facts import index
 from attngen.lang.folding import PRODUCT, fold_logit, is_finite
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
+from attngen.lang.statements import Piece, Statement, declared, depending, leaf, needed, reads, statement, written
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_backward import derivative
-from attngen.render.cuda_math import Steps, declarations, declared, masking, used, with_corners
+from attngen.render.cuda_math import Steps, masking, row_values, with_corners
+from attngen.render.cuda_statements import (
+    SCALE,
+    constant,
+    int_constant,
+    int_constants,
+    number_queries,
+    words_of_map,
+    words_of_votes,
+)
 from attngen.render.expressions import (
     CUDA,
     QUERIES,
@@ -31,6 +40,8 @@ _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _KV_FIRST = index("kv_first")
 _ROW_NAMES = ("kv", "kv_packed", "row")
 _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
+#: What differs from step to step; all else comes from arguments of the kernel.
+_VARYING = (*_ROW_NAMES, "kv_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +52,12 @@ class Probabilities:
     product. ``weighted`` is the probability times the rest of it, which elements call ``derivative``; None without.
     """
 
-    block: tuple[str, ...]
+    block: tuple[Statement, ...]
     partial: Steps
     full: Steps
-    exponent: str
+    exponent: Piece
     factor: Expr
-    weighted: str | None
+    weighted: Piece | None
 
 
 def probabilities(plan: Plan) -> Probabilities:
@@ -55,27 +66,27 @@ def probabilities(plan: Plan) -> Probabilities:
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
     slope = derivative(variant, fast_math=plan.fast_math)
     roots = [logit.value, logit.multiplier, *([] if slope.varying is None else [slope.varying])]
-    block: dict[str, None] = {}  # lines that are the same for all steps
-    found, multiplier = [], ""
+    block: dict[Statement, None] = {}  # statements that are the same for all steps
+    found, multiplier = [], leaf("scale_log2e")
     for partial in (True, False):
         bound = _elements(plan)
         scored = emit_for(plan, CUDA, roots, bound, inner="q")
         hoisted, body = list(scored.hoisted), list(scored.body)
         if slope.varying is not None:
-            body.append(f"const float derivative = {scored.results[2]};")
+            body.append(constant("float", "derivative", scored.results[2]))
         if variant.score is not None:
-            body.append(f"x = {scored.results[0]};")
+            body.append(statement("{x} = {};", scored.results[0]))
         if partial:
-            mask = masking(plan, bound, declared([*hoisted, *body]), key="8 * row", along=QUERIES)
-            hoisted += [line for line in mask.hoisted if line not in hoisted]
+            mask = masking(plan, bound, declared([*hoisted, *body]), key="8 * {row}", along=QUERIES)
+            hoisted += [each for each in mask.hoisted if each not in hoisted]
             body = [*mask.body, *mask.ends, *body, mask.test]
-        once, hoisted = _once(hoisted)
+        moving, once = depending(hoisted, _VARYING)
         block |= dict.fromkeys(once)
-        found.append(_steps(hoisted, body))
-        multiplier = scored.results[1]
+        found.append(_steps(moving, body))
+        if variant.score is not None:
+            multiplier = scored.results[1]
     if variant.score is None:
-        block = {"const float scale_log2e = softmax_scale * kLog2e;": None, **block}
-        multiplier = "scale_log2e"
+        block = {SCALE: None, **block}
     return Probabilities(
         block=tuple(block),
         partial=found[0],
@@ -86,65 +97,37 @@ def probabilities(plan: Plan) -> Probabilities:
     )
 
 
-def _weighted(slope: Expr | None) -> str | None:
+def _weighted(slope: Expr | None) -> Piece | None:
     """Return the probability times the derivative of its logit; zero times infinity is no zero, so it is selected."""
     if slope is None:
         return None
-    return "x * derivative" if is_finite(slope) else "x != 0.0f ? x * derivative : 0.0f"
+    return written("{x} * {derivative}" if is_finite(slope) else "{x} != 0.0f ? {x} * {derivative} : 0.0f")
 
 
-def _once(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part lines into those that depend on arguments of the kernel only, and the others."""
-    varying = {*_ROW_NAMES, "kv_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k"}
-    parts: tuple[list[str], list[str]] = ([], [])
-    for line in lines:
-        depends = not varying.isdisjoint(re.findall(r"\w+", line))
-        if depends:
-            varying.update(declared([line]))
-        parts[depends].append(line)
-    return parts
-
-
-def _exponent(multiplier: str) -> str:
+def _exponent(multiplier: Piece) -> Piece:
     """Return the logarithm of a probability."""
-    lse = "(j == 0 ? lse.x : lse.y)"
-    return f"x - {lse}" if multiplier == "1.0f" else f"fmaf(x, {multiplier}, -{lse})"
+    lse = written("({j} == 0 ? {lse.x} : {lse.y})")
+    return written("{x} - {}", lse) if multiplier.text == "1.0f" else written("fmaf({x}, {}, -{})", multiplier, lse)
 
 
-def factor(plan: Plan, expr: Expr) -> tuple[tuple[str, ...], str]:
-    """Return the lines and the text of the factor of dK and dQ."""
+def factor(plan: Plan, expr: Expr) -> tuple[tuple[Statement, ...], Piece]:
+    """Return the factor of dK and dQ, and the statements that it needs."""
     code = emit_for(plan, CUDA, [expr], scalar_bindings(plan, CUDA))
     return (*code.hoisted, *code.body), code.results[0]
 
 
-def _steps(hoisted: Sequence[str], body: Sequence[str]) -> Steps:
-    """Return the lines of a tile, each where it runs least often: for the tile, a key, a query, or each pair."""
-    row_names = set(_ROW_NAMES)
-    row, tile = [], []
-    for line in hoisted:
-        if row_names & set(re.findall(r"\w+", line)):
-            row.append(line)
-            row_names.update(declared([line]))
-        else:
-            tile.append(line)
-    varying = {"x", "derivative", *row_names}
-    column, element = [], []
-    for line in body:
-        if varying & set(re.findall(r"\w+", line)):
-            element.append(line)
-            varying.update(declared([line]))
-        else:
-            column.append(line)
-    column = used(column, element)
-    row = used(row, element)
-    row = [*_key_lines("\n".join([*row, *element])), *row]
-    texts = set(re.findall(r"\w+", "\n".join(element)))
+def _steps(hoisted: Sequence[Statement], body: Sequence[Statement]) -> Steps:
+    """Return the statements of a tile, each where it runs least often: for the tile, a key, a query, or each pair."""
+    row, tile = depending(hoisted, _ROW_NAMES)
+    element, column = depending(body, {"x", "derivative", *_ROW_NAMES, *declared(row)})
+    column, row = needed(column, element), needed(row, element)
+    row = (*_key_lines(reads([*row, *element])), *row)
     return Steps(
-        tile=tuple(used(tile, [*row, *column, *element])),
-        row=tuple(row),
-        row_values=tuple((type, name) for type, name in declarations(row) if name in texts),
-        key=(*_query_lines("\n".join([*column, *element])), *column),
-        element=tuple(element),
+        tile=needed(tile, [*row, *column, *element]),
+        row=row,
+        row_values=row_values(row, element),
+        key=(*_query_lines(reads([*column, *element])), *column),
+        element=element,
     )
 
 
@@ -164,64 +147,43 @@ def _elements(plan: Plan) -> dict[str, Binding]:
     return scalar_bindings(plan, CUDA) | rows
 
 
-def _key_lines(texts: str) -> list[str]:
+def _key_lines(read: frozenset[str]) -> list[Statement]:
     lines = []
-    if re.search(r"\bkv(_packed)?\b", texts):
-        lines.append(
-            "const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys behind the end repeat the last one"
-        )
-    if re.search(r"\bkv_packed\b", texts):
-        lines.append("const int kv_packed = k_begin + kv;")
+    if read & {"kv", "kv_packed"}:
+        nearest = "min({kv_first} + 8 * {row}, {seqlen_k} - 1)"
+        lines.append(int_constant("kv", nearest, comment="keys behind the end repeat the last one"))
+    if "kv_packed" in read:
+        lines.append(int_constant("kv_packed", "{k_begin} + {kv}"))
     return lines
 
 
-def _query_lines(texts: str) -> list[str]:
-    wanted = [name for name in _COLUMN_NAMES if re.search(rf"\b{name}\b", texts)]
+def _query_lines(read: frozenset[str]) -> list[Statement]:
     lines = []
-    if wanted:
-        lines.append(
-            "const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one"
-        )
-    if "q_pos" in wanted:
-        lines.append("const int q_pos = q_row + (seqlen_k - seqlen_q);")
-    if "q_packed" in wanted:
-        lines.append("const int q_packed = q_begin + q_row;")
-    return lines
+    if not read.isdisjoint(_COLUMN_NAMES):
+        nearest = "min({q_first} + 8 * {i} + {j}, {seqlen_q} - 1)"
+        lines.append(int_constant("q_row", nearest, comment="rows behind the end repeat the last one"))
+    return lines + number_queries(read)
 
 
 # --- which queries see a tile of keys -----------------------------------------------------------------------
 
 
-def query_word(plan: Plan) -> tuple[str, ...]:
-    """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
+def query_word(plan: Plan) -> tuple[Statement, ...]:
+    """Return the statements that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
     if plan.driver == "tile_map":
-        rows = "b * stride_tile_map_b + h * stride_tile_map_h + kv_tile * stride_tile_map_kv"
-        return (
-            f"const int* tile_map = tile_map_ptr + {rows};",
-            "const uint32_t partial_word = tile_map[words + word];",
-            "const uint32_t visible_word = tile_map[word] | partial_word;",
-        )
+        return words_of_map("{kv_tile} * {stride_tile_map_kv}")
     may, must = classify(plan.variant.mask, facts_of(plan))
     code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA, QUERIES), prefix="tiles_", inner="q")
     asked = names(may) | names(must)
-    lines = ["const int candidate = 32 * word + lane;"]
+    lines = [int_constant("candidate", "32 * {word} + {lane}")]
     if asked & {"q_lo", "q_hi", "q_pos_lo", "q_pos_hi"}:
-        lines.append("const int q_lo = candidate * kBlockM, q_hi = q_lo + (kBlockM - 1);")
+        lines.append(int_constants({"q_lo": "{candidate} * kBlockM", "q_hi": "{q_lo} + (kBlockM - 1)"}))
     if asked & {"q_pos_lo", "q_pos_hi"}:
-        lines.append("const int q_pos_lo = q_lo + (seqlen_k - seqlen_q), q_pos_hi = q_hi + (seqlen_k - seqlen_q);")
-    inside = "candidate >= visible_lo && candidate < visible_hi"
+        shift = " + ({seqlen_k} - {seqlen_q})"
+        lines.append(int_constants({"q_pos_lo": "{q_lo}" + shift, "q_pos_hi": "{q_hi}" + shift}))
+    inside = written("{candidate} >= {visible_lo} && {candidate} < {visible_hi}")
     # a tile behind which queries end is one that the mask cuts, if it is not out of sight
-    behind = "(candidate + 1) * kBlockM > seqlen_q"
-    seen = inside if may == TRUE else f"{inside} && (({code.results[0]}) || {behind})"
-    whole = "false" if must == FALSE else f"({code.results[1]}) && !({behind})"
-    return with_corners(
-        [
-            *lines,
-            *code.hoisted,
-            *code.body,
-            f"const bool seen = {seen};",
-            "const uint32_t visible_word = __ballot_sync(~0u, seen);",
-            f"const uint32_t partial_word = __ballot_sync(~0u, !({whole}));",
-        ],
-        along=QUERIES,
-    )
+    behind = written("({candidate} + 1) * kBlockM > {seqlen_q}")
+    seen = inside if may == TRUE else written("{} && (({}) || {})", inside, code.results[0], behind)
+    whole = Piece("false") if must == FALSE else written("({}) && !({})", code.results[1], behind)
+    return with_corners([*lines, *code.hoisted, *code.body, *words_of_votes(seen, whole)], along=QUERIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,28 @@ from attngen.lang.ranges import INT32
 from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
 from attngen.lang.simplify import FALSE, TRUE, integer, maximum, minimum
+from attngen.lang.statements import (
+    Piece,
+    Statement,
+    declared,
+    depending,
+    joined,
+    leaf,
+    needed,
+    reads,
+    statement,
+    written,
+)
 from attngen.plan.model import Plan
+from attngen.render.cuda_statements import (
+    SCALE,
+    constant,
+    int_constant,
+    int_constants,
+    number_queries,
+    words_of_map,
+    words_of_votes,
+)
 from attngen.render.expressions import (
     CUDA,
     KEYS,
@@ -50,16 +70,16 @@ class Steps:
     happens to them.
     """
 
-    tile: tuple[str, ...]
-    row: tuple[str, ...]
+    tile: tuple[Statement, ...]
+    row: tuple[Statement, ...]
     row_values: tuple[tuple[str, str], ...]
-    key: tuple[str, ...]
-    element: tuple[str, ...]
+    key: tuple[Statement, ...]
+    element: tuple[Statement, ...]
 
     @property
-    def text(self) -> str:
-        """All lines."""
-        return "\n".join([*self.tile, *self.row, *self.key, *self.element])
+    def all(self) -> tuple[Statement, ...]:
+        """All statements."""
+        return (*self.tile, *self.row, *self.key, *self.element)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +87,19 @@ class Logits:
     """How products become logits: lines once for a tile of work, the steps of partial and of full tiles, the factor
     that leads to units of log2, and whether the key alone may decide that an element's product does not count."""
 
-    work: tuple[str, ...]
+    work: tuple[Statement, ...]
     partial: Steps
     full: Steps
-    multiplier: str
+    multiplier: Piece
     drops_products: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """The sink of the head of a row: the lines that compute it, and its text."""
+    """The sink of the head of a row: the statements that compute it, and its value."""
 
-    lines: tuple[str, ...]
-    text: str
+    lines: tuple[Statement, ...]
+    value: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +107,17 @@ class Tiles:
     """Which tiles a box of rows sees: the lines that find it out, and the ends of ranges by the names of their
     fields."""
 
-    lines: tuple[str, ...]
+    lines: tuple[Statement, ...]
     visible: tuple[tuple[str, str], ...]
     full: tuple[tuple[str, str], ...]
-    values: Mapping[str, str]
+    values: Mapping[str, Piece]
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
     """The lines that list 32 tiles as bits: ``visible_word``, and ``partial_word`` of those that need the mask."""
 
-    lines: tuple[str, ...]
+    lines: tuple[Statement, ...]
 
 
 def logits(plan: Plan) -> Logits:
@@ -105,29 +125,35 @@ def logits(plan: Plan) -> Logits:
     variant = plan.variant
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
     value = split_keys(folded.value, _KV_FIRST, _KEY) if plan.fast_math else folded.value
-    work: dict[str, None] = {}
+    work: dict[Statement, None] = {}
     steps = []
-    multiplier = ""
+    multiplier = leaf("scale_log2e")
     for partial in (True, False):
         bound = _elements(plan, ragged=partial)
         scored = emit_for(plan, CUDA, [value, folded.multiplier], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         if variant.score is not None:
-            body.append(f"x = {scored.results[0]};")
+            body.append(statement("{x} = {};", scored.results[0]))
         if partial:
             mask = masking(plan, bound, declared([*hoisted, *body]))
-            hoisted += [line for line in (*mask.hoisted, *mask.ends) if line not in hoisted]
+            hoisted += [each for each in (*mask.hoisted, *mask.ends) if each not in hoisted]
             body += [*mask.body, mask.test]
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
         steps.append(_steps(plan, tile, row, body))
-        multiplier = scored.results[1]
-    lines = list(work)
+        if variant.score is not None:
+            multiplier = scored.results[1]
+    statements = list(work)
     if variant.score is None:
-        lines, multiplier = ["const float scale_log2e = softmax_scale * kLog2e;", *lines], "scale_log2e"
-    elif not re.fullmatch(r"[\w.]+", multiplier):
-        lines, multiplier = [*lines, f"const float scale_log2e = {multiplier};"], "scale_log2e"
-    return Logits(tuple(lines), steps[0], steps[1], multiplier, _drops_products(folded.value))
+        statements.insert(0, SCALE)
+    elif not _is_leaf(multiplier):
+        statements.append(constant("float", "scale_log2e", multiplier))
+        multiplier = leaf("scale_log2e")
+    return Logits(tuple(statements), steps[0], steps[1], multiplier, _drops_products(folded.value))
+
+
+def _is_leaf(value: Piece) -> bool:
+    return value.text.replace(".", "").replace("_", "").isalnum()
 
 
 def _drops_products(value: Expr) -> bool:
@@ -145,37 +171,34 @@ def _drops_products(value: Expr) -> bool:
     )
 
 
-def sink(plan: Plan, before: Iterable[str]) -> Sink | None:
+def sink(plan: Plan, before: Iterable[Statement]) -> Sink | None:
     """Return the sink of a row of the tile ``work``, or None; ``before`` are lines whose names are not used again."""
     if plan.variant.sink is None:
         return None
-    own = {"h": "h", "hk": "work.hk"} if plan.pack_gqa else {"h": "work.h", "hk": "(work.h / group)"}
-    bound = {name: Binding(text) for name, text in {"b": "work.b", **own}.items()}
+    own = {"h": "h", "hk": "{work.hk}"} if plan.pack_gqa else {"h": "{work.h}", "hk": "({work.h} / {group})"}
+    bound = {name: Binding(pattern) for name, pattern in {"b": "{work.b}", **own}.items()}
     code = emit_for(plan, CUDA, [plan.variant.sink], scalar_bindings(plan, CUDA) | bound, taken=declared(before))
     return Sink((*code.hoisted, *code.body), code.results[0])
 
 
-def _steps(plan: Plan, tile: Sequence[str], row: Sequence[str], body: Sequence[str]) -> Steps:
-    """Return the lines of a tile, each where it runs least often."""
-    varying = {"x", *_row_names(plan), *declared(row)}
-    key, element = [], []
-    for line in body:
-        if varying & set(re.findall(r"\w+", line)):
-            element.append(line)
-            varying.update(declared([line]))
-        else:
-            key.append(line)
-    key = used(key, element)
-    row = used(row, element)
-    row = [*_row_lines(plan, "\n".join([*row, *element])), *row]
-    texts = set(re.findall(r"\w+", "\n".join(element)))
+def _steps(plan: Plan, tile: Sequence[Statement], row: Sequence[Statement], body: Sequence[Statement]) -> Steps:
+    """Return the statements of a tile, each where it runs least often."""
+    element, key = depending(body, {"x", *_row_names(plan), *declared(row)})
+    key, row = needed(key, element), needed(row, element)
+    row = (*_row_lines(plan, reads([*row, *element])), *row)
     return Steps(
-        tile=tuple(used(tile, [*row, *key, *element])),
-        row=tuple(row),
-        row_values=tuple((type, name) for type, name in declarations(row) if name in texts),
-        key=(*_key_lines("\n".join([*key, *element])), *key),
-        element=tuple(element),
+        tile=needed(tile, [*row, *key, *element]),
+        row=row,
+        row_values=row_values(row, element),
+        key=(*_key_lines(reads([*key, *element])), *key),
+        element=element,
     )
+
+
+def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[tuple[str, str], ...]:
+    """Return what elements read of what is declared for each row: a type that can hold it, and its name."""
+    read = reads(element)
+    return tuple((each.type, name) for each in row for name in each.names if name in read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +206,14 @@ class Masking:
     """Lines that stand before the loop over keys or queries; those of what it goes along; those that say, by ``ends``,
     which keys a query sees; and the line that masks an element."""
 
-    hoisted: Sequence[str]
-    body: Sequence[str]
-    ends: Sequence[str]
-    test: str
+    hoisted: Sequence[Statement]
+    body: Sequence[Statement]
+    ends: Sequence[Statement]
+    test: Statement
 
 
 def masking(
-    plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str], *, key: str = "key", along: Along = KEYS
+    plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str], *, key: str = "{key}", along: Along = KEYS
 ) -> Masking:
     """Return the lines that mask an element: by the keys that its query sees, and what else the mask asks for.
 
@@ -199,28 +222,32 @@ def masking(
     """
     intervals, rest = own_intervals(plan.variant.mask, facts_of(plan))
     ends: dict[str, Expr] = {}
-    seen, hidden = [], []
+    seen: list[Piece] = []
+    hidden: list[Piece] = []
     for number, interval in enumerate(intervals):
         suffix = f"_{number}" if len(intervals) > 1 else ""
         below, above = f"visible_from{suffix}", f"visible_to{suffix}"
         if interval.lo is not None:
             ends[below] = interval.lo
         ends[above] = SEQLEN_K if interval.hi is None else minimum(interval.hi, SEQLEN_K)
-        seen.append(f"{key} >= {below} && {key} < {above}" if below in ends else f"{key} < {above}")
-        hidden.append(f"{key} < {below} || {key} >= {above}" if below in ends else f"{key} >= {above}")
+        low, high = f"{key} >= {{{below}}}", f"{key} < {{{above}}}"
+        before, behind = f"{key} < {{{below}}}", f"{key} >= {{{above}}}"
+        seen.append(written(f"{low} && {high}" if below in ends else high))
+        hidden.append(written(f"{before} || {behind}" if below in ends else behind))
     exprs = [Op("sub", (from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
     code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken, inner=along.axis)
-    *texts, condition = code.results
-    lines = [f"const int {name} = {text};" for name, text in zip(ends, texts, strict=True)]
+    *values, condition = code.results
+    declarations = [int_constant(name, value) for name, value in zip(ends, values, strict=True)]
     if len(seen) == 1 and rest == TRUE:
         test = hidden[0]
     else:
         if len(seen) > 1:
-            seen = [" || ".join(f"({each})" if "&&" in each else each for each in seen)]
+            seen = [joined(" || ", (written("({})", each) if "&&" in each.text else each for each in seen))]
         if rest != TRUE:
-            seen.append(f"({condition})" if "||" in condition or "?" in condition else condition)
-        test = f"!({' && '.join(seen)})"
-    return Masking(code.hoisted, code.body, lines, f"if ({test}) x = kMasked;")
+            open_ended = "||" in condition.text or "?" in condition.text
+            seen.append(written("({})", condition) if open_ended else condition)
+        test = written("!({})", joined(" && ", seen))
+    return Masking(code.hoisted, code.body, declarations, statement("if ({}) {x} = kMasked;", test))
 
 
 def from_zero(plan: Plan, end: Expr) -> Expr:
@@ -250,27 +277,16 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
     return scalar_bindings(plan, CUDA) | heads | rows
 
 
-def _key_lines(texts: str) -> list[str]:
-    """Return the lines that say which key an element belongs to, as far as these texts use it."""
+def _key_lines(read: frozenset[str]) -> list[Statement]:
+    """Return the statements that say which key an element belongs to, as far as it is read."""
     lines = []
-    if re.search(r"\b(key|kv|kv_packed)\b", texts):
-        lines.append("const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane")
-    if re.search(r"\bkv(_packed)?\b", texts):
-        lines.append("const int kv = kv_first + key;")
-    if re.search(r"\bkv_packed\b", texts):
-        lines.append("const int kv_packed = k_begin + kv;")
+    if read & {"key", "kv", "kv_packed"}:
+        lines.append(int_constant("key", "8 * ({i} / 2) + {i} % 2", comment="from the first one of the lane"))
+    if read & {"kv", "kv_packed"}:
+        lines.append(int_constant("kv", "{kv_first} + {key}"))
+    if "kv_packed" in read:
+        lines.append(int_constant("kv_packed", "{k_begin} + {kv}"))
     return lines
-
-
-def used(lines: Sequence[str], users: Iterable[str]) -> list[str]:
-    """Return the declarations whose names are used by later ones or by the users."""
-    kept: list[str] = []
-    words = set(re.findall(r"\w+", "\n".join(users)))
-    for line in reversed(lines):
-        if not declared([line]) or words.intersection(declared([line])):
-            kept.insert(0, line)
-            words |= set(re.findall(r"\w+", line))
-    return kept
 
 
 def queries(plan: Plan, rows: str) -> str:
@@ -278,22 +294,20 @@ def queries(plan: Plan, rows: str) -> str:
     return f"({rows} >> group_bits)" if plan.pack_gqa else rows
 
 
-def _row_lines(plan: Plan, texts: str) -> list[str]:
-    """Return the lines that name the query of a row and, where rows are of several heads, its head."""
-    asked = [name for name in (*_QUERY_NAMES, "h") if re.search(rf"\b{name}\b", texts)]
-    first, lines = "q_first + 8 * row", []
+def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
+    """Return the statements that name the query of a row and, where rows are of several heads, its head."""
+    asked = read & {*_QUERY_NAMES, "h"}
+    first, lines = "{q_first} + 8 * {row}", []
     if plan.pack_gqa:
-        first = "q_first + (row_in_group + 8 * row >> group_bits)"
+        first = "{q_first} + ({row_in_group} + 8 * {row} >> {group_bits})"
         if "h" in asked:
-            lines.append("const int h = (hk << group_bits) + (row_in_group + 8 * row & group - 1);")
-    if set(asked) <= {"h"}:
+            lines.append(int_constant("h", "({hk} << {group_bits}) + ({row_in_group} + 8 * {row} & {group} - 1)"))
+    if asked <= {"h"}:
         return lines
-    lines.append(f"const int q_row = min({first}, seqlen_q - 1);  // rows behind the end repeat the last one")
-    if "q_pos" in asked:
-        lines.append("const int q_pos = q_row + (seqlen_k - seqlen_q);")
-    if "q_packed" in asked:
-        lines.append("const int q_packed = q_begin + q_row;")
-    return lines
+    lines.append(
+        int_constant("q_row", f"min({first}, {{seqlen_q}} - 1)", comment="rows behind the end repeat the last one")
+    )
+    return [*lines, *number_queries(asked)]
 
 
 def _row_names(plan: Plan) -> tuple[str, ...]:
@@ -301,51 +315,27 @@ def _row_names(plan: Plan) -> tuple[str, ...]:
     return (*_QUERY_NAMES, "h") if plan.pack_gqa else _QUERY_NAMES
 
 
-def _split(plan: Plan, lines: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the lines that depend on the row, those that are the same for all rows of a tile of keys, and those that
-    are the same for a tile of work."""
-    row_names, tile_names = set(_row_names(plan)), {_KV_FIRST.name}
-    row, tile, work = [], [], []
-    for line in lines:
-        words = set(re.findall(r"\w+", line))
-        if words & row_names:
-            row.append(line)
-            row_names.update(declared([line]))
-        elif words & tile_names:
-            tile.append(line)
-            tile_names.update(declared([line]))
-        else:
-            work.append(line)
-    return row, tile, work
-
-
-_DECLARATION = re.compile(r"(const )([\w ]+?)( ?[ *] ?)(\w+) = ")
-
-
-def _declaration(line: str) -> tuple[str, str]:
-    """Return the type of a field that can hold what a line declares, and its name."""
-    found = _DECLARATION.match(line)
-    assert found is not None, line
-    return f"const {found[2]}*" if "*" in found[3] else found[2], found[4]
-
-
-def declarations(lines: Iterable[str]) -> list[tuple[str, str]]:
-    """Return what lines that declare something declare: a type that can hold it, and its name."""
-    return [_declaration(line) for line in lines]
-
-
-def declared(lines: Iterable[str]) -> list[str]:
-    """Return the names that statements declare."""
-    return [found[4] for line in lines if (found := _DECLARATION.match(line))]
+def _split(
+    plan: Plan, statements: Sequence[Statement]
+) -> tuple[tuple[Statement, ...], tuple[Statement, ...], tuple[Statement, ...]]:
+    """Return the statements that depend on the row, those that are the same for all rows of a tile of keys, and those
+    that are the same for a tile of work."""
+    row, rest = depending(statements, _row_names(plan))
+    return row, *depending(rest, {_KV_FIRST.name})
 
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """The mask of one element of the classifier: what comes before all, lines for the element, and the test."""
+    """The mask of one element of the classifier: what comes before all, statements for the element, and the test."""
 
-    hoisted: tuple[str, ...]
-    lines: tuple[str, ...]
-    visible: str
+    hoisted: tuple[Statement, ...]
+    lines: tuple[Statement, ...]
+    visible: Piece
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """All names that the mask reads."""
+        return reads([*self.hoisted, *self.lines, self.visible])
 
 
 def elements(plan: Plan) -> Elements:
@@ -353,15 +343,12 @@ def elements(plan: Plan) -> Elements:
     bound = _elements(plan, ragged=True)
     masked = emit_for(plan, CUDA, [plan.variant.mask], bound)
     row, _, work = _split(plan, masked.hoisted)
-    texts = "\n".join([*row, *masked.body, *masked.results])
-    lines = []
-    if re.search(r"\bq_pos\b", texts):
-        lines.append("const int q_pos = q_row + (seqlen_k - seqlen_q);")
-    if re.search(r"\bq_packed\b", texts):
-        lines.append("const int q_packed = q_begin + q_row;")
-    if re.search(r"\bkv_packed\b", texts):
-        lines.append("const int kv_packed = k_begin + kv;")
-    return Elements(tuple(work), (*lines, *row, *masked.body), masked.results[0])
+    (visible,) = masked.results
+    read = reads([*row, *masked.body, visible])
+    lines = number_queries(read)
+    if "kv_packed" in read:
+        lines.append(int_constant("kv_packed", "{k_begin} + {kv}"))
+    return Elements(work, (*lines, *row, *masked.body), visible)
 
 
 # --- which tiles a box of rows sees -------------------------------------------------------------------------
@@ -371,62 +358,53 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     """Return the ranges of visible and of full tiles along an axis, or the hull that a listing goes through."""
     found = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
     if plan.driver != "ranges":
-        texts, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
-        lines += [f"const int {name} = {text};" for name, text in texts.items() if text != name]
-        return Tiles(with_corners(lines, along=along), (("visible_lo", "visible_hi"),), (), texts)
+        values, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
+        lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
+        return Tiles(with_corners(lines, along=along), (("visible_lo", "visible_hi"),), (), values)
     bounded = Bands(found.visible, (), exact=True)
     nothing = (integer(0), integer(0))  # where the mask is false whatever is called: one range, without a tile
     visible = list(segments(bounded, along.tile, along.length, facts_of(plan)).partial) or [nothing]
     full = [inward(plan, interval, along) for interval in found.full]
     ends = numbered("visible", visible) | numbered("full", full)
-    texts, lines = emit_named(plan, CUDA, {name: settled(plan, end, along) for name, end in ends.items()}, along)
+    values, lines = emit_named(plan, CUDA, {name: settled(plan, end, along) for name, end in ends.items()}, along)
     fields = list(ends)
     pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
-    corners = with_corners(lines, list(texts.values()), along=along)
-    return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), texts)
+    corners = with_corners(lines, values.values(), along=along)
+    return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), values)
 
 
-def with_corners(lines: Sequence[str], others: Sequence[str] = (), *, along: Along = KEYS) -> tuple[str, ...]:
-    """Return the lines behind definitions of the corners that they, or the ``others``, use."""
-    texts = "\n".join([*lines, *others])
-    if along is QUERIES:
-        # a tile behind the used keys has a key of its own all the same, which a mask may ask about
-        hi = "const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);"
-        return (*([hi] if "kv_hi" in texts else []), *lines)
+def with_corners(
+    statements: Sequence[Statement], others: Iterable[Piece] = (), *, along: Along = KEYS
+) -> tuple[Statement, ...]:
+    """Return the statements behind definitions of the corners that they, or the ``others``, read."""
+    read = reads([*statements, *others])
     corners = []
-    if "q_pos_lo" in texts:
-        corners.append("const int q_pos_lo = q_start + (seqlen_k - seqlen_q);")
-    if "q_pos_hi" in texts:
-        corners.append("const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);")
-    if re.search(r"\bh_(lo|hi)\b", texts):
-        corners.append("const int h_lo = hk << group_bits, h_hi = h_lo + (group - 1);")
-    return (*corners, *lines)
+    if along is QUERIES:
+        if "kv_hi" in read:
+            # a tile behind the used keys has a key of its own all the same, which a mask may ask about
+            corners.append(int_constant("kv_hi", "max(min({kv_start} + kBlockN, {seqlen_k}) - 1, {kv_start})"))
+        return (*corners, *statements)
+    if "q_pos_lo" in read:
+        corners.append(int_constant("q_pos_lo", "{q_start} + ({seqlen_k} - {seqlen_q})"))
+    if "q_pos_hi" in read:
+        corners.append(int_constant("q_pos_hi", "{q_hi} + ({seqlen_k} - {seqlen_q})"))
+    if read & {"h_lo", "h_hi"}:
+        corners.append(int_constants({"h_lo": "{hk} << {group_bits}", "h_hi": "{h_lo} + ({group} - 1)"}))
+    return (*corners, *statements)
 
 
 def word(plan: Plan) -> Word:
-    """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
+    """Return the statements that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
     if plan.driver == "tile_map":
-        rows = "b * stride_tile_map_b + h * stride_tile_map_h + q_start / kBlockM * stride_tile_map_q"
-        return Word(
-            (
-                f"const int* tile_map = tile_map_ptr + {rows};",
-                "const uint32_t partial_word = tile_map[words + word];",
-                "const uint32_t visible_word = tile_map[word] | partial_word;",
-            )
-        )
+        return Word(words_of_map("{q_start} / kBlockM * {stride_tile_map_q}"))
     may, must = classify(plan.variant.mask, facts_of(plan), heads=plan.box_heads)
     code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA), prefix="tiles_")
-    lines = ["const int candidate = 32 * word + lane;"]
+    lines = [int_constant("candidate", "32 * {word} + {lane}")]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
-        lines += ["const int kv_lo = candidate * kBlockN, kv_hi = kv_lo + (kBlockN - 1);"]
-    listed = "candidate >= visible_lo && candidate < visible_hi"
-    seen = listed if may == TRUE else f"{listed} && ({code.results[0]})"
+        lines.append(int_constants({"kv_lo": "{candidate} * kBlockN", "kv_hi": "{kv_lo} + (kBlockN - 1)"}))
+    listed = written("{candidate} >= {visible_lo} && {candidate} < {visible_hi}")
+    seen = listed if may == TRUE else written("{} && ({})", listed, code.results[0])
     # the mask's code runs in the ragged last tile too, since keys end in it
-    whole = "false" if must == FALSE else f"({code.results[1]}) && (candidate + 1) * kBlockN <= seqlen_k"
-    lines += [
-        *code.hoisted,
-        f"const bool seen = {seen};",
-        "const uint32_t visible_word = __ballot_sync(~0u, seen);",
-        f"const uint32_t partial_word = __ballot_sync(~0u, !({whole}));",
-    ]
-    return Word(with_corners(lines))
+    inside = "({}) && ({candidate} + 1) * kBlockN <= {seqlen_k}"
+    whole = Piece("false") if must == FALSE else written(inside, code.results[1])
+    return Word(with_corners([*lines, *code.hoisted, *words_of_votes(seen, whole)]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -15,9 +14,10 @@ from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, tensors
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
+from attngen.lang.statements import Piece, Statement, leaf, written
 from attngen.lang.targets import Target
 from attngen.plan.model import Plan
-from attngen.plan.symbols import KERNEL_NAMES, argument_name, extent_name, pointer_name, strides
+from attngen.plan.symbols import PREFIX, argument_name, extent_name, pointer_name, strides
 
 TILE_N = Var("BLOCK_N", Type.INT)
 WHOLE_TILES = Var("whole_tiles", Type.INT)
@@ -60,7 +60,7 @@ class Language:
     tile_m: str
     tile_n: str
     log2e: str
-    narrow: Callable[[str], str]
+    narrow: Callable[[Piece], Piece]
 
 
 TRITON = Language(
@@ -68,9 +68,9 @@ TRITON = Language(
     "BLOCK_M",
     "BLOCK_N",
     "LOG2E",
-    lambda text: f"{text}.to(tl.int32)" if text.isidentifier() else f"({text}).to(tl.int32)",
+    lambda value: written("{}.to(tl.int32)" if value.text.isidentifier() else "({}).to(tl.int32)", value),
 )
-CUDA = Language(Target.CUDA, "kBlockM", "kBlockN", "kLog2e", lambda text: f"static_cast<int>({text})")
+CUDA = Language(Target.CUDA, "kBlockM", "kBlockN", "kLog2e", lambda value: written("static_cast<int>({})", value))
 
 
 #: Lengths that may be 0 while a block is at work, by the axis along which it goes.
@@ -88,7 +88,8 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
                 bound.setdefault(extent, Binding(extent_name(tensor, axis)))
     for scalar in plan.variant.arguments:
         name = argument_name(scalar.name)
-        bound[scalar.name] = Binding(f"({name} != 0)" if scalar.dtype == "bool" else name, wide=scalar.dtype == "int64")
+        pattern = f"({{{name}}} != 0)" if scalar.dtype == "bool" else name
+        bound[scalar.name] = Binding(pattern, wide=scalar.dtype == "int64")
     return bound
 
 
@@ -132,22 +133,22 @@ def emit_for(
     labels: Mapping[Expr, str] | None = None,
     inner: str = "kv",
 ) -> EmittedMany:
-    """Return expressions as text of a kernel; temporaries avoid ``taken`` and every name of the kernel.
+    """Return expressions as text of a kernel; temporaries are names of the user, save those that ``labels`` gives.
 
-    ``inner`` is the axis along which the kernel loops.
+    They avoid ``taken``. ``inner`` is the axis along which the kernel loops.
     """
     return emit_many(
         exprs,
         language.target,
         bound,
         tensor_bindings(plan),
-        prefix=prefix,
+        prefix=f"{PREFIX}{prefix}",
         fast_math=plan.fast_math,
         approximate=plan.approximate,
         # what does not depend on the key is computed for sequences without keys, too, and the other way round
         ranges=known_ranges(plan) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN)),
-        labels={**plan.variant.labels, **(labels or {})},
-        taken={*taken, *KERNEL_NAMES, *(argument.name for argument in plan.arguments)} - set((labels or {}).values()),
+        labels={expr: f"{PREFIX}{prefix}{name}" for expr, name in plan.variant.labels.items()} | dict(labels or {}),
+        taken=taken,
         inner=inner,
     )
 
@@ -230,8 +231,8 @@ def hull_ends(plan: Plan, found: Bands, along: Along = KEYS) -> dict[str, Expr]:
 
 def emit_named(
     plan: Plan, language: Language, values: Mapping[str, Expr], along: Along = KEYS
-) -> tuple[dict[str, str], list[str]]:
-    """Return the text of each value, and the lines that give them their names."""
+) -> tuple[dict[str, Piece], list[Statement]]:
+    """Return each value as a name or a literal, and the statements that give them their names."""
     values = {name: _reachable(plan, value, along) for name, value in values.items()}
     labels: dict[Expr, str] = {}
     for name, value in values.items():
@@ -239,16 +240,16 @@ def emit_named(
             labels.setdefault(value, name)
     code = emit_for(plan, language, list(values.values()), corner_bindings(plan, language, along), labels=labels)
     dialect = language.target.dialect
-    lines = list(code.hoisted)
-    texts = {}
-    for (name, value), text in zip(values.items(), code.results, strict=True):
+    statements = list(code.hoisted)
+    found = {}
+    for (name, value), piece in zip(values.items(), code.results, strict=True):
         if _is_wide(plan, value):
-            text = language.narrow(text)
-        if not re.fullmatch(r"\w+", text):
-            lines.append(dialect.declare(name, Type.INT, False, text))
-            text = name
-        texts[name] = text
-    return texts, lines
+            piece = language.narrow(piece)
+        if not (piece.text.isidentifier() or piece.text.isdecimal()):
+            statements.append(dialect.declare(name, Type.INT, False, piece))
+            piece = leaf(name)
+        found[name] = piece
+    return found, statements
 
 
 def _reachable(plan: Plan, tile: Expr, along: Along) -> Expr:
@@ -265,11 +266,6 @@ def _is_wide(plan: Plan, value: Expr) -> bool:
     return holds_int64(value) or not wide.isdisjoint(names(value) | tensors(value))
 
 
-def atom(text: str) -> str:
-    """Return a text as a factor: in parentheses unless it is a name, a literal, a call or a subscript."""
-    depth = 0
-    for character in text:
-        depth += (character in "([") - (character in ")]")
-        if depth == 0 and character == " ":
-            return f"({text})"
-    return text if not text.startswith(("-", "~")) else f"({text})"
+def in_product(value: Piece, language: Language) -> Piece:
+    """Return a value as a factor: in parentheses unless it is a name, a literal, a call or a subscript."""
+    return value.within(language.target.dialect.atom)

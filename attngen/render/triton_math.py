@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
@@ -12,6 +11,7 @@ from attngen.lang.folding import PRODUCT, fold_logit
 from attngen.lang.ir import Expr, names
 from attngen.lang.segments import segments
 from attngen.lang.simplify import FALSE, TRUE
+from attngen.lang.statements import Piece, Statement, declared, joined, leaf, reads, statement, written
 from attngen.plan.model import Plan
 from attngen.render.expressions import (
     KEYS,
@@ -44,8 +44,13 @@ _NEEDS_MASK = "((partial_word >> index) & 1) != 0"
 class Body:
     """Lines of the score and of the mask in one step; no mask lines where every key is visible."""
 
-    score_lines: tuple[str, ...]
-    mask_lines: tuple[str, ...]
+    score_lines: tuple[Statement, ...]
+    mask_lines: tuple[Statement, ...]
+
+    @property
+    def all(self) -> tuple[Statement, ...]:
+        """All statements."""
+        return (*self.score_lines, *self.mask_lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,11 @@ class Math:
     """Score and mask of a whole tile and of the ragged last one, the texts of the logit and of its multiplier, and
     the lines that come before the loop, because they do not depend on the key."""
 
-    hoisted: tuple[str, ...]
+    hoisted: tuple[Statement, ...]
     whole: Body
     ragged: Body
     logit: str
-    multiplier: str
+    multiplier: Piece
     uses_q_row: bool
     uses_q_pos: bool
 
@@ -81,7 +86,7 @@ class Visits:
     ``condition`` is None where every tile needs it; ``ragged`` is the test whether the ragged last tile is visible.
     """
 
-    lines: tuple[str, ...]
+    lines: tuple[Statement, ...]
     loops: tuple[tuple[str, Ranges], ...]
     condition: str | None
     ragged: str
@@ -91,7 +96,7 @@ class Visits:
 class Words:
     """The lines that list 32 tiles as bits, and the test whether a tile needs the mask (None: each does)."""
 
-    lines: tuple[str, ...]
+    lines: tuple[Statement, ...]
     condition: str | None
 
 
@@ -99,9 +104,9 @@ class Words:
 class Classifier:
     """Lines of the classifier kernel: the keys that it looks at, what is constant, and the mask of one tile."""
 
-    range_lines: tuple[str, ...]
-    hoisted: tuple[str, ...]
-    lines: tuple[str, ...]
+    range_lines: tuple[Statement, ...]
+    hoisted: tuple[Statement, ...]
+    lines: tuple[Statement, ...]
 
 
 # --- names --------------------------------------------------------------------------------------------------
@@ -114,11 +119,11 @@ def _elements(plan: Plan, *, ragged: bool = False) -> dict[str, Binding]:
     """
     keys = frozenset() if ragged else frozenset({"seqlen_k", "total_k"})
     return scalar_bindings(plan, TRITON) | {
-        "q": Binding("q_row[:, None]", _Q, below=frozenset({"seqlen_q"})),
-        "q_pos": Binding("q_pos[:, None]", _Q, below=frozenset({"seqlen_k"})),
-        "q_global": Binding("q_packed[:, None]", _Q, below=frozenset({"total_q"})),
-        "kv": Binding("kv_index[None, :]", _KV, below=keys),
-        "kv_global": Binding("kv_packed[None, :]", _KV, below=keys),
+        "q": Binding("{q_row}[:, None]", _Q, below=frozenset({"seqlen_q"})),
+        "q_pos": Binding("{q_pos}[:, None]", _Q, below=frozenset({"seqlen_k"})),
+        "q_global": Binding("{q_packed}[:, None]", _Q, below=frozenset({"total_q"})),
+        "kv": Binding("{kv_index}[None, :]", _KV, below=keys),
+        "kv_global": Binding("{kv_packed}[None, :]", _KV, below=keys),
         PRODUCT.name: Binding("s", _ELEMENT),
     }
 
@@ -126,82 +131,74 @@ def _elements(plan: Plan, *, ragged: bool = False) -> dict[str, Binding]:
 # --- score and mask of a tile -------------------------------------------------------------------------------
 
 
-def math(plan: Plan, before: Iterable[str] = ()) -> Math:
-    """Return the lines of one step; what does not depend on the key is computed once, before the loop.
+def math(plan: Plan, before: Iterable[Statement] = ()) -> Math:
+    """Return the statements of one step; what does not depend on the key is computed once, before the loop.
 
-    ``before`` are lines of the kernel that stand earlier: their names are not used again.
+    ``before`` are statements of the kernel that stand earlier: their names are not used again.
     """
     variant = plan.variant
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
     plain = variant.score is None
     name = "s" if plain else "logit"
-    hoisted: dict[str, None] = {}
+    hoisted: dict[Statement, None] = {}
     bodies = []
-    multiplier = "scale_log2e"
+    multiplier = leaf("scale_log2e")
+    earlier = declared(before)
     for ragged in (False, True):
         bound = _elements(plan, ragged=ragged)
-        taken = defined(before)
-        scored = emit_for(plan, TRITON, [logit.value, logit.multiplier], bound, taken=taken)
-        taken += defined([*scored.hoisted, *scored.body])
+        scored = emit_for(plan, TRITON, [logit.value, logit.multiplier], bound, taken=earlier)
+        taken = [*earlier, *declared([*scored.hoisted, *scored.body])]
         masked = emit_for(plan, TRITON, [variant.mask], bound, taken=taken)
-        hoisted |= dict.fromkeys(statements([*scored.hoisted, *masked.hoisted]))
-        score_lines = [*scored.body] if plain else [*scored.body, f"logit = {_of_tile(scored)}"]
-        tests = ["kv_index[None, :] < seqlen_k"] * ragged + [masked.results[0]] * variant.masked
-        mask_lines = list(masked.body)
-        if tests:
-            visible = tests[0] if len(tests) == 1 else " & ".join(f"({test})" for test in tests)
-            mask_lines += [f"visible = {visible}", f'{name} = tl.where(visible, {name}, float("-inf"))']
-        for lines in (score_lines, mask_lines):
-            if any("kv_packed" in line for line in lines):
-                lines.insert(0, "kv_packed = k_begin + kv_index")
+        hoisted |= dict.fromkeys((*scored.hoisted, *masked.hoisted))
+        score_lines = [*scored.body] if plain else [*scored.body, assign("logit", _of_tile(scored))]
+        tests = [written("{kv_index}[None, :] < {seqlen_k}")] * ragged + [masked.results[0]] * variant.masked
+        mask_lines = [*masked.body, *(hide(name, tests) if tests else ())]
+        for block in (score_lines, mask_lines):
+            if "kv_packed" in reads(block):
+                block.insert(0, assign("kv_packed", "{k_begin} + {kv_index}"))
         bodies.append(Body(tuple(score_lines), tuple(mask_lines)))
         multiplier = multiplier if plain else scored.results[1]
-    texts = "\n".join([*hoisted, *(line for body in bodies for line in (*body.score_lines, *body.mask_lines))])
+    read = reads([*hoisted, *(each for body in bodies for each in body.all)])
+    rows = [assign("q_packed", "{q_begin} + {q_row}")] if "q_packed" in read else []
     return Math(
-        hoisted=(*_packed_rows(texts), *(line for statement in hoisted for line in statement.splitlines())),
+        hoisted=(*rows, *hoisted),
         whole=bodies[0],
         ragged=bodies[1],
         logit=name,
         multiplier=multiplier,
-        uses_q_row=any(word in texts for word in ("q_row", "q_pos", "q_packed")),
-        uses_q_pos="q_pos[" in texts,
+        uses_q_row=not read.isdisjoint(("q_row", "q_pos", "q_packed")),
+        uses_q_pos="q_pos" in read,
     )
 
 
-def sink(plan: Plan, before: Iterable[str]) -> tuple[tuple[str, ...], str]:
-    """Return the lines behind the loops that compute the sink of the head, and its text; none where there is none."""
-    if plan.variant.sink is None:
-        return (), ""
-    code = emit_for(plan, TRITON, [plan.variant.sink], scalar_bindings(plan, TRITON), taken=defined(before))
+def hide(logit: str, tests: Sequence[Piece]) -> tuple[Statement, ...]:
+    """Return the statements that make a logit -inf where a test fails."""
+    visible = tests[0] if len(tests) == 1 else joined(" & ", (written("({})", test) for test in tests))
+    hidden = written('tl.where({visible}, {logit}, float("-inf"))', logit=leaf(logit))
+    return assign("visible", visible), assign(logit, hidden)
+
+
+def assign(name: str, value: Piece | str) -> Statement:
+    """Return the statement that gives a name to a value; one that is text is a pattern (see ``statements.written``)."""
+    return statement(f"{name} = {{}}", written(value) if isinstance(value, str) else value, declares=name)
+
+
+def sink(plan: Plan, before: Iterable[Statement]) -> tuple[tuple[Statement, ...], Piece]:
+    """Return the statements behind the loops that compute the sink of the head, and its value; for a plan with one."""
+    assert plan.variant.sink is not None
+    code = emit_for(plan, TRITON, [plan.variant.sink], scalar_bindings(plan, TRITON), taken=declared(before))
     return (*code.hoisted, *code.body), code.results[0]
 
 
-def _of_tile(scored: EmittedMany) -> str:
+def _of_tile(scored: EmittedMany) -> Piece:
     """Return the logit of every pair, also where the score depends on row or key alone, or on none."""
-    text = scored.results[0]
-    return text if scored.axes[0] == _ELEMENT else f"tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + ({text})"
+    return of_pairs(scored, "[BLOCK_M, BLOCK_N]")
 
 
-def statements(lines: Iterable[str]) -> Iterator[str]:
-    """Yield each statement with the lines that continue it, which many statements have in common."""
-    statement = ""
-    for line in lines:
-        if statement and not line.startswith((" ", ")")):
-            yield statement
-            statement = line
-        else:
-            statement = f"{statement}\n{line}" if statement else line
-    if statement:
-        yield statement
-
-
-def defined(lines: Iterable[str]) -> list[str]:
-    """Return the names that statements assign, one entry for each assignment."""
-    return [match[1] for line in lines if (match := re.match(r"(\w+) = ", line))]
-
-
-def _packed_rows(texts: str) -> list[str]:
-    return ["q_packed = q_begin + q_row"] if "q_packed" in texts else []
+def of_pairs(scored: EmittedMany, tile: str) -> Piece:
+    """Return the first result for every pair of a tile, also where it depends on row or key alone, or on none."""
+    value = scored.results[0]
+    return value if scored.axes[0] == _ELEMENT else written("tl.zeros({}, tl.float32) + ({})", tile, value)
 
 
 # --- which tiles a block visits -----------------------------------------------------------------------------
@@ -211,12 +208,12 @@ def ranges(plan: Plan, along: Along = KEYS) -> Visits:
     """Return the tiles of a block: by ranges of visible and of full tiles, or the hull that a listing goes through."""
     found = bands(plan.variant.mask, facts_of(plan), over=along.axis)
     if plan.driver != "ranges":
-        texts, lines = _hull(plan, found, along)
+        values, lines = _hull(plan, found, along)
         if plan.driver == "tile_map":
-            own = "q_tile * stride_tile_map_q" if along is KEYS else "kv_tile * stride_tile_map_kv"
-            rows = f"b * stride_tile_map_b + h * stride_tile_map_h + {own}"
-            lines.append(f"tile_map = tile_map_ptr + {rows}")
-        ragged = _ragged([(texts["visible_lo"], texts["visible_hi"])])
+            own = "{q_tile} * {stride_tile_map_q}" if along is KEYS else "{kv_tile} * {stride_tile_map_kv}"
+            rows = "{b} * {stride_tile_map_b} + {h} * {stride_tile_map_h} + "
+            lines.append(assign("tile_map", f"{{tile_map_ptr}} + {rows}{own}"))
+        ragged = _ragged([(values["visible_lo"], values["visible_hi"])])
         return Visits(_with_corners(lines, words(plan, along).lines, along=along), (), None, ragged)
     if plan.mask_code == "loop":
         pieces = segments(found, along.tile, along.length, facts_of(plan))
@@ -228,48 +225,53 @@ def ranges(plan: Plan, along: Along = KEYS) -> Visits:
         whole = [inward(plan, interval, along) for interval in found.full]
     ends = {name: end for kind, spans in groups.items() for name, end in numbered(kind, spans).items()}
     ends |= numbered("full", whole)
-    texts, lines = emit_named(plan, TRITON, {name: settled(plan, end, along) for name, end in ends.items()}, along)
-    pairs = {kind: _pairs(texts, kind, len(spans)) for kind, spans in groups.items()}
+    values, lines = emit_named(plan, TRITON, {name: settled(plan, end, along) for name, end in ends.items()}, along)
+    pairs = {kind: _pairs(values, kind, len(spans)) for kind, spans in groups.items()}
     reach = (lambda hi: hi) if plan.direction == "backward" else (lambda hi: _at_most_whole(hi, along))
     loops = tuple((kind, _loop(kind, spans, lines, reach)) for kind, spans in pairs.items() if spans)
-    outside = [_outside(lo, hi) for lo, hi in _pairs(texts, "full", len(whole))]
+    outside = [_outside(lo, hi) for lo, hi in _pairs(values, "full", len(whole))]
     condition = " & ".join(f"({test})" for test in outside) if len(outside) > 1 else "".join(outside)
     ragged = _ragged([pair for spans in pairs.values() for pair in spans])
-    used = [text for _, loop in loops for text in (loop.lo, loop.hi)]
-    return Visits(_with_corners(lines, [*used, condition], along=along), loops, condition or None, ragged)
+    return Visits(_with_corners(lines, values.values(), along=along), loops, condition or None, ragged)
 
 
-def _pairs(texts: Mapping[str, str], kind: str, count: int) -> list[tuple[str, str]]:
-    """Return the texts of the ends of ``count`` ranges."""
+def _pairs(values: Mapping[str, Piece], kind: str, count: int) -> list[tuple[Piece, Piece]]:
+    """Return the ends of ``count`` ranges."""
     suffixes = [""] if count == 1 else [f"_{number}" for number in range(count)]
-    return [(texts[f"{kind}_lo{suffix}"], texts[f"{kind}_hi{suffix}"]) for suffix in suffixes]
+    return [(values[f"{kind}_lo{suffix}"], values[f"{kind}_hi{suffix}"]) for suffix in suffixes]
 
 
-def _loop(kind: str, ranges: Sequence[tuple[str, str]], lines: list[str], reach: Callable[[str], str]) -> Ranges:
-    """Return the loop over the tiles of ranges, one after the other; add the lines that count them.
+def _loop(
+    kind: str, ranges: Sequence[tuple[Piece, Piece]], lines: list[Statement], reach: Callable[[Piece], Piece]
+) -> Ranges:
+    """Return the loop over the tiles of ranges, one after the other; add the statements that count them.
 
     ``reach`` gives how far a range goes: a forward leaves the ragged last tile to another loop.
     """
     whole = [(lo, reach(hi)) for lo, hi in ranges]
     if len(whole) == 1:
-        return Ranges(*whole[0])
+        lo, hi = whole[0]
+        return Ranges(lo.text, hi.text)
     jumps: list[str] = []
     before = ""
     for number, (lo, hi) in enumerate(whole):
-        length = hi if lo == "0" else f"tl.maximum({hi} - {lo}, 0)"
-        lines.append(f"{kind}_until_{number} = {before + ' + ' if before else ''}{length}")
+        length = hi if lo.text == "0" else written("tl.maximum({} - {}, 0)", hi, lo)
+        until = f"{kind}_until_{number}"
+        lines.append(assign(until, written("{} + {}", leaf(before), length) if before else length))
         if before:
             jumps.append(f"tile = tl.where(i < {before}, tile, {lo} + i - {before})")
-        before = f"{kind}_until_{number}"
+        before = until
     first = whole[0][0]
-    return Ranges("0", before, first="i" if first == "0" else f"{first} + i", jumps=tuple(jumps))
+    return Ranges("0", before, first="i" if first.text == "0" else f"{first} + i", jumps=tuple(jumps))
 
 
-def _at_most_whole(end: str, along: Along) -> str:
-    return WHOLE_TILES.name if end == along.tiles_text else f"tl.minimum({end}, {WHOLE_TILES.name})"
+def _at_most_whole(end: Piece, along: Along) -> Piece:
+    if end.text == along.tiles_text:
+        return leaf(WHOLE_TILES.name)
+    return written("tl.minimum({}, {whole})", end, whole=leaf(WHOLE_TILES.name))
 
 
-def _ragged(ranges: Sequence[tuple[str, str]]) -> str:
+def _ragged(ranges: Sequence[tuple[Piece, Piece]]) -> str:
     """Return the test whether a range holds the tile behind the whole ones; no range reaches beyond the last key.
 
     The text is empty where there is no range at all.
@@ -277,37 +279,40 @@ def _ragged(ranges: Sequence[tuple[str, str]]) -> str:
     tests = []
     for lo, hi in ranges:
         reached = f"{hi} > {WHOLE_TILES.name}"
-        tests.append(reached if lo == "0" else f"({lo} <= {WHOLE_TILES.name}) & ({reached})")
+        tests.append(reached if lo.text == "0" else f"({lo} <= {WHOLE_TILES.name}) & ({reached})")
     return tests[0] if len(tests) == 1 else " | ".join(f"({test})" for test in tests) or ""
 
 
-def _outside(lo: str, hi: str) -> str:
+def _outside(lo: Piece, hi: Piece) -> str:
     """Return the test that a tile lies outside a range of full tiles."""
     after = f"tile >= {hi}"
-    return after if lo == "0" else f"(tile < {lo}) | ({after})"
+    return after if lo.text == "0" else f"(tile < {lo}) | ({after})"
 
 
-def _hull(plan: Plan, found: Bands, along: Along = KEYS) -> tuple[dict[str, str], list[str]]:
-    """Return names and lines of the tiles between the first and the last visible position."""
-    texts, lines = emit_named(plan, TRITON, hull_ends(plan, found, along), along)
-    return texts, [*lines, *(f"{name} = {text}" for name, text in texts.items() if text != name)]
+def _hull(plan: Plan, found: Bands, along: Along = KEYS) -> tuple[dict[str, Piece], list[Statement]]:
+    """Return the tiles between the first and the last visible position, and the statements that name them."""
+    values, lines = emit_named(plan, TRITON, hull_ends(plan, found, along), along)
+    return values, [*lines, *(assign(name, value) for name, value in values.items() if value.text != name)]
 
 
-def _with_corners(lines: Sequence[str], others: Sequence[str] = (), *, along: Along = KEYS) -> tuple[str, ...]:
-    """Return the lines behind definitions of the corners that they, or the ``others``, use."""
-    texts = "\n".join([*lines, *others])
-    if along is QUERIES:
-        # A tile behind the used keys has a key of its own all the same, which a mask may ask about.
-        hi = "kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)"
-        return (*([hi] if "kv_hi" in texts else []), *lines)
+def _with_corners(
+    statements: Sequence[Statement], others: Iterable[Piece | Statement] = (), *, along: Along = KEYS
+) -> tuple[Statement, ...]:
+    """Return the statements behind definitions of the corners that they, or the ``others``, read."""
+    read = reads([*statements, *others])
     corners = []
-    if any(name in texts for name in ("q_hi", "q_pos_hi")):
-        corners.append("q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1")
-    if "q_pos_lo" in texts:
-        corners.append("q_pos_lo = q_start + (seqlen_k - seqlen_q)")
-    if "q_pos_hi" in texts:
-        corners.append("q_pos_hi = q_hi + (seqlen_k - seqlen_q)")
-    return (*corners, *lines)
+    if along is QUERIES:
+        if "kv_hi" in read:
+            # A tile behind the used keys has a key of its own all the same, which a mask may ask about.
+            corners.append(assign("kv_hi", "tl.maximum(tl.minimum({kv_start} + BLOCK_N, {seqlen_k}) - 1, {kv_start})"))
+        return (*corners, *statements)
+    if not read.isdisjoint(("q_hi", "q_pos_hi")):
+        corners.append(assign("q_hi", "tl.minimum({q_start} + BLOCK_M, {seqlen_q}) - 1"))
+    if "q_pos_lo" in read:
+        corners.append(assign("q_pos_lo", "{q_start} + ({seqlen_k} - {seqlen_q})"))
+    if "q_pos_hi" in read:
+        corners.append(assign("q_pos_hi", "{q_hi} + ({seqlen_k} - {seqlen_q})"))
+    return (*corners, *statements)
 
 
 def words(plan: Plan, along: Along = KEYS) -> Words:
@@ -315,14 +320,12 @@ def words(plan: Plan, along: Along = KEYS) -> Words:
     if plan.driver == "ranges":
         return Words((), None)
     if plan.driver == "tile_map":
-        return Words(
-            (
-                "partial_word = tl.load(tile_map + words + word)",
-                "visible_word = tl.load(tile_map + word) | partial_word",
-                "visible_count = count_bits(visible_word)",
-            ),
-            _NEEDS_MASK,
+        lines = (
+            assign("partial_word", "tl.load({tile_map} + {words} + {word})"),
+            assign("visible_word", "tl.load({tile_map} + {word}) | {partial_word}"),
+            assign("visible_count", "count_bits({visible_word})"),
         )
+        return Words(lines, _NEEDS_MASK)
     return _classified_words(plan, along)
 
 
@@ -332,41 +335,43 @@ def _classified_words(plan: Plan, along: Along) -> Words:
     bound = corner_bindings(plan, TRITON, along)
     bound |= {name: Binding(name, frozenset({along.axis})) for name in _CORNERS[along.axis]}
     code = emit_for(plan, TRITON, [may, must], bound, prefix="tiles_", inner=along.axis)
-    lines = ["tiles = word * 32 + tl.arange(0, 32)", *corners]
     seen, seen_whole = code.results
-    last = "tl.minimum(visible_hi, whole_tiles)"
+    last = written("tl.minimum({visible_hi}, {whole_tiles})")
     if plan.direction == "backward":  # the ragged tile is one that the mask cuts, if it is not out of sight
-        last = "visible_hi"
-        seen = f"({seen}) | (tiles >= whole_tiles)"
-        seen_whole = f"({seen_whole}) & (tiles < whole_tiles)"
-    lines += [
+        last = leaf("visible_hi")
+        seen = written("({}) | ({tiles} >= {whole_tiles})", seen)
+        seen_whole = written("({}) & ({tiles} < {whole_tiles})", seen_whole)
+    lines = [
+        assign("tiles", "{word} * 32 + tl.arange(0, 32)"),
+        *corners,
         *code.hoisted,
         *code.body,
-        f"seen = (tiles >= visible_lo) & (tiles < {last})",
-        *([f"seen &= {seen}"] if may != TRUE else []),
-        "bit = 1 << tl.arange(0, 32)",
-        "visible_word = tl.sum(tl.where(seen, bit, 0))",
-        "visible_count = tl.sum(seen.to(tl.int32))",
+        assign("seen", written("({tiles} >= {visible_lo}) & ({tiles} < {})", last)),
+        *([statement("{seen} &= {}", seen)] if may != TRUE else []),
+        assign("bit", "1 << tl.arange(0, 32)"),
+        assign("visible_word", "tl.sum(tl.where({seen}, {bit}, 0))"),
+        assign("visible_count", "tl.sum({seen}.to(tl.int32))"),
     ]
     if must == FALSE:
         return Words(tuple(lines), None)
     lines += [
-        f"seen_whole = {seen_whole}",
-        "partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))",
+        assign("seen_whole", seen_whole),
+        assign("partial_word", "tl.sum(tl.where({seen} & ~{seen_whole}, {bit}, 0))"),
     ]
     return Words(tuple(lines), _NEEDS_MASK)
 
 
-def _corners_of_tiles(along: Along, used: frozenset[str]) -> list[str]:
-    """Return the lines that give the corners of 32 tiles, as far as they are used."""
+def _corners_of_tiles(along: Along, used: frozenset[str]) -> list[Statement]:
+    """Return the statements that give the corners of 32 tiles, as far as they are used."""
     if along is KEYS:
         wanted = bool({"kv_lo", "kv_hi"} & used)
-        return ["kv_lo = tiles * BLOCK_N", "kv_hi = kv_lo + (BLOCK_N - 1)"] if wanted else []
+        return [assign("kv_lo", "{tiles} * BLOCK_N"), assign("kv_hi", "{kv_lo} + (BLOCK_N - 1)")] if wanted else []
     lines = []
     if used & set(_CORNERS["q"]):
-        lines += ["q_lo = tiles * BLOCK_M", "q_hi = q_lo + (BLOCK_M - 1)"]
+        lines += [assign("q_lo", "{tiles} * BLOCK_M"), assign("q_hi", "{q_lo} + (BLOCK_M - 1)")]
     if used & {"q_pos_lo", "q_pos_hi"}:
-        lines += ["q_pos_lo = q_lo + (seqlen_k - seqlen_q)", "q_pos_hi = q_hi + (seqlen_k - seqlen_q)"]
+        lines.append(assign("q_pos_lo", "{q_lo} + ({seqlen_k} - {seqlen_q})"))
+        lines.append(assign("q_pos_hi", "{q_hi} + ({seqlen_k} - {seqlen_q})"))
     return lines
 
 
@@ -381,18 +386,17 @@ def map_lines(plan: Plan, along: Along) -> Classifier:
     _, lines = _hull(plan, found, along)
     ragged = plan.direction == "backward"  # whose map has the ragged last tile, too
     bound = _elements(plan, ragged=ragged) if along is KEYS else _elements_of_key_tile(plan)
-    mask = emit_for(plan, TRITON, [plan.variant.mask], bound, taken=defined(lines), inner=along.axis)
+    mask = emit_for(plan, TRITON, [plan.variant.mask], bound, taken=declared(lines), inner=along.axis)
     body, hoisted = list(mask.body), list(mask.hoisted)
-    texts = "\n".join([*hoisted, *body, *mask.results])
+    read = reads([*hoisted, *body, *mask.results])
     moving, kept = (body, hoisted) if along is KEYS else (hoisted, body)
-    rows = "q_packed = q_begin + q_row" if along is KEYS else "q_packed = q_begin + q_index"
-    if "kv_packed" in texts:
-        moving.insert(0, "kv_packed = k_begin + " + ("kv_index" if along is KEYS else "kv_row"))
-    if "q_packed" in texts:
-        kept.insert(0, rows)
-    if along is QUERIES and "q_pos[" in texts:
-        body.insert(0, "q_pos = q_index + (seqlen_k - seqlen_q)")
-    body.append(f"visible = {mask.results[0]}")
+    if "kv_packed" in read:
+        moving.insert(0, assign("kv_packed", "{k_begin} + {kv_index}" if along is KEYS else "{k_begin} + {kv_row}"))
+    if "q_packed" in read:
+        kept.insert(0, assign("q_packed", "{q_begin} + {q_row}" if along is KEYS else "{q_begin} + {q_index}"))
+    if along is QUERIES and "q_pos" in read:
+        body.insert(0, assign("q_pos", "{q_index} + ({seqlen_k} - {seqlen_q})"))
+    body.append(assign("visible", mask.results[0]))
     return Classifier(_with_corners(lines, along=along), tuple(hoisted), tuple(body))
 
 
@@ -400,7 +404,7 @@ def _elements_of_key_tile(plan: Plan) -> dict[str, Binding]:
     """Return the bindings where a tile of keys is kept: the keys beyond the end repeat the last one."""
     queries = {"q": "q_index", "q_pos": "q_pos", "q_global": "q_packed"}
     return scalar_bindings(plan, TRITON) | {
-        **{name: Binding(f"{text}[:, None]", _Q) for name, text in queries.items()},
-        "kv": Binding("kv_row[None, :]", _KV, below=frozenset({"seqlen_k", "total_k"})),
-        "kv_global": Binding("kv_packed[None, :]", _KV, below=frozenset({"seqlen_k", "total_k"})),
+        **{name: Binding(f"{{{text}}}[:, None]", _Q) for name, text in queries.items()},
+        "kv": Binding("{kv_row}[None, :]", _KV, below=frozenset({"seqlen_k", "total_k"})),
+        "kv_global": Binding("{kv_packed}[None, :]", _KV, below=frozenset({"seqlen_k", "total_k"})),
     }

@@ -1,7 +1,7 @@
 """Which names a spec may give to things, and why a name is refused.
 
-Names become symbols, file names and keyword arguments, so they are plain ASCII identifiers that no target
-language and no part of a call already uses.
+Names become file names and keyword arguments, so they are plain ASCII identifiers that no part of a call already uses.
+In kernels they have a namespace of their own (``plan/symbols.py``).
 """
 
 from __future__ import annotations
@@ -28,15 +28,8 @@ FILE_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$"
 #: Lengths that a shape may name. Any other name is taken from the tensor at the call.
 EXTENTS: tuple[str, ...] = ("b", "h", "hk", "seqlen_q", "seqlen_k", "total_q", "total_k")
 
-_CPP = (
-    "alignas alignof asm auto bool case catch char class const constexpr default delete do double else enum explicit "
-    "export extern float for friend goto if inline int long mutable namespace new operator private protected public "
-    "register return short signed sizeof static struct switch template this throw try typedef typename union unsigned "
-    "using virtual void volatile wchar_t while"
-)
-
-#: Names that a scalar, a tensor or a let value may not take: those of the language, of a call, and of C++.
-RESERVED: frozenset[str] = declarations.RESERVED | frozenset(_CPP.split()) | frozenset(keyword.kwlist)
+#: Names that a scalar, a tensor or a let value may not take: those of the language and of a call, and words of Python.
+RESERVED: frozenset[str] = declarations.RESERVED | frozenset(keyword.kwlist)
 
 #: Modules that programs import beside a package, which would hide them: attngen, and what it needs or runs with.
 _BESIDE = (
@@ -89,9 +82,9 @@ def check_symbol(name: object) -> str:
         name, SYMBOL_PATTERN, f"allowed: at most {MAX_NAME} ASCII letters, digits and _, the first one a letter"
     )
     if name in RESERVED or "__" in name:
-        user = "a call, the expression language or generated code"
         raise ValueError(
-            f"'{name}' is reserved: {user} already uses it; allowed: another name, such as '{_near(name)}'"
+            f"'{name}' is reserved: a call or the expression language already uses it; "
+            f"allowed: another name, such as '{_near(name)}'"
         )
     return name
 

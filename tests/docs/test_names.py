@@ -32,7 +32,7 @@ OTHERS = {
     "FlopCounterMode": "torch's",
     "position_ids": "transformers'",
     "attngen.kernels": "a group of entry points",
-    "attngen.spec": "what attngen.schema was",
+    "attngen.schema": "what attngen.schema was",
     "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2": "an example of a kernel's name",
 }
 

@@ -17,6 +17,7 @@ from attngen.dtypes import DTYPES
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.ir import Expr, Type
 from attngen.lang.ranges import declared_ranges
+from attngen.lang.statements import lines
 from attngen.lang.targets import Target
 from tests.lang import randoms
 from tests.lang.randoms import BATCH, HEADS, SEQLEN_K, SEQLEN_Q
@@ -75,11 +76,11 @@ def triton_bindings() -> dict[str, Binding]:
     scalar = {name: Binding(name) for name in (*randoms.indices(), *(s.name for s in _ARGUMENTS))}
     return {
         **scalar,
-        "q": Binding("q_index[:, None]", _ROW),
-        "kv": Binding("kv_index[None, :]", _COLUMN),
-        "q_pos": Binding("(q_index + (seqlen_k - seqlen_q))[:, None]", _ROW),
-        "q_global": Binding("(b * seqlen_q + q_index)[:, None]", _ROW),
-        "kv_global": Binding("(b * seqlen_k + kv_index)[None, :]", _COLUMN),
+        "q": Binding("{q_index}[:, None]", _ROW),
+        "kv": Binding("{kv_index}[None, :]", _COLUMN),
+        "q_pos": Binding("({q_index} + ({seqlen_k} - {seqlen_q}))[:, None]", _ROW),
+        "q_global": Binding("({b} * {seqlen_q} + {q_index})[:, None]", _ROW),
+        "kv_global": Binding("({b} * {seqlen_k} + {kv_index})[None, :]", _COLUMN),
         "s": Binding("s", _ROW | _COLUMN),
     }
 
@@ -101,7 +102,7 @@ def triton_kernel(name: str, exprs: Sequence[Expr], emitted: EmittedMany) -> str
     return _TRITON_KERNEL.format(
         name=name,
         arguments=", ".join(triton_arguments()),
-        lines="\n".join(f"    {line}" for line in (*emitted.hoisted, *emitted.body)),
+        lines="\n".join(f"    {line}" for line in lines((*emitted.hoisted, *emitted.body))),
         zero="float32" if any(e.type is Type.FLOAT for e in exprs) else "int64",
         result=" + ".join(results),
     )
@@ -252,7 +253,7 @@ def run_cxx(exprs: Sequence[Expr], folder: Path) -> list[torch.Tensor]:
             i=i,
             kind="float" if expr.type is Type.FLOAT else "long long",
             unpack=_unpack(),
-            lines="\n".join(f"      {line}" for line in (*emitted.hoisted, *emitted.body)),
+            lines="\n".join(f"      {line}" for line in lines((*emitted.hoisted, *emitted.body))),
             result=emitted.results[0],
         )
     source, library = folder / "functions.cpp", folder / "functions.so"

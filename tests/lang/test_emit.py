@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,14 @@ import torch
 
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
-from attngen.lang.emit import Binding, Emitted, TensorBinding, emit, emit_many
+from attngen.lang.emit import Binding, Emitted, TensorBinding, emit_many
+from attngen.lang.emit import emit as emit_values
 from attngen.lang.folding import fold_logit
 from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.printing import canonical
 from attngen.lang.ranges import declared_ranges
+from attngen.lang.statements import Piece, declared, lines, reads
 from attngen.lang.targets import Target
 from attngen.lang.usage import decides
 from attngen.lang.variant import Scalar, Tensor, Variant
@@ -27,9 +32,9 @@ from tests.lang import harness, randoms
 ROW, COLUMN = frozenset({"q"}), frozenset({"kv"})
 NAMES = {
     **{name: Binding(name) for name in ("b", "h", "hk", "seqlen_q", "seqlen_k", "window", "dilation", "step")},
-    "q": Binding("q_index[:, None]", ROW),
-    "q_pos": Binding("q_position[:, None]", ROW),
-    "kv": Binding("kv_index[None, :]", COLUMN),
+    "q": Binding("{q_index}[:, None]", ROW),
+    "q_pos": Binding("{q_position}[:, None]", ROW),
+    "kv": Binding("{kv_index}[None, :]", COLUMN),
     "s": Binding("s", ROW | COLUMN),
 }
 SCALARS = [
@@ -62,15 +67,30 @@ def variant(mask: str | None = None, score: str | None = None, let: dict[str, st
     return compile_variant("v", mask, score, SCALARS, TENSORS, let)
 
 
-def text(expr: Expr, target: Target = Target.TRITON, **options: Any) -> Emitted:
+@dataclass(frozen=True)
+class Text:
+    """What is emitted, as text."""
+
+    hoisted: tuple[str, ...]
+    body: tuple[str, ...]
+    result: str
+    axes: frozenset[str]
+
+
+def emit(*args: Any, **options: Any) -> Text:
+    code = emit_values(*args, **options)
+    return Text(lines(code.hoisted), lines(code.body), code.result.text, code.axes)
+
+
+def text(expr: Expr, target: Target = Target.TRITON, **options: Any) -> Text:
     return emit(expr, target, NAMES, BOUND, ranges=RANGES, **options)
 
 
-def mask(source: str, target: Target = Target.TRITON, **options: Any) -> Emitted:
+def mask(source: str, target: Target = Target.TRITON, **options: Any) -> Text:
     return text(variant(source).mask, target, **options)
 
 
-def score(source: str, target: Target = Target.TRITON, **options: Any) -> Emitted:
+def score(source: str, target: Target = Target.TRITON, **options: Any) -> Text:
     found = variant(None, source).score
     assert found is not None
     return text(found, target, **options)
@@ -81,7 +101,7 @@ def score(source: str, target: Target = Target.TRITON, **options: Any) -> Emitte
 
 def test_a_mask_is_one_expression() -> None:
     code = mask("q_pos >= kv")
-    assert code == Emitted((), (), "q_position[:, None] >= kv_index[None, :]", ROW | COLUMN)
+    assert code == Text((), (), "q_position[:, None] >= kv_index[None, :]", ROW | COLUMN)
 
 
 def test_what_is_used_twice_is_computed_once() -> None:
@@ -93,7 +113,9 @@ def test_what_is_used_twice_is_computed_once() -> None:
 def test_names_of_let_values_are_used() -> None:
     v = variant("0 <= gap < window", None, {"gap": "q_pos - kv"})
     code = text(v.mask, labels=v.labels, prefix="mask_")
-    assert code.body == ("mask_gap = q_position[:, None] - kv_index[None, :]",)
+    assert code.body == ("gap = q_position[:, None] - kv_index[None, :]",)
+    code = text(v.mask, prefix="mask_")
+    assert code.body == ("mask_q_pos_minus_kv = q_position[:, None] - kv_index[None, :]",)
 
 
 def test_what_does_not_vary_along_the_keys_is_hoisted() -> None:
@@ -140,8 +162,8 @@ def test_a_proven_index_needs_no_predicate() -> None:
 def test_a_name_that_stays_below_an_extent_needs_no_test_of_it() -> None:
     names = {
         **NAMES,
-        "kv": Binding("kv_index[None, :]", COLUMN, below=frozenset({"seqlen_k"})),
-        "q_pos": Binding("q_position[:, None]", ROW, below=frozenset({"seqlen_k"})),
+        "kv": Binding("{kv_index}[None, :]", COLUMN, below=frozenset({"seqlen_k"})),
+        "q_pos": Binding("{q_position}[:, None]", ROW, below=frozenset({"seqlen_k"})),
     }
     code = emit(variant("doc[b, q_pos] == doc[b, kv]").mask, Target.TRITON, names, BOUND, ranges=RANGES)
     assert "mask=" not in "".join(code.body)
@@ -167,7 +189,7 @@ def test_conditions_guard_loads_that_vary_as_much() -> None:
 
 def test_a_bool_tensor_and_a_scalar_tensor() -> None:
     assert mask("pad[b, kv]").body[-1] == ") != 0"
-    assert score("s + bias").hoisted == ("bias = tl.load(bias_ptr).to(tl.float32)",)
+    assert score("s + bias").hoisted == ("bias_value = tl.load(bias_ptr).to(tl.float32)",)
     assert "int64" in "".join(mask("cu[b] + kv < 7").hoisted)
 
 
@@ -179,7 +201,7 @@ def test_scalars_only() -> None:
         Type.INT,
     )
     code = emit(low, Target.TRITON, names)
-    assert code == Emitted((), (), "tl.maximum(q_lo - window, 0)", frozenset())
+    assert code == Text((), (), "tl.maximum(q_lo - window, 0)", frozenset())
     found = Search(
         "doc",
         1,
@@ -206,18 +228,12 @@ def test_names_stay_clear_of_the_template() -> None:
     assert code.body[0].startswith("q_pos_minus_kv_2 = ")
 
 
-def test_names_are_no_words_of_the_language() -> None:
-    bound = {"register": TensorBinding("register_ptr", (), (), "fp32")}
-    code = emit(Load("register", (), Type.FLOAT), Target.CUDA, {}, bound)
-    assert code.hoisted == ("const float register_2 = *register_ptr;",)
-
-
 def test_several_expressions_share() -> None:
     v = variant("q_pos - kv < window", "s - (q_pos - kv)")
     assert v.score is not None
     code = emit_many([v.mask, v.score], Target.TRITON, NAMES, ranges=RANGES)
-    assert code.body == ("q_pos_minus_kv = q_position[:, None] - kv_index[None, :]",)
-    assert code.results == ("q_pos_minus_kv < window", "s - q_pos_minus_kv.to(tl.float32)")
+    assert lines(code.body) == ("q_pos_minus_kv = q_position[:, None] - kv_index[None, :]",)
+    assert [each.text for each in code.results] == ["q_pos_minus_kv < window", "s - q_pos_minus_kv.to(tl.float32)"]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +307,7 @@ def test_nothing_that_decides_divides_inexactly(seed: int) -> None:
             [part], Target.TRITON, harness.triton_bindings(), harness.tensor_bindings(), ranges=harness.RANGES,
             fast_math=True,
         )  # fmt: skip
-        text = "\n".join((*emitted.hoisted, *emitted.body, emitted.results[0]))
+        text = "\n".join([*lines((*emitted.hoisted, *emitted.body)), emitted.results[0].text])
         assert not any(isinstance(node, ast.Div) for node in ast.walk(ast.parse(text))), canonical(part)
         assert "tl.sqrt(" not in text
 
@@ -312,7 +328,7 @@ def test_cuda_declares_types() -> None:
     assert "const int q_pos_minus_kv = " in "\n".join(code.body)
     assert "const bool pad_kv = " in "\n".join(code.body)
     assert "const float slope_h = to_float(slope_ptr[" in score("s + slope[h]", Target.CUDA).hoisted[0]
-    assert "const float bias = to_float(*bias_ptr);" in score("s + bias", Target.CUDA).hoisted
+    assert "const float bias_value = to_float(*bias_ptr);" in score("s + bias", Target.CUDA).hoisted
 
 
 def test_a_name_without_a_binding() -> None:
@@ -340,6 +356,47 @@ def test_every_operator_has_a_form(op: str, target: Target) -> None:
     assert code.result
     if target is Target.TRITON:
         ast.parse("\n".join([*code.hoisted, *code.body, code.result]))
+
+
+# --- what it reads ----------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"(?<![\w.\"$])[A-Za-z_]\w*")
+
+
+def named(text: str, names: Collection[str]) -> set[str]:
+    """Return which of the names a text has, by its words."""
+    return set(_NAME.findall(text)) & set(names)
+
+
+@pytest.mark.parametrize("target", list(Target))
+@pytest.mark.parametrize("seed", range(60))
+def test_statements_know_what_they_read_and_declare(seed: int, target: Target) -> None:
+    """What views ask of statements is what their text says, of every operator, load and temporary."""
+    kind = ("mask", "int", "float")[seed % 3]
+    expr = randoms.expression(seed, kind=kind, depth=4, logit=kind == "float")
+    bound, tensors = harness.triton_bindings(), harness.tensor_bindings()
+    code: Emitted = emit_values(expr, target, bound, tensors, ranges=harness.RANGES)
+    known = {*reads(binding.value for binding in bound.values()), *declared([*code.hoisted, *code.body])}
+    for tensor in tensors.values():
+        known |= {tensor.pointer, *tensor.strides, *tensor.extents}
+    for each in (*code.hoisted, *code.body, code.result):
+        own = set() if isinstance(each, Piece) else set(each.names)
+        assert named(each.text, known) - own == each.reads & known, each
+        assert own <= named(each.text, known)
+
+
+def test_emitted_statements_are_in_order() -> None:
+    """A statement declares one name, and reads what stands before it."""
+    for seed in range(60):
+        expr = randoms.expression(seed, kind="float", depth=4, logit=True)
+        bound, tensors = harness.triton_bindings(), harness.tensor_bindings()
+        code: Emitted = emit_values(expr, Target.TRITON, bound, tensors, ranges=harness.RANGES)
+        later = declared([*code.hoisted, *code.body])
+        assert len(set(later)) == len(later)
+        for each in (*code.hoisted, *code.body):
+            assert not each.reads & set(later)
+            later.remove(each.names[0])
+        assert not later
 
 
 # --- what it computes -------------------------------------------------------------------------------------

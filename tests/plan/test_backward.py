@@ -106,7 +106,7 @@ def test_full_tiles_have_no_mask_code_and_the_scale_is_applied_once() -> None:
 def test_gradients_of_own_tensors_are_added_atomically_and_so_not_deterministic() -> None:
     found = planned("own", passes="backward", declared=LEARNED)
     names = [argument.name for argument in found.launch("dq").arguments]
-    assert {"gradient_slope_ptr", "gradient_gain_ptr", "gain_ptr"} <= set(names)
+    assert {"gradient_u_slope", "gradient_u_gain", "u_gain"} <= set(names)
     assert render(found).text.count("tl.atomic_add(") == 2
     assert "tl.atomic_add(" not in render(planned("alibi", passes="backward")).text
     with pytest.raises(PlanError, match=r"deterministic: gradients .* allowed: false"):

@@ -11,7 +11,7 @@ import pytest
 from attngen.lang.ir import Op, Type, Var
 from attngen.lang.variant import Scalar
 from attngen.plan import plan
-from attngen.plan.symbols import KERNEL_NAMES, argument_name
+from attngen.plan.symbols import PREFIX, argument_name
 from attngen.render import render
 from attngen.resources import root
 from attngen.schema import KernelSpec, expand, load_spec_text, preset_names
@@ -45,20 +45,6 @@ def test_no_kernel_binds_what_the_user_named(spec: str) -> None:
             assert not assigned(kernel) & own, found.name
 
 
-def test_the_template_binds_only_names_that_it_reserves() -> None:
-    differences = ("", "layout: varlen", "loads: pointer", "head_dim: {qk: 192, v: 96}", "tile_map: always")
-    passes = ("backend: triton", "passes: backward\n    backward: {backend: triton}")
-    for fields in (f"{of_pass}\n    {fields}" for of_pass in passes for fields in differences):
-        head_dim = "" if "head_dim" in fields else "    head_dim: 64\n"
-        text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - variant: full\n{head_dim}    {fields}\n"
-        (spec,) = expand(load_spec_text(text))
-        found = plan(spec)
-        for function in kernels(render(found).text):
-            reserved = KERNEL_NAMES | {argument.name for argument in found.arguments} | set(parameters(function))
-            loose = {name for name in assigned(function) if argument_name(name) == name} - reserved - {"_"}
-            assert not loose, f"add to KERNEL_NAMES: {sorted(loose)}"
-
-
 def with_scalar(spec: KernelSpec, name: str) -> KernelSpec:
     """Return the kernel with one more scalar of that name, which its mask reads."""
     variant = spec.variant
@@ -73,7 +59,7 @@ def test_a_scalar_with_the_name_of_any_temporary_does_not_collide(preset: str) -
     text = f"schema: 1\npackage: t\narch: [sm90a]\nkernels:\n  - {entry}\n"
     (spec,) = expand(load_spec_text(text))
     bound = set[str]().union(*(assigned(kernel) for kernel in kernels(render(plan(spec)).text)))
-    temporaries = {name for name in bound - KERNEL_NAMES if argument_name(name) == name} - {"_"}
+    temporaries = {name.removeprefix(PREFIX) for name in bound if name.startswith(PREFIX)}
     for name in sorted(temporaries):
         renamed = plan(with_scalar(spec, name))
         for kernel in kernels(render(renamed).text):

@@ -1,63 +1,75 @@
-"""Names that the templates define: a scalar, a tensor or a let value of such a name is refused, or gets another one."""
+"""What a user names lives in a namespace of its own: nothing in templates, headers or views begins like it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import attngen
 from attngen.errors import SpecError
-from attngen.plan import plan
-from attngen.plan.symbols import argument_name
+from attngen.plan import plan, symbols
 from attngen.render import render
 from attngen.resources import templates_dir
 from attngen.schema import expand, load_spec_text
-from attngen.schema.names import check_symbol
-from tests.render.cuda_sources import code as code_of_cuda
 from tests.render.cuda_sources import identifiers
 
-_JINJA = re.compile(r"\$\{[^}]*\}|<%[^%]*%>|<#.*?#>|(?m:^\s*(?:#%|//%)[^\n]*$)")
-_PYTHON = re.compile(r"^ *(?:([\w, ]+) (?:[-+*&|]?=) |for ([\w, ]+) in |def (\w+)\()", re.MULTILINE)
-_TYPE = r"(?:const |constexpr |auto|int|float|bool|uint32_t|long long|Place|Work|Spans|struct|using|Row)"
-_CUDA = re.compile(rf"(?<!\w){_TYPE}+[ *&]+(\w+)|, (\w+)(?:\[\w+\])? = |\[(\w+(?:, \w+)*)\] = ")
+PACKAGE = Path(attngen.__file__).parent
+TEMPLATES = sorted(path for part in ("cuda", "triton") for path in (templates_dir() / part).rglob("*.*"))
+#: What gives kernels their names beside the templates.
+MODULES = sorted(
+    path for part in ("plan", "render", "lang") for path in (PACKAGE / part).rglob("*.py") if path.name != "symbols.py"
+)
 
 
-def legal(name: str) -> bool:
-    try:
-        check_symbol(name)
-    except ValueError:
-        return False
-    return True
+def of_users(text: str) -> list[str]:
+    """Return the names of a text that are of the users' namespace, or of what belongs to a tensor in it."""
+    prefix = symbols.PREFIX
+    return re.findall(rf"(?<![A-Za-z0-9_])(?:stride_|extent_|gradient_)?{prefix}\w*", text)
 
 
-def defined_in_triton() -> Iterator[str]:
-    for path in sorted((templates_dir() / "triton").glob("*.j2")):
-        if path.name == "_helpers.py.j2":
-            continue  # functions, which have names of their own scope
-        text = _JINJA.sub("", path.read_text())
-        for groups in _PYTHON.findall(re.sub(r'"""(.|\n)*?"""|#.*', "", text)):
-            yield from re.findall(r"\w+", " ".join(groups))
+def test_names_of_users_are_known_by_their_prefix() -> None:
+    names = [symbols.argument_name("window"), symbols.pointer_name("doc"), symbols.gradient_pointer("slope")]
+    assert of_users(", ".join(names)) == names == ["u_window", "u_doc", "gradient_u_slope"]
+    assert of_users("stride_u_doc_0 + extent_u_doc_1 * cu_seqlens + u") == ["stride_u_doc_0", "extent_u_doc_1"]
 
 
-def defined_in_cuda() -> Iterator[str]:
-    for path in sorted((templates_dir() / "cuda").rglob("*.j2")):
-        text = code_of_cuda(_JINJA.sub("", path.read_text()))
-        for groups in _CUDA.findall(text):
-            yield from re.findall(r"\w+", " ".join(groups))
+@pytest.mark.parametrize("path", [*TEMPLATES, *MODULES], ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_name_of_a_kernel_is_of_the_users_namespace(path: Path) -> None:
+    assert not of_users(path.read_text())
 
 
-DEFINED = sorted({*defined_in_triton(), *defined_in_cuda()})
+def test_all_templates_and_headers_are_looked_at() -> None:
+    names = {path.name for path in TEMPLATES}
+    assert {"kernel.cu.j2", "forward.py.j2", "backward.py.j2", "softmax.cuh", "expression.cuh"} <= names
 
 
-def test_they_are_found() -> None:
-    assert {"row_max", "q_index", "visible_word", "acc", "lse", "dead", "delta_rows"} <= set(defined_in_triton())
-    assert {"q_begin", "work", "remaining", "load_v", "row_sum", "kept", "kBlockM", "blind"} <= set(defined_in_cuda())
-
-
-@pytest.mark.parametrize("name", [name for name in DEFINED if legal(name)])
-def test_names_of_the_templates_are_refused_or_get_a_suffix(name: str) -> None:
-    assert argument_name(name) != name, f"add {name} to KERNEL_NAMES of attngen/plan/arguments.py"
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_kinds_of_names_do_not_meet(backend: str) -> None:
+    """A scalar that is called as what belongs to a tensor, or as a temporary that is made of one."""
+    text = (
+        "schema: 1\narch: sm90a\nvariants:\n  own:\n"
+        "    tensors: {doc: {dtype: int32, shape: [b, seqlen_k]}, doc_1: {dtype: int32, shape: [b, h]}}\n"
+        "    scalars:\n"
+        + "".join(
+            f"      {name}: {{type: int32}}\n"
+            for name in ("doc_ptr", "stride_doc_0", "extent_doc_0", "doc_b_kv", "doc_b", "u_doc", "gradient_doc")
+        )
+        + '    mask: "doc[b, kv] == doc[b, q_pos] and doc_1[b, h] < kv + doc_ptr + stride_doc_0 + extent_doc_0'
+        + ' + doc_b_kv + doc_b + u_doc + gradient_doc"\n'
+        + f"kernels: [{{variant: own, head_dim: 64, backend: {backend}}}]\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    found = plan(spec)
+    names = [argument.name for argument in found.arguments]
+    assert len(set(names)) == len(names)
+    source = identifiers(render(found).text)
+    for name in names:
+        assert source[name] >= 1
+    for name in ("u_doc_ptr", "u_stride_doc_0", "u_doc_b", "u_u_doc"):
+        declared = len(re.findall(rf"(?:const \w+ |^ *){name} = ", render(found).text, re.MULTILINE))
+        assert declared == 0, f"{name} is an argument, and a temporary"
 
 
 @pytest.mark.parametrize(
@@ -72,17 +84,16 @@ def test_symbols_of_the_analysis_are_refused_with_their_place(section: str, name
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_a_let_value_keeps_no_name_of_the_kernel(backend: str) -> None:
-    """A value that is used twice becomes a temporary, which is named as in the spec unless the kernel has that name."""
-    for name in ("acc", "tile", "unusual"):
-        text = (
-            f'schema: 1\narch: sm90a\nvariants:\n  own:\n    let: {{{name}: "q_pos * 3 % 7"}}\n'
-            f'    mask: "({name} - kv) * ({name} - kv) % 5 < 2"\n'
-            f"kernels: [{{variant: own, head_dim: 64, backend: {backend}}}]\n"
-        )
-        (spec,) = expand(load_spec_text(text))
-        plain = render(plan(expand(load_spec_text(text.replace(name, "unheard_of")))[0])).text
-        found = render(plan(spec)).text
-        assert identifiers(found)[name] - identifiers(plain)[name] == (
-            identifiers(plain)["unheard_of"] if name == "unusual" else 0
-        )
+@pytest.mark.parametrize("name", ["acc", "tile", "unusual", "long"])
+def test_a_let_value_keeps_its_name(backend: str, name: str) -> None:
+    """A value that is used twice becomes a temporary, which is named as in the spec."""
+    text = (
+        f'schema: 1\narch: sm90a\nvariants:\n  own:\n    let: {{{name}: "q_pos * 3 % 7"}}\n'
+        f'    mask: "({name} - kv) * ({name} - kv) % 5 < 2"\n'
+        f"kernels: [{{variant: own, head_dim: 64, backend: {backend}}}]\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    plain = identifiers(render(plan(expand(load_spec_text(text.replace(name, "unheard_of")))[0])).text)
+    found = identifiers(render(plan(spec)).text)
+    assert found[f"u_{name}"] == plain["u_unheard_of"] >= 2
+    assert found[name] == plain[name]

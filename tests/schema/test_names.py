@@ -54,8 +54,8 @@ def test_hostile_names(template, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["q", "kv", "s", "h", "seqlen_k", "variant", "backend", "softmax_scale", "max", "tanh", "inf", "tl", "return",
-     "int", "template", "default", "register"],
+    ["q", "kv", "s", "h", "seqlen_k", "variant", "backend", "softmax_scale", "max", "tanh", "inf", "return", "int",
+     "BLOCK_N", "class"],
 )  # fmt: skip
 @pytest.mark.parametrize(
     "section", ["scalars: {{ {}: {{type: int32}} }}", "tensors: {{ {}: {{dtype: int32, shape: [h]}} }}"]
@@ -63,6 +63,15 @@ def test_hostile_names(template, name):
 def test_reserved_names(section, name):
     with pytest.raises(SpecError, match="reserved"):
         load_spec_text(f"schema: 1\nvariants: {{a: {{mask: true, {section.format(name)} }} }}")
+
+
+@pytest.mark.parametrize("name", ["template", "register", "default", "tl", "triton", "acc", "kStages", "first"])
+@pytest.mark.parametrize(
+    "section", ["scalars: {{ {}: {{type: int32}} }}", "tensors: {{ {}: {{dtype: int32, shape: [h]}} }}"]
+)
+def test_names_of_kernels_are_free(section, name):
+    """They have a namespace of their own there."""
+    load_spec_text(f"schema: 1\nvariants: {{a: {{mask: true, {section.format(name)} }} }}")
 
 
 REQUIRED = {"cupy-cuda13x": "cupy", "nvidia-cuda-nvrtc": "nvidia", "pytest-xdist": "xdist", "PyYAML": "yaml"}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.lang.ir import MAX_SEQLEN
+from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Launch, Plan
 from attngen.plan.schedules.hopper_backward import PIECE_BYTES, HopperBackward, by_head, row_lanes
 from attngen.plan.traits import reads_positions
@@ -13,7 +14,7 @@ from attngen.render.cuda_gradients import factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
 from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
-from attngen.render.views.hopper_forward import RegionView, argument_lines, constant, padding, uses
+from attngen.render.views.hopper_forward import RegionView, argument_lines, constant, padding
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
@@ -46,9 +47,9 @@ class KeyClassifier:
     argument_lines: tuple[str, ...]
     uses_packed: bool
     uses_hk: bool
-    hoisted: tuple[str, ...]
-    element_lines: tuple[str, ...]
-    visible: str
+    hoisted: tuple[Statement, ...]
+    element_lines: tuple[Statement, ...]
+    visible: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +87,34 @@ class CudaBackwardView:
     uses_q_tiles: bool
     uses_whole_tiles: bool
     by_head: bool
-    span_lines: tuple[str, ...]
+    span_lines: tuple[Statement, ...]
     count: str
     tile_lines: tuple[str, ...]
     whole: str
-    word_lines: tuple[str, ...]
+    word_lines: tuple[Statement, ...]
     sum_tile: Callable[[str, str], str]
     turn: str
     counters: str
     work_lines: tuple[str, ...]
     uses_q_first: bool
     uses_packed: bool
-    block_lines: tuple[str, ...]
+    block_lines: tuple[Statement, ...]
     weight_comment: str
     partial: Steps
     full: Steps
-    exponent: str
-    weighted: str | None
+    exponent: Piece
+    weighted: Piece | None
     waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
-    factor_lines: tuple[str, ...]
-    factor: str
+    factor_lines: tuple[Statement, ...]
+    factor: Piece
     uses_b: bool
     dk_rows: str
     dv_rows: str
     dq: Launch | None  # where it has a kernel of its own
     dq_lines: tuple[str, ...]
     dq_uses_hk: bool
-    dq_factor_lines: tuple[str, ...]
-    dq_factor: str
+    dq_factor_lines: tuple[Statement, ...]
+    dq_factor: Piece
     dq_row: str
     dq_padded: bool
     classifier: KeyClassifier | None
@@ -129,8 +130,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     listed = query_word(dkdv) if plan.driver != "ranges" else ()
     factor_lines, factor_text = factor(dkdv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(rounding) if rounding else dkdv, code.factor)
-    steps = "\n".join([code.partial.text, code.full.text, code.exponent])
-    spans = "\n".join([*found.lines, *found.values.values(), *listed])
+    steps = reads([*code.partial.all, *code.full.all, code.exponent])
+    spans = reads([*found.lines, *found.values.values(), *listed])
     end_qk, end_v = (-(-each // roles.box_columns) * roles.box_columns for each in (plan.head_dim_qk, plan.head_dim_v))
     return CudaBackwardView(
         template=template,
@@ -166,8 +167,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         row_entry="h * static_cast<long long>(total_q) + q_begin + q"
         if plan.varlen
         else "(b * static_cast<long long>(heads) + h) * seqlen_q + q",
-        uses_q_tiles=plan.varlen and uses("q_tiles", spans),
-        uses_whole_tiles=uses("whole_tiles", spans),
+        uses_q_tiles=plan.varlen and "q_tiles" in spans,
+        uses_whole_tiles="whole_tiles" in spans,
         by_head=_by_head(plan),
         span_lines=found.lines,
         count=_count(found),
@@ -178,8 +179,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         turn=_turn(dkdv),
         counters=_counters(plan),
         work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
-        uses_q_first=uses("q_first", steps),
-        uses_packed=uses("q_begin", f"{steps}\n{spans}") or uses("k_begin", f"{steps}\n{spans}"),
+        uses_q_first="q_first" in steps,
+        uses_packed=not (steps | spans).isdisjoint(("q_begin", "k_begin")),
         block_lines=code.block,
         weight_comment=", and those of pairs that are not visible to 0" if plan.variant.masked else "",
         partial=code.partial,
@@ -189,12 +190,12 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         waits_for_loads=roles.cluster > 1 and plan.variant.dropout and reads_positions(plan.variant),
         factor_lines=factor_lines,
         factor=factor_text,
-        uses_b=not plan.varlen or uses("b", "\n".join([*factor_lines, factor_text])),
+        uses_b=not plan.varlen or "b" in reads([*factor_lines, factor_text]),
         dk_rows=_row(plan, "dk", "key", head="hk"),
         dv_rows=_row(plan, "dv", "key", head="hk"),
         dq=rounding,
         dq_lines=_lines(plan, rounding) if rounding else (),
-        dq_uses_hk=uses("hk", "\n".join([*dq_factor_lines, dq_factor])),
+        dq_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
         dq_factor_lines=dq_factor_lines,
         dq_factor=dq_factor,
         dq_row=_row(plan, "dq", _dq_row(plan, "q_start + row" if rounding else "first_row")),
@@ -215,22 +216,22 @@ def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:
     return argument_lines(plan, part.arguments, written=_WRITTEN[part.name])
 
 
-def _work_lines(plan: Plan, steps: str) -> tuple[str, ...]:
+def _work_lines(plan: Plan, steps: frozenset[str]) -> tuple[str, ...]:
     """Return the lines that name what expressions use of a tile of work and of a step."""
-    named = [name for name in ("b", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k") if uses(name, steps)]
+    named = [name for name in ("b", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k") if name in steps]
     given = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
     lines = [f"const int {name} = work.{name};" for name in named if name not in given]
-    if uses("kv_first", steps):
+    if "kv_first" in steps:
         lines.append("const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;")
     if lines:
         lines.insert(0, "const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));")
-    return (*lines, "const int h = step.h;") if uses("h", steps) else tuple(lines)
+    return (*lines, "const int h = step.h;") if "h" in steps else tuple(lines)
 
 
-def _cluster_lines(steps: str) -> tuple[str, ...]:
+def _cluster_lines(steps: frozenset[str]) -> tuple[str, ...]:
     """Return the lines that name what expressions use, where a cluster has one tile of work."""
-    lines = ["const int kv_first = own_start + 16 * (warp % 4) + lane / 4;"] if uses("kv_first", steps) else []
-    return (*lines, "const int h = step.h;") if uses("h", steps) else tuple(lines)
+    lines = ["const int kv_first = own_start + 16 * (warp % 4) + lane / 4;"] if "kv_first" in steps else []
+    return (*lines, "const int h = step.h;") if "h" in steps else tuple(lines)
 
 
 def _key_box(plan: Plan, start: str) -> str:
@@ -281,13 +282,12 @@ def _counters(plan: Plan) -> str:
 
 def _classifier(plan: Plan, part: Launch) -> KeyClassifier:
     code = elements(plan.of_launch(part))
-    texts = "\n".join([*code.hoisted, *code.lines, code.visible])
     return KeyClassifier(
         symbol=part.symbol,
         threads=32 * part.num_warps,
         argument_lines=_lines(plan, part),
-        uses_packed=uses("q_begin", texts) or uses("k_begin", texts),
-        uses_hk=uses("hk", texts),
+        uses_packed=not code.reads.isdisjoint(("q_begin", "k_begin")),
+        uses_hk="hk" in code.reads,
         hoisted=code.hoisted,
         element_lines=code.lines,
         visible=code.visible,
@@ -298,7 +298,7 @@ def _classifier(plan: Plan, part: Launch) -> KeyClassifier:
 
 
 def _pairs(found: Tiles, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(found.values[lo], found.values[hi]) for lo, hi in pairs]
+    return [(found.values[lo].text, found.values[hi].text) for lo, hi in pairs]
 
 
 def _length(lo: str, hi: str) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from attngen.dtypes import dtype
 from attngen.lang.ir import MAX_SEQLEN
+from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.hopper_forward import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
-from attngen.render.expressions import atom
+from attngen.render.cuda_statements import int_constant
+from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import argument_groups, command, summary
 
 _REGION_TEXTS = {
@@ -40,9 +41,9 @@ class ClassifierView:
     argument_lines: tuple[str, ...]
     uses_packed: bool
     uses_hk: bool
-    hoisted: tuple[str, ...]
-    element_lines: tuple[str, ...]
-    visible: str
+    hoisted: tuple[Statement, ...]
+    element_lines: tuple[Statement, ...]
+    visible: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class CudaView:
     uses_q_hi: bool
     words_use_q_hi: bool
     span_fields: tuple[str, ...]
-    span_lines: tuple[str, ...]
+    span_lines: tuple[Statement, ...]
     span_values: str
     count: str
     count_of_all: str
@@ -77,7 +78,7 @@ class CudaView:
     tile_lines: tuple[str, ...]
     whole: str
     seen: str
-    word_lines: tuple[str, ...]
+    word_lines: tuple[Statement, ...]
     rows_text: str
     head: str
     heads: str
@@ -94,7 +95,7 @@ class CudaView:
     swizzled_row: str
     pending_stage: str
     later_columns: tuple[int, ...]
-    work_lines: tuple[str, ...]
+    work_lines: tuple[Statement, ...]
     partial: Steps
     full: Steps
     uses_kv: bool
@@ -102,7 +103,7 @@ class CudaView:
     kv_first: str
     logit_partial: str
     logit_comment: str
-    multiplier: str
+    multiplier: Piece
     sink: Sink | None
     classifier: ClassifierView | None
 
@@ -113,8 +114,8 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     assert isinstance(hopper, HopperForward)
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
-    spans = "\n".join([*found.lines, *found.values.values(), *listed])
-    texts = "\n".join([code.partial.text, code.full.text])
+    spans = reads([*found.lines, *found.values.values(), *listed])
+    steps = reads([*code.partial.all, *code.full.all])
     head, head_rows = ("", "work.q_begin + q") if plan.varlen else ("work.b * stride_out_b + ", "q")
     h = "h" if plan.pack_gqa else "work.h"
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
@@ -122,7 +123,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     left = "work.seqlen_q - work.q_start"
     logit_tile = "(tile_info & kTileMask)" if hopper.specialized else "tile"
     kv_first = f"{logit_tile} * kBlockN + 2 * (lane % 4)"
-    work_lines = _work_lines(plan, [*code.work, texts], code.work)
+    work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     return CudaView(
         template=template,
         command=command(plan),
@@ -140,14 +141,14 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         region_bytes={region.name: region.bytes for region in hopper.shared},
         tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
         argument_lines=argument_lines(plan, plan.arguments),
-        uses_hk_in_spans=uses("hk", spans) and not plan.pack_gqa,
-        uses_kv_tiles=uses("kv_tiles", spans),
-        uses_whole_tiles=uses("whole_tiles", spans),
-        uses_q_hi=uses("q_hi", spans),
-        words_use_q_hi=uses("q_hi", "\n".join(listed)),
+        uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
+        uses_kv_tiles="kv_tiles" in spans,
+        uses_whole_tiles="whole_tiles" in spans,
+        uses_q_hi="q_hi" in spans,
+        words_use_q_hi="q_hi" in reads(listed),
         span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
         span_lines=found.lines,
-        span_values=", ".join(found.values[end] for pair in (*found.visible, *found.full) for end in pair),
+        span_values=", ".join(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
         count=_count(found, "spans"),
         count_of_all=_count(found, "all"),
         sees_any=f"{_count(found, 'mine')} > 0",
@@ -177,7 +178,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         work_lines=work_lines,
         partial=code.partial,
         full=code.full,
-        uses_kv=uses("kv_first", texts),
+        uses_kv="kv_first" in steps,
         logit_tile=logit_tile,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
         logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",
@@ -190,22 +191,16 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
 
 def _classifier(plan: Plan) -> ClassifierView:
     own, code = plan.launch("classify"), elements(plan)
-    texts = "\n".join([*code.hoisted, *code.lines, code.visible])
     return ClassifierView(
         symbol=own.symbol,
         threads=32 * own.num_warps,
         argument_lines=argument_lines(plan, own.arguments, written=frozenset({"tile_map"})),
-        uses_packed=uses("q_begin", texts) or uses("k_begin", texts),
-        uses_hk=uses("hk", texts),
+        uses_packed=not code.reads.isdisjoint(("q_begin", "k_begin")),
+        uses_hk="hk" in code.reads,
         hoisted=code.hoisted,
         element_lines=code.lines,
         visible=code.visible,
     )
-
-
-def uses(name: str, text: str) -> bool:
-    """Whether a text has a name."""
-    return re.search(rf"\b{name}\b", text) is not None
 
 
 def constant(region: str) -> str:
@@ -247,37 +242,37 @@ def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str
     return f"{_TYPES[argument.type]} {argument.name},"
 
 
-def _work_lines(plan: Plan, used_in: Sequence[str], own: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines that name what expressions use of a tile of work."""
-    texts = "\n".join(used_in)
-    lines = ["const int seqlen_k = work.seqlen_k;"]
-    if plan.varlen and uses("seqlen_q", texts):
-        lines.append("const int seqlen_q = work.seqlen_q;")
+def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
+    """Return the statements that name what expressions read of a tile of work, before those of their ``own``."""
+    lines = [int_constant("seqlen_k", "{work.seqlen_k}")]
+    if plan.varlen and "seqlen_q" in read:
+        lines.append(int_constant("seqlen_q", "{work.seqlen_q}"))
     own_head, other_head = ("hk", "h") if plan.pack_gqa else ("h", "hk")
     for name in ("b", own_head, "q_begin", "k_begin"):
-        if uses(name, texts) or (name == own_head and uses(other_head, texts)):
-            lines.append(f"const int {name} = work.{name};")
-    if uses("hk", texts) and not plan.pack_gqa:
-        lines.append("const int hk = h / group;")
-    if uses("q_first", texts):
-        own_row = "" if plan.pack_gqa else " + row_in_group"
-        lines.append(f"const int q_first = work.q_start + {queries(plan, '64 * warpgroup')}{own_row};")
+        if name in read or (name == own_head and other_head in read):
+            lines.append(int_constant(name, f"{{work.{name}}}"))
+    if "hk" in read and not plan.pack_gqa:
+        lines.append(int_constant("hk", "{h} / {group}"))
+    if "q_first" in read:
+        own_row = "" if plan.pack_gqa else " + {row_in_group}"
+        rows = queries(plan, "64 * {warpgroup}")
+        lines.append(int_constant("q_first", f"{{work.q_start}} + {rows}{own_row}"))
     return (*lines, *own)
 
 
-def _loader_lines(plan: Plan, listed: Sequence[str]) -> tuple[str, ...]:
+def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
     """Return the lines that name what the loader of K and V uses of a tile of work."""
-    texts = "\n".join([*listed, "tiles seqlen_k", "k_begin" if plan.varlen else "b"])
-    if uses("q_hi", texts):
-        texts += " q_start seqlen_q"
+    read = reads(listed) | {"tiles", "seqlen_k", "k_begin" if plan.varlen else "b"}
+    if "q_hi" in read:
+        read |= {"q_start", "seqlen_q"}
     if plan.driver != "ranges":
-        texts += " visible_hi"
+        read |= {"visible_hi"}
     if plan.pack_gqa:
-        texts += " hk"
+        read |= {"hk"}
     head = "hk" if plan.pack_gqa else "h"
     names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
     passed = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
-    used = [name for name in names if name not in passed and uses(name, texts)]
+    used = [name for name in names if name not in passed and name in read]
     line = f"const int {', '.join(f'{name} = work.{name}' for name in used)};"
     return (line,) if plan.pack_gqa else (line, f"const int hk = {'h' if 'h' in used else 'work.h'} / group;")
 
@@ -293,9 +288,9 @@ def _head_lines(plan: Plan, row: str) -> tuple[str, ...]:
     return (f"const int h = (work.hk << group_bits) + ({row} & group - 1);",) if plan.pack_gqa else ()
 
 
-def _sink(plan: Plan, before: Sequence[str]) -> Sink | None:
+def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
     found = sink(plan, before)
-    return None if found is None else Sink(found.lines, atom(found.text))
+    return None if found is None else Sink(found.lines, in_product(found.value, CUDA))
 
 
 def _query_box(plan: Plan) -> str:

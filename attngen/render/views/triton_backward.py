@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attngen.lang.statements import Piece, leaf, lines, reads
 from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Columns, Launch, Plan
 from attngen.plan.schedules.triton_backward import has_window, through_descriptor
 from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, gradients
-from attngen.render.expressions import atom
+from attngen.render.expressions import TRITON, in_product
 from attngen.render.header import command, summary
 from attngen.render.triton_math import Ranges, map_lines, ranges, words
 from attngen.render.views.triton_forward import begins, column_offsets, head_address, parameter_list, precision_of
@@ -22,7 +23,7 @@ class Result:
     width: int
     columns: str
     inside: str
-    factor: str | None = None
+    factor: Piece | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Kernel:
     """
 
     part: Launch
+    searches: bool
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
     range_lines: tuple[str, ...]
@@ -77,6 +79,7 @@ class Classifier:
     """The kernel that computes the tile map of either."""
 
     part: Launch
+    searches: bool
     by_keys: bool
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
@@ -109,15 +112,11 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
     dkdv, dq = (_kernel(plan, plan.launch(name), form) for name, form in (("dkdv", BY_KEYS), ("dq", BY_QUERIES)))
     classifiers = tuple(_classifier(plan, part) for part in plan.launches if part.name.startswith("classify_"))
     preprocess = plan.launch("preprocess")
-    texts = [
-        line for kernel in (dkdv, dq) for line in (*kernel.range_lines, *kernel.hoisted_lines, *kernel.of_head_lines)
-    ]
-    texts += [line for classifier in classifiers for line in (*classifier.range_lines, *classifier.hoisted_lines)]
     return BackwardView(
         template=template,
         command=command(plan),
         summary=summary(plan),
-        searches=any("first_at_least(" in line for line in texts),
+        searches=dkdv.searches or dq.searches or any(each.searches for each in classifiers),
         lists=any(kernel.part.driver != "ranges" for kernel in (dkdv, dq)),
         preprocess=preprocess,
         preprocess_lines=parameter_list(preprocess.arguments),
@@ -134,48 +133,48 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> Kernel:
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
     condition = spans.condition if part.driver == "ranges" else listed.condition
-    texts = [*spans.lines, *listed.lines, *code.hoisted, *code.of_head, *code.factor_lines, *code.logit, *code.mask]
-    texts += [*code.derivative, *code.after]
-    joined = "\n".join(texts)
+    before = [*spans.lines, *listed.lines, *code.hoisted, *code.of_head, *code.factor_lines]
+    read = reads([*before, *code.logit, *code.mask, *code.derivative, *code.after])
     if form is BY_KEYS:
         results = (
             *_results("dk", plan.columns_qk, plan.head_dim_qk, code.factor),
-            *_results("dv", plan.columns_v, plan.head_dim_v, "dropout_scale" if plan.variant.dropout else None),
+            *_results("dv", plan.columns_v, plan.head_dim_v, leaf("dropout_scale") if plan.variant.dropout else None),
         )
     else:
         results = _results("dq", plan.columns_qk, plan.head_dim_qk, code.factor)
     return Kernel(
         part=part,
+        searches="first_at_least" in read,
         argument_lines=parameter_list(part.arguments),
-        begin_lines=begins(own, texts),
-        range_lines=spans.lines,
+        begin_lines=begins(own, read),
+        range_lines=lines(spans.lines),
         mask_by_head=code.mask_by_head,
         flat=part.driver == "ranges" and not code.mask_by_head,
         keep_lines=_keep(own, form),
         head_lines=_heads(own, part, form),
-        hoisted_lines=code.hoisted,
-        of_head_lines=code.of_head,
-        uses_row=any(name in joined for name in (("kv_row", "kv_packed") if form is BY_KEYS else _ROWS)),
-        uses_q_pos="q_pos[" in joined,
-        factor_lines=code.factor_lines,
+        hoisted_lines=lines(code.hoisted),
+        of_head_lines=lines(code.of_head),
+        uses_row=not read.isdisjoint(("kv_row", "kv_packed") if form is BY_KEYS else _ROWS),
+        uses_q_pos="q_pos" in read,
+        factor_lines=lines(code.factor_lines),
         results=results,
-        before=code.before,
-        after=code.after,
-        word_lines=listed.lines,
+        before=lines(code.before),
+        after=lines(code.after),
+        word_lines=lines(listed.lines),
         tiles=spans.loops[0][1] if spans.loops else None,
         step=_step(own, part, form, code, condition),
     )
 
 
-_ROWS = ("q_row", "q_pos[", "q_packed")
+_ROWS = ("q_row", "q_pos", "q_packed")
 
 
-def _results(name: str, blocks: tuple[Columns, ...], head_dim: int, factor: str | None = None) -> tuple[Result, ...]:
+def _results(name: str, blocks: tuple[Columns, ...], head_dim: int, factor: Piece | None = None) -> tuple[Result, ...]:
     results = []
     for index, block in enumerate(blocks):
         columns = f"{block.start} + " * (block.start > 0) + f"tl.arange(0, {block.width})"
         inside = f" & (column[None, :] < {head_dim})" if block.used < block.width else ""
-        scaled = None if factor in (None, "1.0") else atom(factor)
+        scaled = None if factor is None or factor.text == "1.0" else in_product(factor, TRITON)
         results.append(Result(f"{name}{block_suffix(blocks, index)}", block.width, columns, inside, scaled))
     return tuple(results)
 
@@ -271,15 +270,15 @@ def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str 
             for s in (block_suffix(blocks, number) for number in range(len(blocks)))
         )
 
-    def step(first: str, second: str, **lines: tuple[str, ...]) -> Step:
+    def step(first: str, second: str, **products: tuple[str, ...]) -> Step:
         return Step(
             load_first=_load(plan, part, form, (first, second), 0),
             load_second=_load(plan, part, form, (first, second), 1),
-            logit=code.logit,
+            logit=lines(code.logit),
             condition=condition,
-            mask=code.mask,
-            derivative=code.derivative,
-            **lines,
+            mask=lines(code.mask),
+            derivative=lines(code.derivative),
+            **products,
         )
 
     if form is BY_QUERIES:
@@ -311,14 +310,15 @@ def _classifier(plan: Plan, part: Launch) -> Classifier:
     own = plan.of_launch(part)
     by_keys = part.grid == "key_words"
     code = map_lines(own, (BY_KEYS if by_keys else BY_QUERIES).along)
-    texts = (*code.range_lines, *code.hoisted, *code.lines)
+    read = reads([*code.range_lines, *code.hoisted, *code.lines])
     return Classifier(
         part=part,
+        searches="first_at_least" in read,
         by_keys=by_keys,
         argument_lines=parameter_list(part.arguments),
-        begin_lines=begins(own, texts),
-        range_lines=code.range_lines,
-        hoisted_lines=code.hoisted,
-        lines=code.lines,
-        uses_q_pos=any("q_pos[" in line for line in texts),
+        begin_lines=begins(own, read),
+        range_lines=lines(code.range_lines),
+        hoisted_lines=lines(code.hoisted),
+        lines=lines(code.lines),
+        uses_q_pos="q_pos" in read,
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from attngen.lang.statements import Piece, Statement, lines, reads
 from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.triton_forward import has_descriptor
-from attngen.render.expressions import atom
+from attngen.render.expressions import TRITON, in_product
 from attngen.render.header import argument_groups, command, summary
-from attngen.render.triton_math import Body, Math, Ranges, classifier, math, ranges, sink, words
+from attngen.render.triton_math import Body, Math, Ranges, assign, classifier, math, ranges, sink, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Step:
     condition: str | None
     mask_lines: tuple[str, ...]
     logit: str
-    multiplier: str
+    multiplier: Piece
     load_v: tuple[str, ...]
 
 
@@ -91,7 +92,7 @@ class TritonView:
     ragged: str
     ragged_step: Step
     sink_lines: tuple[str, ...]
-    sink: str
+    sink: Piece | None
     element: str
     precision: str
     classifier: ClassifierView | None
@@ -107,29 +108,28 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     unmasked = _step(plan, code, replace(code.whole, mask_lines=()), None)
     steps = {"visible": step, "partial": step, "full": unmasked}
     ragged_step = _step(plan, code, code.ragged, None, ragged=True)
-    texts = [*spans.lines, *listed.lines, *code.hoisted]
-    texts += [line for body in (code.whole, code.ragged) for line in (*body.score_lines, *body.mask_lines)]
-    sink_lines, sink_text = sink(plan, texts)
+    own = [*spans.lines, *listed.lines, *code.hoisted, *code.whole.all, *code.ragged.all]
+    sink_lines, sink_value = sink(plan, own) if plan.variant.sink is not None else ((), None)
     return TritonView(
         template=template,
         command=command(plan),
         summary=summary(plan),
-        searches=any("first_at_least(" in line for line in texts),
+        searches="first_at_least" in reads(own),
         argument_lines=parameter_list(plan.arguments),
-        begin_lines=begins(plan, texts),
+        begin_lines=begins(plan, reads(own)),
         uses_q_row=code.uses_q_row,
         uses_q_pos=code.uses_q_pos,
-        range_lines=spans.lines,
+        range_lines=lines(spans.lines),
         q_load_lines=_load_q(plan),
-        hoisted_lines=code.hoisted,
+        hoisted_lines=lines(code.hoisted),
         v_blocks=tuple(_block(plan, i) for i in range(len(plan.columns_v))),
         loops=tuple(Loop(_TITLES[kind], loop, steps[kind]) for kind, loop in spans.loops),
-        word_lines=listed.lines,
+        word_lines=lines(listed.lines),
         step=step,
         ragged=spans.ragged,
         ragged_step=ragged_step,
-        sink_lines=sink_lines,
-        sink=atom(sink_text),
+        sink_lines=lines(sink_lines),
+        sink=None if sink_value is None else in_product(sink_value, TRITON),
         element=f"tl.{plan.dtype.triton_language}",
         precision=precision_of(plan),
         classifier=_classifier(plan, uses_q_pos=code.uses_q_pos) if plan.has_launch("classify") else None,
@@ -141,11 +141,10 @@ def parameter_list(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
     return argument_groups(arguments, lambda argument: f"{argument.name},", width=100)
 
 
-def begins(plan: Plan, texts: Iterable[str]) -> tuple[str, ...]:
+def begins(plan: Plan, read: Collection[str]) -> tuple[str, ...]:
     """Return where a dense sequence begins in the packed numbering, for expressions that ask."""
-    used = "\n".join(texts)
     begins = {"q_begin": "b * seqlen_q", "k_begin": "b * seqlen_k"}
-    return () if plan.varlen else tuple(f"{name} = {value}" for name, value in begins.items() if name in used)
+    return () if plan.varlen else tuple(f"{name} = {value}" for name, value in begins.items() if name in read)
 
 
 def precision_of(plan: Plan) -> str:
@@ -190,27 +189,31 @@ def _load_q(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...], *, ragged: bool) -> tuple[str, ...]:
-    """Return the lines that load one K or V tile; in the ragged tile, rows of V beyond the end become 0."""
-    lines: list[str] = []
+def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...], *, ragged: bool) -> tuple[Statement, ...]:
+    """Return the statements that load one K or V tile; in the ragged tile, rows of V beyond the end become 0."""
+    loads: list[Statement] = []
     head_dim = plan.head_dim_qk if name == "k" else plan.head_dim_v
     for index, block in enumerate(blocks):
         suffix = block_suffix(blocks, index)
         if plan.loads == "descriptor":
-            lines.append(f"{name}{suffix} = {_descriptor_load(name, suffix, block, varlen=plan.varlen)}")
+            loads.append(assign(f"{name}{suffix}", _descriptor_load(name, suffix, block, varlen=plan.varlen)))
             if ragged and name == "v":  # a probability of 0 times NaN would be NaN
-                lines.append(f"v{suffix} = tl.where(kv_index[:, None] < seqlen_k, v{suffix}, 0.0)")
+                loads.append(
+                    assign(f"v{suffix}", f"tl.where({{kv_index}}[:, None] < {{seqlen_k}}, {{v{suffix}}}, 0.0)")
+                )
             continue
         column, inside = column_offsets(block, head_dim)
-        tests = ["(kv_index[:, None] < seqlen_k)"] * ragged + inside
+        tests = ["({kv_index}[:, None] < {seqlen_k})"] * ragged + inside
         mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
-        lines.append(f"{name}{suffix} = tl.load({name}_head + kv_index[:, None] * stride_{name}_s + {column}{mask})")
-    return tuple(lines)
+        address = f"{{{name}_head}} + {{kv_index}}[:, None] * {{stride_{name}_s}} + {column}"
+        loads.append(assign(f"{name}{suffix}", f"tl.load({address}{mask})"))
+    return tuple(loads)
 
 
 def _descriptor_load(name: str, suffix: str, block: Columns, *, varlen: bool) -> str:
-    place = f"[k_begin + kv_start, hk, {block.start}]" if varlen else f"[b, kv_start, hk, {block.start}]"
-    return f"tl.reshape({name}_desc{suffix}.load({place}), [BLOCK_N, {block.width}])"
+    """Return the pattern of a load of K or V through a descriptor."""
+    place = "{k_begin} + {kv_start}, {hk}" if varlen else "{b}, {kv_start}, {hk}"
+    return f"tl.reshape({{{name}_desc{suffix}}}.load([{place}, {block.start}]), [BLOCK_N, {block.width}])"
 
 
 def head_address(plan: Plan, name: str, head: str) -> str:
@@ -237,17 +240,17 @@ def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: 
         dots.append(f"s = tl.dot(q{suffix}, tl.trans(k{suffix}){accumulate}{precision_of(plan)})")
     load_k = _load_kv(plan, "k", plan.columns_qk, ragged=ragged)
     load_v = _load_kv(plan, "v", plan.columns_v, ragged=ragged)
-    lines = (*load_k, *load_v, *body.score_lines, *body.mask_lines)
+    read = reads([*load_k, *load_v, *body.all])
     return Step(
-        kv_index=any(name in line for line in lines for name in ("kv_index", "kv_packed")),
-        load_k=load_k,
+        kv_index=not read.isdisjoint(("kv_index", "kv_packed")),
+        load_k=lines(load_k),
         dot_qk=tuple(dots),
-        score_lines=body.score_lines,
+        score_lines=lines(body.score_lines),
         condition=condition if body.mask_lines else None,
-        mask_lines=body.mask_lines,
+        mask_lines=lines(body.mask_lines),
         logit=code.logit,
         multiplier=code.multiplier,
-        load_v=load_v,
+        load_v=lines(load_v),
     )
 
 
@@ -255,9 +258,9 @@ def _classifier(plan: Plan, *, uses_q_pos: bool) -> ClassifierView:
     code = classifier(plan)
     return ClassifierView(
         argument_lines=parameter_list(plan.launch("classify").arguments),
-        begin_lines=begins(plan, (*code.range_lines, *code.hoisted, *code.lines)),
-        range_lines=code.range_lines,
-        hoisted_lines=code.hoisted,
-        lines=code.lines,
+        begin_lines=begins(plan, reads([*code.range_lines, *code.hoisted, *code.lines])),
+        range_lines=lines(code.range_lines),
+        hoisted_lines=lines(code.hoisted),
+        lines=lines(code.lines),
         uses_q_pos=uses_q_pos,
     )

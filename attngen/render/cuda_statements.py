@@ -1,0 +1,57 @@
+"""Declarations of constants in CUDA, for what templates and the user's mathematics have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attngen.lang.statements import Piece, Statement, joined, statement, written
+
+#: Units of log2 where the score is the scaled product.
+SCALE = statement("const float scale_log2e = {softmax_scale} * kLog2e;", declares="scale_log2e", type="float")
+_TILE_MAP = "const int* tile_map = {tile_map_ptr} + {b} * {stride_tile_map_b} + {h} * {stride_tile_map_h} + {};"
+
+
+def constant(kind: str, name: str, value: Piece | str, *, comment: str = "") -> Statement:
+    """Return the declaration of a constant; a value that is text is a pattern (see ``statements.written``)."""
+    value = written(value) if isinstance(value, str) else value
+    behind = f"  // {comment}" if comment else ""
+    return statement(f"const {kind} {name} = {{}};{behind}", value, declares=name, type=kind)
+
+
+def int_constant(name: str, value: Piece | str, *, comment: str = "") -> Statement:
+    """Return the declaration of an int."""
+    return constant("int", name, value, comment=comment)
+
+
+def int_constants(values: Mapping[str, str]) -> Statement:
+    """Return one declaration of several ints by patterns, of which later ones may read earlier ones."""
+    parts = [written("{} = {}", name, written(pattern)) for name, pattern in values.items()]
+    return statement("const int {};", joined(", ", parts), declares=tuple(values), type="int")
+
+
+def words_of_map(place: str) -> tuple[Statement, ...]:
+    """Return the statements that read two words of the tile map; ``place`` is a pattern for those of this block."""
+    return (
+        statement(_TILE_MAP, written(place), declares="tile_map", type="const int*"),
+        constant("uint32_t", "partial_word", "{tile_map}[{words} + {word}]"),
+        constant("uint32_t", "visible_word", "{tile_map}[{word}] | {partial_word}"),
+    )
+
+
+def words_of_votes(seen: Piece, whole: Piece) -> tuple[Statement, ...]:
+    """Return the statements in which a warp makes words of the tiles that are ``seen``, and not seen ``whole``."""
+    return (
+        constant("bool", "seen", seen),
+        constant("uint32_t", "visible_word", "__ballot_sync(~0u, {seen})"),
+        constant("uint32_t", "partial_word", written("__ballot_sync(~0u, !({}))", whole)),
+    )
+
+
+def number_queries(read: frozenset[str]) -> list[Statement]:
+    """Return the statements that number a query in other ways than by its row, as far as these are read."""
+    lines = []
+    if "q_pos" in read:
+        lines.append(int_constant("q_pos", "{q_row} + ({seqlen_k} - {seqlen_q})"))
+    if "q_packed" in read:
+        lines.append(int_constant("q_packed", "{q_begin} + {q_row}"))
+    return lines
