@@ -8,6 +8,8 @@ from typing import Any
 
 from attngen.plan.floors import ROWS, Floor, floor
 from attngen.plan.model import Hopper, Plan
+from attngen.plan.pipes import Pipes
+from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.tools.explain_floor import HeadFloor, floor_dict, floor_lines
 
 _WARPGROUP = 128  # threads
@@ -46,6 +48,7 @@ class HopperExplanation:
 
     plan: Plan
     hopper: Hopper
+    pipes: Pipes
     registers: Registers
     barriers: tuple[Barrier, ...]
     floor: Floor
@@ -56,8 +59,9 @@ class HopperExplanation:
         """Return the explanation of a plan, or None if the plan has no roles."""
         if plan.hopper is None:
             return None
-        barriers = tuple(_barriers(plan, plan.hopper))
-        return cls(plan, plan.hopper, _registers(plan, plan.hopper), barriers, floor(plan))
+        pipes = forward_pipes_of(plan)
+        barriers = tuple(_barriers(pipes))
+        return cls(plan, plan.hopper, pipes, _registers(plan, plan.hopper), barriers, floor(plan))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen explain --json`` prints it."""
@@ -67,9 +71,7 @@ class HopperExplanation:
                 "specialized": hopper.specialized,
                 "consumers": hopper.consumers,
                 "rows": ROWS,
-                "scheduler_warp": 4 * hopper.consumers if hopper.specialized else None,
-                "loader_warp": 4 * hopper.consumers + 1 if hopper.specialized else 0,
-                "query_loader_warp": 4 * hopper.consumers + 2 if hopper.specialized else 0,
+                **self._warps(),
                 "schedule": hopper.schedule,
                 "overlap": hopper.overlap,
                 "persistent": hopper.persistent,
@@ -94,7 +96,7 @@ class HopperExplanation:
         total, limit = self.hopper.shared_bytes, self.plan.arch.shared_memory
         regions = self.regions()
         return {
-            "roles": list(_roles(self.plan, self.hopper)),
+            "roles": list(_roles(self.plan, self.hopper, self.pipes)),
             "registers": self._registers(),
             "shared memory": [
                 f"{total} B of {limit} B; offset, bytes and what is there:",
@@ -146,6 +148,12 @@ class HopperExplanation:
         """Yield the floor, for people."""
         return floor_lines(self.plan, self.floor, self.heads)
 
+    def _warps(self) -> dict[str, int | None]:
+        """Return the warp of each role of the producer; without roles, the first warp loads."""
+        if not self.hopper.specialized:
+            return {"scheduler_warp": None, "loader_warp": 0, "query_loader_warp": 0}
+        return {f"{name}_warp": self.pipes.role(name).first for name in ("scheduler", "loader", "query_loader")}
+
     def _registers(self) -> list[str]:
         r, consumers = self.registers, self.hopper.consumers
         rest = f"{r.others} for addresses, references and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
@@ -185,35 +193,14 @@ def _registers(plan: Plan, hopper: Hopper) -> Registers:
     )
 
 
-def _barriers(plan: Plan, hopper: Hopper) -> Iterator[Barrier]:
-    """Yield the barriers with their arrivals, as the template of the schedule initializes them."""
-    consumers = hopper.consumers
-    sizes = {region.name: region.bytes // 8 for region in hopper.shared}
-    scheduler = consumers + 1 if plan.driver == "ranges" else 1
-    those, loader, told = "warpgroups", "the first warp", ""
-    if hopper.specialized:
-        those, loader, told = "consumers", "its loader", ", and what each consumer does with it is written"
-    for name, arrivals, guards in (
-        ("q_full", 1, f"a tile of Q has landed ({loader} arrives, and the bytes; so below)"),
-        ("q_empty", consumers, "consumers have multiplied a tile of Q for the last time"),
-        ("k_full", 1, f"a tile of K has landed{told}"),
-        ("k_empty", consumers, f"{those} are done with a tile of K"),
-        ("v_full", 1, "a tile of V has landed"),
-        ("v_empty", consumers, f"{those} are done with a tile of V"),
-        ("work_full", scheduler, "the scheduler has written the record of a tile of work"),
-        ("work_empty", 4 * consumers + 1, "the warps of consumers, and the loader of Q, have read a record"),
-        ("work_asked", 1, "the loader of K and V nears the end of a tile: the scheduler may take the next one"),
-    ):
-        if name in sizes:
-            yield Barrier(name, sizes[name], arrivals, named=False, guards=guards)
-    meets = [*(["O"] if hopper.staged else []), *(["skipped tiles"] if hopper.skips and not hopper.pingpong else [])]
-    if meets:
-        who = "consumer" if hopper.specialized else "warpgroup"
-        together = f"threads of a {who} wait for each other around {' and '.join(meets)}"
-        yield Barrier("group", consumers, _WARPGROUP, named=True, guards=together)
-    if hopper.pingpong:
-        turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
-        yield Barrier("turn", consumers, 2 * _WARPGROUP, named=True, guards=turns)
+def _barriers(pipes: Pipes) -> Iterator[Barrier]:
+    """Yield the barriers as the kernel declares them."""
+    for barrier in pipes.barriers:
+        signal = barrier.signal
+        says = f"{signal.says} ({signal.sources})"
+        yield Barrier(barrier.name, barrier.count, signal.arrivals, named=False, guards=says)
+    for one in pipes.named:
+        yield Barrier(one.name, one.count, one.threads, named=True, guards=one.guards)
 
 
 def _barrier(barrier: Barrier) -> str:
@@ -221,8 +208,7 @@ def _barrier(barrier: Barrier) -> str:
     return f"{barrier.name:10s} {barrier.count} x {who:11s}  {barrier.guards}" + (" (named)" if barrier.named else "")
 
 
-def _roles(plan: Plan, hopper: Hopper) -> Iterator[str]:
-    first = 4 * hopper.consumers
+def _roles(plan: Plan, hopper: Hopper, pipes: Pipes) -> Iterator[str]:
     each = "consumer" if hopper.consumers == 1 else "consumers"
     if not hopper.specialized:
         each = "warpgroup" if hopper.consumers == 1 else "warpgroups"
@@ -232,7 +218,8 @@ def _roles(plan: Plan, hopper: Hopper) -> Iterator[str]:
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
-    yield f"producer: warp {first} schedules tiles of work; by TMA, warp {first + 1} loads K and V, and {first + 2} Q"
+    scheduler, loader, query_loader = (pipes.role(name).first for name in ("scheduler", "loader", "query_loader"))
+    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, warp {loader} loads K and V, and {query_loader} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:

@@ -7,23 +7,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
-from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.cuda_arguments import cuda_arguments, cuda_classifier_arguments
 from attngen.plan.draft import classifier_of, drafted
-from attngen.plan.model import Columns, Hopper, Plan, Region
+from attngen.plan.model import Columns, Hopper, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.spec.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
 _ROWS = 64  # query rows of a consumer: M of wgmma
-_BARRIER_BYTES = 8
-_SLOTS = 2  # tiles of work that are known ahead
-#: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
-WORK_BYTES = 320
 
 #: Registers that a consumer needs beside S, P and O: addresses, references, indices and sums.
 _OTHER_REGISTERS = 24
@@ -204,7 +200,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
         softmax=softmax,
         shared=(),
     )
-    return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, tile_m, tile_n, stages, qk, v))
+    return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v))
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -349,14 +345,15 @@ def _searches(spec: KernelSpec) -> bool:
 
 
 def _with_memory(
-    spec: KernelSpec, arch: Arch, draft: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: int
+    spec: KernelSpec, arch: Arch, draft: Hopper, driver: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int
 ) -> Hopper:
     """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
     parts = [columns for columns in (v // 2, 64, 32) if columns % draft.box_columns == 0 and v % columns == 0]
     choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
-        regions = tuple(_regions(roles, tile_m, tile_n, stages, qk, v))
+        pipes = forward_pipes(roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v)
+        regions = pipes.regions
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
             return replace(roles, shared=regions)
@@ -368,32 +365,6 @@ def _with_memory(
         f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + K {sizes['k']} + "
         f"V {sizes['v']} ({stages} stages) + O {sizes.get('out', 0)} + barriers and records",
     )
-
-
-def _regions(roles: Hopper, tile_m: int, tile_n: int, stages: int, qk: int, v: int) -> Iterator[Region]:
-    """Yield the regions of shared memory in order; matrices first, since these need the alignment."""
-    element = dtype("bf16").bytes
-    sizes = {
-        "q": roles.q_stages * tile_m * qk * element,
-        "k": stages * tile_n * qk * element,
-        "v": stages * tile_n * v * element,
-        **({"out": tile_m * roles.out_columns * element} if roles.staged else {}),
-        **({"work": _SLOTS * WORK_BYTES} if roles.specialized else {}),
-        "q_full": roles.q_stages * _BARRIER_BYTES,
-        **({"q_empty": roles.q_stages * _BARRIER_BYTES} if roles.specialized else {}),
-        "k_full": stages * _BARRIER_BYTES,
-        "k_empty": stages * _BARRIER_BYTES,
-        "v_full": stages * _BARRIER_BYTES,
-        "v_empty": stages * _BARRIER_BYTES,
-        **({"work_full": _SLOTS * _BARRIER_BYTES} if roles.specialized else {}),
-        **({"work_empty": _SLOTS * _BARRIER_BYTES} if roles.specialized else {}),
-        **({"work_asked": _BARRIER_BYTES} if roles.persistent else {}),
-        **({"tile_info": 4 * stages} if roles.specialized else {}),
-    }
-    offset = 0
-    for name, size in sizes.items():
-        yield Region(name, offset, size)
-        offset += size
 
 
 def keep_promises(spec: KernelSpec) -> None:
@@ -415,4 +386,5 @@ SCHEDULE = Schedule(
     plan=lambda spec, arch: plan_forward(spec, arch, "hopper_forward", "wgmma"),
     alternatives=alternatives,
     keep_promises=keep_promises,
+    pipes=forward_pipes_of,
 )

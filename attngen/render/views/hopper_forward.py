@@ -10,9 +10,11 @@ from functools import partial
 from attngen.dtypes import dtype
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.expressions import atom
 from attngen.render.header import argument_groups, command, summary
+from attngen.render.pipes import PipesView, constant, pipes_view
 
 _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O on its way out",
@@ -58,6 +60,7 @@ class CudaView:
     regions: tuple[RegionView, ...]
     swizzle: int
     region_bytes: Mapping[str, int]
+    pipes: PipesView
     tile_bits: int
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
@@ -136,6 +139,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         ),
         swizzle={64: 1, 32: 2}[hopper.box_columns],
         region_bytes={region.name: region.bytes for region in hopper.shared},
+        pipes=pipes_view(forward_pipes_of(plan)),
         tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans=uses("hk", spans) and not plan.pack_gqa,
@@ -170,7 +174,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         out_row=f"(out_ptr + {head}{h} * stride_out_h + ({head_rows}) * stride_out_s)",
         lse_row=f"lse_ptr[{lse if plan.varlen else dense_lse}]",
         swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
-        pending_stage="held_stage" if hopper.skips else "v_stage",
+        pending_stage="held.stage" if hopper.skips else "v_ring.stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
         partial=code.partial,
@@ -204,11 +208,6 @@ def _classifier(plan: Plan) -> ClassifierView:
 def uses(name: str, text: str) -> bool:
     """Whether a text has a name."""
     return re.search(rf"\b{name}\b", text) is not None
-
-
-def constant(region: str) -> str:
-    """Return the name of a region's address: ``k_full`` is ``kKFull``."""
-    return "k" + "".join(part.capitalize() for part in region.split("_"))
 
 
 def _region_text(name: str, size: int) -> str:
