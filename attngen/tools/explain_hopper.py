@@ -218,8 +218,8 @@ def _roles(plan: Plan, hopper: Hopper, pipes: Pipes) -> Iterator[str]:
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
-    scheduler, loader, query_loader = (pipes.role(name).first for name in ("scheduler", "loader", "query_loader"))
-    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, warp {loader} loads K and V, and {query_loader} Q"
+    scheduler, loader, of_q = (pipes.role(name).first for name in ("scheduler", "loader", "query_loader"))
+    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, warp {loader} loads K and V, and {of_q} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:
