@@ -58,7 +58,7 @@ cluster_rank mapped sync_cluster arrive_at load_box_to copy_to add_floats values
 derivative not_hoisted own_lane p_derivative weighted
 ds_pairs ds_phase give_turn load_float4 of_rows row_place rows store_float4
 Ring Pair Event Named QRing KRing VRing WorkRing KvRing DoutRing DqRing DsRing PieceRing PRing OtherKRing OtherDsRing
-q_ring k_ring v_ring work_ring kv_ring dout_ring dq_ring ds_ring other_ds_ring asked added held ready acquire base
+q_ring k_ring v_ring work_ring kv_ring dout_ring dq_ring ds_ring other_ds_ring asked added held ring used acquire base
 init_barriers
 atomicInc clear_rows dout_map four has_dlse make_float2 map step store_transposed sum_chunks unpack wait_stores_written
 """

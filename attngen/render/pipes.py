@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from attngen.plan.pipes import Barrier, Pipes, Ring
 
+_WIDTH = 118  # of a line of code with its comment
+
 
 @dataclass(frozen=True, slots=True)
 class PipesView:
@@ -20,9 +22,10 @@ def pipes_view(pipes: Pipes, base: str = "") -> PipesView:
     return PipesView(
         constants=(
             "// Rings: who fills the stages -> who empties them.",
-            *(_ring(ring) for ring in pipes.rings),
+            *(line for ring in pipes.rings for line in _ring(ring)),
             *_named(pipes),
             *_warps(pipes),
+            "",
         ),
         init=tuple(_init(barrier, base) for barrier in pipes.barriers),
     )
@@ -37,13 +40,15 @@ def _camel(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-def _ring(ring: Ring) -> str:
+def _ring(ring: Ring) -> tuple[str, ...]:
+    """Return its type; who uses it stands behind, or before where lines are too long."""
     full, empty = (
         constant(f"{ring.name}_{side}") if signal else "kNoBarrier"
         for side, signal in (("full", ring.full), ("empty", ring.empty))
     )
     kind = f"Pair<{full}, {empty}>" if ring.alternates else f"Ring<{full}, {empty}, {ring.stages}>"
-    return f"using {_camel(ring.name)}Ring = {kind};  // {ring.writers} -> {ring.readers}"
+    line, comment = f"using {_camel(ring.name)}Ring = {kind};", f"// {ring.writers} -> {ring.readers}"
+    return (f"{line}  {comment}",) if len(line) + len(comment) <= _WIDTH else (comment, line)
 
 
 def _named(pipes: Pipes) -> list[str]:

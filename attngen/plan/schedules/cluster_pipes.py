@@ -21,7 +21,7 @@ def cluster_pipes(
 
     ``warps`` is the number of a warpgroup's warps, which a model may have fewer of.
     """
-    blocks, keys, halves = roles.cluster, roles.keys, "half of a tile of"
+    blocks, keys = roles.cluster, roles.keys
     of_q, of_dout, of_rows = "the loader of Q", "the loader of dO", "the loader of rows"
     both = "the warpgroups of values and of keys, of both blocks"
     row_bytes = tile_m * 4
@@ -36,7 +36,7 @@ def cluster_pipes(
 
     q = Ring(
         "q", roles.q_stages, f"{of_q} of both blocks, and {of_rows}", both,
-        guards="a tile of Q, half of it from each block, its step, and log-sum-exp and D of its rows",
+        guards="a tile of Q, of which each block loads a half for both, its step, and log-sum-exp and D of its rows",
         full=Signal(2, f"{of_q}, and {of_rows}", "a step has landed", bytes=True),
         empty=Signal(2 * blocks, both, f"nobody reads a stage that {of_q} of either block writes"),
         stored=(
@@ -45,7 +45,7 @@ def cluster_pipes(
     )  # fmt: skip
     dout = Ring(
         "dout", stages, f"{of_dout} of both blocks", both,
-        guards=f"a tile of dO, or {halves} it, half of each from each block, until dP and dV are multiplied",
+        guards="a tile of dO, or half of one, half of it loaded by each block, until dP and dV are multiplied",
         full=Signal(1, of_dout, "a stage of dO has landed", bytes=True),
         empty=Signal(2 * blocks, both, f"nobody reads a stage that {of_dout} of either block writes"),
         stored=(("dout", tile_m * v // roles.parts_of(v) * _ELEMENT_BYTES),),
