@@ -21,6 +21,7 @@ def pipes_view(pipes: Pipes, base: str = "") -> PipesView:
     """Return the view of a kernel's pipes; ``base`` is a prefix of addresses, such as ``here + ``."""
     return PipesView(
         constants=(
+            "",
             "// Rings: who fills the stages -> who empties them.",
             *(line for ring in pipes.rings for line in _ring(ring)),
             *_named(pipes),
