@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attngen.arch import Arch
 from attngen.plan.model import Plan
+from attngen.plan.pipes import Pipes
 from attngen.schema.expand import KernelSpec
 
 
@@ -22,7 +23,8 @@ class Schedule:
     another backend gives.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
-    ``module:name``, that turns a plan into what the template is filled with.
+    ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns what warps of a kernel
+    hand to each other, where it says so itself.
     """
 
     name: str
@@ -36,3 +38,4 @@ class Schedule:
     suits: Callable[[KernelSpec], bool] = lambda spec: True
     keep_promises: Callable[[KernelSpec], None] = lambda spec: None
     templates: Path | None = None
+    pipes: Callable[[Plan], Pipes] | None = None

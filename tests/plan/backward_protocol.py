@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
-from tests.plan.protocol import WARPS, Barrier, Named, Place, ProtocolError, Ring, Role, Simulation
+from tests.plan import declared
+from tests.plan.protocol import WARPS, Place, ProtocolError, Ring, Role, Simulation, barriers, named
 
 CONSUMERS = 2
 SUMS = 8
@@ -56,22 +57,20 @@ class Backward(Simulation):
 
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
         self.case, self.rules, self.random = case, rules, random  # type: ignore[assignment]
-        self.q, self.dout, self.kv = (Ring(stages, CONSUMERS) for stages in (case.q_stages, case.stages, 1))
-        self.q.full = [Barrier(3) for _ in self.q.full]  # and the numbers of its rows
+        found = declared.backward(case.q_stages, case.stages, WARPS, case.overlap)
+        self.q, self.dout, self.kv = (Ring(found.ring(name)) for name in ("q", "dout", "kv"))
         self.steps: list[object] = [None] * case.q_stages
         self.works: list[int | None] = [None, None]
-        self.work_empty = [Barrier(CONSUMERS), Barrier(CONSUMERS)]
+        self.work_empty = barriers(found.ring("work").empty, 2)
         self.sums: list[object] = [None] * SUMS
         self.last = [False] * SUMS  # whether that is the last step of its tile of work
-        self.dq_full, self.dq_empty = (
-            [Barrier(count) for _ in range(CONSUMERS)] for count in (WARPS, 1)
-        )  # fmt: skip
+        dq = found.ring("dq")
+        self.dq_full, self.dq_empty = barriers(dq.full, dq.stages), barriers(dq.empty, dq.stages)
         self.dq: list[object] = [None] * CONSUMERS
         self.ds: list[list[object]] = [[None] * CONSUMERS for _ in range(2)]  # by buffer and consumer
-        self.ds_full = [Barrier(WARPS * CONSUMERS) for _ in range(2)]
-        self.turn = [Named(2 * WARPS) for _ in range(CONSUMERS)]
-        self.group = [Named(WARPS) for _ in range(CONSUMERS)]
-        self.all = Named(WARPS * CONSUMERS)
+        self.ds_full = barriers(found.ring("ds").full, 2)
+        self.turn, self.group = named(found, "turn"), named(found, "group")
+        (self.all,) = named(found, "all")
         self.roles = {"loader": loader(self), "adder": adder(self)}
         self.roles |= {f"warp {c}.{w}": consumer(self, c, w) for c in range(CONSUMERS) for w in range(WARPS)}
 

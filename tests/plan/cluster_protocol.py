@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
+from tests.plan import declared
 from tests.plan.protocol import WARPS, Condition, Named, ProtocolError, Role, Simulation
 
 BLOCKS = 2
@@ -159,7 +160,12 @@ class Block:
     def __init__(self, s: Cluster, rank: int) -> None:
         case, rules = s.case, s.rules
         self.rank, self.at_work = rank, 0
-        releases = 2 * (BLOCKS if rules.release_to_both else 1)  # of the two warpgroups that read a stage
+        found = declared.cluster(case.q_stages, case.stages, WARPS, ordered=True)
+
+        def arrivals(name: str, *, less: int = 0) -> int:
+            return found.barrier(name).signal.arrivals - less
+
+        to_one = 0 if rules.release_to_both else arrivals("q_empty") // BLOCKS  # the readers of one block alone
 
         def barriers(stages: int, count: int) -> list[Phases]:
             return [Phases(self, count) for _ in range(stages)]
@@ -167,13 +173,16 @@ class Block:
         def pieces(stages: int, count: int) -> list[list[object]]:
             return [[None] * count for _ in range(stages)]
 
-        self.k_full, self.v_full, self.other_k_full = barriers(3, 1)
-        self.q_full, self.q_empty = barriers(case.q_stages, 1 + rules.wait_for_rows), barriers(case.q_stages, releases)
-        self.dout_full, self.dout_empty = barriers(case.stages, 1), barriers(case.stages, releases)
-        self.p_full = barriers(2, WARPS if rules.all_probabilities else 1)
-        self.ds_full, self.other_ds_full = barriers(2, 1), barriers(2, 1)
-        self.ds_empty = barriers(2, BLOCKS if rules.taken_by_both else 1)
-        self.turn, self.added = Phases(self, 1), Phases(self, WARPS if rules.told_when_added else 1)
+        def of(name: str, *, less: int = 0) -> list[Phases]:
+            return barriers(found.barrier(name).count, arrivals(name, less=less))
+
+        (self.k_full,), (self.v_full,), (self.other_k_full,) = of("k_full"), of("v_full"), of("other_k_full")
+        self.q_full, self.q_empty = of("q_full", less=not rules.wait_for_rows), of("q_empty", less=to_one)
+        self.dout_full, self.dout_empty = of("dout_full"), of("dout_empty", less=to_one)
+        self.p_full = of("p_full", less=0 if rules.all_probabilities else WARPS - 1)
+        self.ds_full, self.other_ds_full = of("ds_full"), of("other_ds_full")
+        self.ds_empty = of("ds_empty", less=0 if rules.taken_by_both else BLOCKS - 1)
+        (self.turn,), (self.added,) = of("turn"), of("added", less=0 if rules.told_when_added else WARPS - 1)
         self.turns = 0  # that have come
         self.additions = [0] * WARPS
         self.k, self.v, self.other_k = pieces(3, 1)

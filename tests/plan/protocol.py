@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
+from attngen.plan import pipes
+from tests.plan import declared
+
 Condition = Callable[[], bool]
 Role = Iterator[Condition]
 Tile = tuple[int, int]  # tile of work, and place among its tiles
@@ -114,20 +117,35 @@ class Named:
         yield lambda: self.generation >= awaited
 
 
+def barriers(signal: pipes.Signal | None, count: int) -> list[Barrier]:
+    """Return so many barriers, for which the bytes of a copy count as one more arrival."""
+    return [Barrier(signal.arrivals + signal.bytes) for _ in range(count)] if signal else []
+
+
+def named(declared: pipes.Pipes, name: str) -> list[Named]:
+    """Return the named barriers of a group; none if it is not declared."""
+    found = (one for one in declared.named if one.name == name)
+    return [Named(one.threads // 128 * WARPS) for one in found for _ in range(one.count)]
+
+
 @dataclass
 class Ring:
-    """Stages with their barriers, and a place in them that advances."""
+    """Stages with their barriers, as a schedule declares them."""
 
-    stages: int
-    consumers: int
+    declared: pipes.Ring
     full: list[Barrier] = field(init=False)
     empty: list[Barrier] = field(init=False)
     holds: list[object] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.full = [Barrier(2) for _ in range(self.stages)]  # the loader's arrival, and the bytes
-        self.empty = [Barrier(self.consumers) for _ in range(self.stages)]
+        self.full = barriers(self.declared.full, self.stages)
+        self.empty = barriers(self.declared.empty, self.stages)
         self.holds = [None] * self.stages
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self.declared.stages
 
 
 @dataclass
@@ -166,17 +184,18 @@ class Simulation:
     def __init__(self, case: Case, rules: Rules, random: Random, *, unified: bool = False) -> None:
         self.case, self.rules, self.random = case, rules, random
         consumers = case.consumers
-        self.q = Ring(1 if unified else case.q_stages, consumers)
-        self.k, self.v = Ring(case.stages, consumers), Ring(case.stages, consumers)
-
-        def readers() -> Barrier:
-            return Barrier(WARPS * consumers + 1)  # the warps of consumers, and the loader of Q
-
-        self.work_full, self.work_empty = [Barrier(1), Barrier(1)], [readers(), readers()]
-        self.work_asked = Barrier(1)
+        found = declared.forward(
+            consumers, 1 if unified else case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
+            specialized=not unified,
+        )  # fmt: skip
+        self.q, self.k, self.v = (Ring(found.ring(name)) for name in ("q", "k", "v"))
+        if not unified:
+            work = found.ring("work")
+            self.work_full, self.work_empty = barriers(work.full, work.stages), barriers(work.empty, work.stages)
+            (self.work_asked,) = barriers(found.barrier("work_asked").signal, 1)
         self.records: list[int | None] = [None, None]
-        self.group = [Named(WARPS) for _ in range(consumers)]
-        self.turn = [Named(2 * WARPS) for _ in range(consumers)]
+        self.group = [Named(WARPS) for _ in range(consumers)]  # products, too, keep a consumer's warps together
+        self.turn = named(found, "turn")
         self.roles: dict[str, Role] = {}
         if not unified:
             self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
@@ -223,7 +242,8 @@ def scheduler(s: Simulation) -> Role:
     for record in (*range(len(s.case.works)), None):
         yield s.work_empty[slot].done(phase ^ 1)
         s.records[slot] = record
-        s.work_full[slot].arrive()
+        for _ in range(s.case.consumers + 1):  # a lane for the rows of each, and one for all
+            s.work_full[slot].arrive()
         slot ^= 1
         phase ^= slot == 0
         if record is not None:

@@ -98,7 +98,7 @@ def test_clusters_in_a_fixed_order_take_tiles_as_they_begin(head_dim: int, varia
     text = render(found).text
     taken, made_of_it = text.index("atomicInc(tile_counter, gridDim.x / 2 - 1)"), text.index("place_tile(index, ")
     assert taken < text.index("sync_cluster();", taken) < made_of_it
-    assert text.index("wait(here + kTurn, ") < text.index("arrive(here + kAdded)")
+    assert text.index("wait(here + kTurn, ") < text.index("Event<kAdded>::arrive(here)")
     assert "order.cuh" not in render(other).text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,22 +16,18 @@ from attngen.plan import arguments, naming
 from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
 from attngen.plan.choices import check_head_dims, driver_of, refuse
 from attngen.plan.draft import axes_of, drafted, row_workspaces
-from attngen.plan.model import Argument, Columns, Launch, Plan, Region, Structure, Workspace
+from attngen.plan.model import Argument, Columns, Launch, Plan, Workspace
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of
+from attngen.plan.schedules.cluster_pipes import cluster_pipes
 from attngen.plan.schedules.hopper_forward import MMA_BYTES, widths
+from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
 from attngen.schema.expand import Backward, KernelSpec
 
 _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS
-_BARRIER_BYTES = 8
-_STEP_BYTES, _WORK_BYTES = 8, 32
-_SUMS = 8  # places of dQ that are remembered
-_SUM_BYTES, _ORDERED_SUM_BYTES = 8, 20
-#: Sums of dQ that are rounded at once, 64 rows and 32 columns, and what is known of them.
-PIECE_BYTES, _PIECE_TAKEN_BYTES = 64 * 32 * 4, 32
-_ELEMENT_BYTES = 2
 #: Registers of a thread of the producer and of a consumer, up to this head dim and beyond: dK and dV take most.
 _NARROW = 96
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
@@ -51,50 +47,6 @@ _LABELS = {
 
 #: Query rows of a block that computes the sums of rows, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopperBackward(Structure):
-    """Roles, pipeline and memory of a Hopper kernel of dQ, dK and dV in CUDA."""
-
-    # consumers keep sums in registers: of 64 keys each, or one of dV and one of dK
-    producer_registers: int  # per thread, as are the next two
-    consumer_registers: int
-    overlap: str  # what the softmax of a step runs over: pingpong (products of the other consumer) |
-    # gradients (dQ and dK of the step before) | dk | nothing;
-    # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
-    packed: bool  # dS is computed from probabilities in 16 bits, not in float32
-    rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
-    rows_early: bool  # the loader asks for LSE and D of a step before it has a place for them
-    q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
-    box_columns: int  # columns of one copy
-    dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
-    dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
-    ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys behind its sums
-    cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
-    queries_registers: int = 0  # where a warpgroup of its own multiplies dQ,
-    dq_part: int = 0  # so many columns at once
-
-    @property
-    def pingpong(self) -> bool:
-        """Whether consumers take turns at the tensor cores."""
-        return self.overlap == "pingpong"
-
-    @property
-    def keys(self) -> int:
-        """Keys of a block."""
-        return 64 if self.cluster > 1 else 64 * self.consumers
-
-    @staticmethod
-    def parts_of(width: int) -> int:
-        """Products that columns of dK or dV are parted into where four warpgroups run: ptxas plans each with the 128
-        registers that a thread of them begins with."""
-        return 2 if width > 192 else 1
-
-    @property
-    def sum_columns(self) -> int:
-        """Columns of the sums of dQ, which may be more than dQ has."""
-        return self.dq_columns if self.dq_by_rows else self.consumers * self.dq_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,8 +452,8 @@ def _with_memory(
     """Return the roles with the stages of Q that fit."""
     for q_stages in range(draft.q_stages, 1, -1):
         roles = replace(draft, q_stages=q_stages)
-        found = _regions if roles.cluster == 1 else _cluster_regions
-        regions = tuple(found(roles, tile_m, stages, qk, v))
+        found = backward_pipes if roles.cluster == 1 else cluster_pipes
+        regions = found(roles, tile_m=tile_m, stages=stages, qk=qk, v=v).regions
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
             return replace(roles, shared=regions)
@@ -525,76 +477,6 @@ _OPERANDS = {
 }  # fmt: skip
 
 
-def _regions(roles: HopperBackward, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:
-    """Yield the regions of shared memory in order; matrices first, since these need the alignment."""
-    sizes = {
-        "k": _KEYS * qk * _ELEMENT_BYTES,
-        "v": _KEYS * v * _ELEMENT_BYTES,
-        "q": roles.q_stages * tile_m * qk * _ELEMENT_BYTES,
-        "dout": stages * tile_m * v * _ELEMENT_BYTES,
-        "ds": 2 * tile_m * _KEYS * _ELEMENT_BYTES,
-        "dq": roles.consumers * 64 * roles.dq_columns * 4,
-        "piece": 2 * PIECE_BYTES,
-        "lse": roles.q_stages * tile_m * 4,
-        "delta": roles.q_stages * tile_m * 4,
-        "work": 2 * _WORK_BYTES,
-        "step": roles.q_stages * _STEP_BYTES,
-        "kv_full": _BARRIER_BYTES,
-        "kv_empty": _BARRIER_BYTES,
-        "q_full": roles.q_stages * _BARRIER_BYTES,
-        "q_empty": roles.q_stages * _BARRIER_BYTES,
-        "dout_full": stages * _BARRIER_BYTES,
-        "dout_empty": stages * _BARRIER_BYTES,
-        "dq_full": roles.consumers * _BARRIER_BYTES,
-        "dq_empty": roles.consumers * _BARRIER_BYTES,
-        "work_empty": 2 * _BARRIER_BYTES,
-        "piece_full": 2 * _BARRIER_BYTES,
-        "piece_taken": 2 * _PIECE_TAKEN_BYTES,
-        "sum_tile": (_ORDERED_SUM_BYTES if roles.ordered else _SUM_BYTES) * _SUMS,
-    }
-    if roles.pingpong:
-        sizes |= {"ds_full": 2 * _BARRIER_BYTES}
-    yield from _placed(sizes)
-
-
-def _cluster_regions(roles: HopperBackward, tile_m: int, stages: int, qk: int, v: int) -> Iterator[Region]:
-    """Yield the regions of a block of a cluster."""
-    sizes = {
-        "k": roles.keys * qk * _ELEMENT_BYTES,
-        "v": roles.keys * v * _ELEMENT_BYTES,
-        "other_k": roles.keys * roles.dq_columns * _ELEMENT_BYTES,
-        "q": roles.q_stages * tile_m * qk * _ELEMENT_BYTES,
-        "dout": stages * tile_m * v // roles.parts_of(v) * _ELEMENT_BYTES,
-        "ds": 2 * tile_m * roles.keys * _ELEMENT_BYTES,
-        "other_ds": 2 * tile_m * roles.keys * _ELEMENT_BYTES,
-        "lse": roles.q_stages * tile_m * 4,
-        "delta": roles.q_stages * tile_m * 4,
-        "step": roles.q_stages * _STEP_BYTES,
-        "k_full": _BARRIER_BYTES,
-        "v_full": _BARRIER_BYTES,
-        "other_k_full": _BARRIER_BYTES,
-        "q_full": roles.q_stages * _BARRIER_BYTES,
-        "q_empty": roles.q_stages * _BARRIER_BYTES,
-        "dout_full": stages * _BARRIER_BYTES,
-        "dout_empty": stages * _BARRIER_BYTES,
-        "p_full": 2 * _BARRIER_BYTES,
-        "ds_full": 2 * _BARRIER_BYTES,
-        "ds_empty": 2 * _BARRIER_BYTES,
-        "other_ds_full": 2 * _BARRIER_BYTES,
-        "sum_tile": 4 * _SUMS,
-    }
-    if roles.ordered:
-        sizes |= {"turn": _BARRIER_BYTES, "added": _BARRIER_BYTES, "index": 4}
-    yield from _placed(sizes)
-
-
-def _placed(sizes: Mapping[str, int]) -> Iterator[Region]:
-    offset = 0
-    for name, size in sizes.items():
-        yield Region(name, offset, size)
-        offset += size
-
-
 SCHEDULE = Schedule(
     name="hopper_backward",
     backend="cuda",
@@ -605,4 +487,5 @@ SCHEDULE = Schedule(
     suits=lambda spec: not is_wide(spec),
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_backward", "wgmma"),
     alternatives=alternatives,
+    pipes=backward_pipes_of,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
 from attngen.plan.schedules.hopper_backward import alternatives, is_wide, plan_backward
 
 SCHEDULE = Schedule(
@@ -15,4 +16,5 @@ SCHEDULE = Schedule(
     suits=is_wide,
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_cluster", "cluster"),
     alternatives=alternatives,
+    pipes=cluster_pipes_of,
 )

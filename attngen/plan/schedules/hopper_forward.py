@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from attngen.arch import Arch
-from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
-from attngen.plan.model import Argument, Columns, Plan, Region, Structure
+from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of
+from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
@@ -24,10 +25,6 @@ _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
 _ROWS = 64  # query rows of a consumer: M of wgmma
 #: Bytes of a row that one wgmma sums over: K is 16 elements of 16 bits, 32 of 8 (PTX ISA, wgmma.mma_async).
 MMA_BYTES = 32
-_BARRIER_BYTES = 8
-_SLOTS = 2  # tiles of work that are known ahead
-#: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
-WORK_BYTES = 320
 
 #: Registers that a consumer needs beside S, P and O: addresses, references, indices and sums.
 _OTHER_REGISTERS = 24
@@ -42,31 +39,6 @@ _MOST_REGISTERS = 255
 
 #: Time of a tile of work by its consumers, as far as it decides between tiles: docs/performance.md, "Packed heads".
 _TILE_TIMES = {1: 1.0, 2: 1.25, 3: 1.75}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopperForward(Structure):
-    """Roles, pipeline and memory of a Hopper forward; a consumer has 64 query rows."""
-
-    specialized: bool  # a warpgroup more produces; else those that multiply also load
-    producer_registers: int  # per thread, as is the next
-    consumer_registers: int
-    pingpong: bool  # consumers take turns at the tensor cores
-    overlap: bool  # the product with V runs under the softmax of the next tile
-    longest_first: bool  # query tiles from the last to the first, head by head within a section
-    staged: bool  # outputs leave through shared memory
-    q_stages: int  # tiles of Q in flight
-    box_columns: int  # columns of one copy
-    out_columns: int  # columns of O that are staged at once
-    lookahead: int  # steps before the end of a tile at which the next one is taken
-    redo_above: str  # literal; see docs/performance.md
-    redo_growth: str
-    softmax: str
-
-    @property
-    def schedule(self) -> str:
-        """How consumers share the tensor cores, as specs say it."""
-        return "pingpong" if self.pingpong else "cooperative"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +246,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
         softmax=softmax,
         shared=(),
     )
-    return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, tile_m, tile_n, stages, qk, v))
+    return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v))
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -418,14 +390,23 @@ def _searches(spec: KernelSpec) -> bool:
 
 
 def _with_memory(
-    spec: KernelSpec, arch: Arch, draft: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int
+    spec: KernelSpec,
+    arch: Arch,
+    draft: HopperForward,
+    driver: str,
+    tile_m: int,
+    tile_n: int,
+    stages: int,
+    qk: int,
+    v: int,
 ) -> HopperForward:
     """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
     parts = [columns for columns in (v // 2, 64, 32) if columns % draft.box_columns == 0 and v % columns == 0]
     choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
-        regions = tuple(_regions(roles, tile_m, tile_n, stages, qk, v))
+        pipes = forward_pipes(roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v)
+        regions = pipes.regions
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
             return replace(roles, shared=regions)
@@ -437,32 +418,6 @@ def _with_memory(
         f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + K {sizes['k']} + "
         f"V {sizes['v']} ({stages} stages) + O {sizes.get('out', 0)} + barriers and records",
     )
-
-
-def _regions(roles: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int) -> Iterator[Region]:
-    """Yield the regions of shared memory in order; matrices first, since these need the alignment."""
-    element = dtype("bf16").bytes
-    sizes = {
-        "q": roles.q_stages * tile_m * qk * element,
-        "k": stages * tile_n * qk * element,
-        "v": stages * tile_n * v * element,
-        **({"out": tile_m * roles.out_columns * element} if roles.staged else {}),
-        **({"work": _SLOTS * WORK_BYTES} if roles.specialized else {}),
-        "q_full": roles.q_stages * _BARRIER_BYTES,
-        **({"q_empty": roles.q_stages * _BARRIER_BYTES} if roles.specialized else {}),
-        "k_full": stages * _BARRIER_BYTES,
-        "k_empty": stages * _BARRIER_BYTES,
-        "v_full": stages * _BARRIER_BYTES,
-        "v_empty": stages * _BARRIER_BYTES,
-        **({"work_full": _SLOTS * _BARRIER_BYTES} if roles.specialized else {}),
-        **({"work_empty": _SLOTS * _BARRIER_BYTES} if roles.specialized else {}),
-        **({"work_asked": _BARRIER_BYTES} if roles.persistent else {}),
-        **({"tile_info": 4 * stages} if roles.specialized else {}),
-    }
-    offset = 0
-    for name, size in sizes.items():
-        yield Region(name, offset, size)
-        offset += size
 
 
 def keep_promises(spec: KernelSpec) -> None:
@@ -484,4 +439,5 @@ SCHEDULE = Schedule(
     plan=lambda spec, arch: plan_forward(spec, arch, "hopper_forward", "wgmma"),
     alternatives=alternatives,
     keep_promises=keep_promises,
+    pipes=forward_pipes_of,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.hopper_forward import alternatives, keep_promises, plan_forward
 
 SCHEDULE = Schedule(
@@ -16,4 +17,5 @@ SCHEDULE = Schedule(
     plan=lambda spec, arch: plan_forward(spec, arch, "hopper_unified", "unified"),
     alternatives=alternatives,
     keep_promises=keep_promises,
+    pipes=forward_pipes_of,
 )

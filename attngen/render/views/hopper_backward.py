@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Launch, Plan
-from attngen.plan.schedules.hopper_backward import PIECE_BYTES, HopperBackward, by_head, row_lanes
+from attngen.plan.schedules.backward_pipes import PIECE_BYTES, backward_pipes_of
+from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
+from attngen.plan.schedules.hopper_backward import by_head, row_lanes
+from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
 from attngen.render.cuda_gradients import factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
 from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
-from attngen.render.views.hopper_forward import RegionView, argument_lines, constant, padding
+from attngen.render.pipes import PipesView, constant, pipes_view
+from attngen.render.views.hopper_forward import RegionView, argument_lines, padding
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
@@ -69,6 +73,7 @@ class CudaBackwardView:
     end_v: int
     regions: tuple[RegionView, ...]
     region_bytes: Mapping[str, int]
+    pipes: PipesView
     last_tile: int
     piece_bytes: int
     swizzle: int
@@ -150,6 +155,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
             for r in roles.shared
         ),
         region_bytes={region.name: region.bytes for region in roles.shared},
+        pipes=_pipes(plan, roles),
         last_tile=(MAX_SEQLEN - 1) // plan.tile_m,
         piece_bytes=PIECE_BYTES,
         swizzle={64: 1, 32: 2}[roles.box_columns],
@@ -204,6 +210,12 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     )
 
 
+def _pipes(plan: Plan, roles: HopperBackward) -> PipesView:
+    if roles.cluster == 1:
+        return pipes_view(backward_pipes_of(plan))
+    return pipes_view(cluster_pipes_of(plan), "here + ")
+
+
 def _region_text(roles: HopperBackward, plan: Plan, name: str) -> str:
     if roles.cluster > 1 and name == "dout":
         part = "a tile" if roles.parts_of(plan.columns_v[0].width) == 1 else "half a tile"
@@ -224,7 +236,7 @@ def _work_lines(plan: Plan, steps: frozenset[str]) -> tuple[str, ...]:
     if "kv_first" in steps:
         lines.append("const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;")
     if lines:
-        lines.insert(0, "const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));")
+        lines.insert(0, "const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));")
     return (*lines, "const int h = step.h;") if "h" in steps else tuple(lines)
 
 

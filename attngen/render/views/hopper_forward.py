@@ -10,11 +10,13 @@ from attngen.dtypes import dtype
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Argument, Columns, Plan
-from attngen.plan.schedules.hopper_forward import HopperForward
+from attngen.plan.schedules.forward_pipes import forward_pipes_of
+from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.cuda_statements import int_constant
 from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import argument_groups, command, summary
+from attngen.render.pipes import PipesView, constant, pipes_view
 
 _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O on its way out",
@@ -61,6 +63,7 @@ class CudaView:
     regions: tuple[RegionView, ...]
     swizzle: int
     region_bytes: Mapping[str, int]
+    pipes: PipesView
     tile_bits: int
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
@@ -139,6 +142,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         ),
         swizzle={64: 1, 32: 2}[hopper.box_columns],
         region_bytes={region.name: region.bytes for region in hopper.shared},
+        pipes=pipes_view(forward_pipes_of(plan)),
         tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
@@ -173,7 +177,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         out_row=f"(out_ptr + {head}{h} * stride_out_h + ({head_rows}) * stride_out_s)",
         lse_row=f"lse_ptr[{lse if plan.varlen else dense_lse}]",
         swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
-        pending_stage="held_stage" if hopper.skips else "v_stage",
+        pending_stage="held.stage" if hopper.skips else "v_ring.stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
         partial=code.partial,
@@ -201,11 +205,6 @@ def _classifier(plan: Plan) -> ClassifierView:
         element_lines=code.lines,
         visible=code.visible,
     )
-
-
-def constant(region: str) -> str:
-    """Return the name of a region's address: ``k_full`` is ``kKFull``."""
-    return "k" + "".join(part.capitalize() for part in region.split("_"))
 
 
 def _region_text(name: str, size: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attngen.plan.schedules.hopper_forward import HopperForward
+from attngen.plan.schedules.structures import HopperForward
 from attngen.tools.bench.cases import DIRECTIONS, SUITES, BenchCase
 from attngen.tools.bench.ladder import Ladder, Rung
 from attngen.tools.bench.machine import Ceilings, Reading

@@ -9,7 +9,7 @@ from attngen.lang.printing import canonical
 from attngen.plan.budget import GradientMemory, gradient_memory
 from attngen.plan.model import Launch, Plan
 from attngen.plan.own_gradients import differentiable
-from attngen.plan.schedules.hopper_backward import HopperBackward
+from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.tiles import padded_width
 
 

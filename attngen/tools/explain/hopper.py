@@ -8,7 +8,9 @@ from typing import Any
 
 from attngen.plan.floors import ROWS, Floor, floor
 from attngen.plan.model import Plan
-from attngen.plan.schedules.hopper_forward import HopperForward
+from attngen.plan.pipes import Pipes
+from attngen.plan.schedules.forward_pipes import forward_pipes_of
+from attngen.plan.schedules.structures import HopperForward
 from attngen.tools.explain.floor import HeadFloor, floor_dict, floor_lines
 
 _WARPGROUP = 128  # threads
@@ -47,6 +49,7 @@ class HopperExplanation:
 
     plan: Plan
     hopper: HopperForward
+    pipes: Pipes
     registers: Registers
     barriers: tuple[Barrier, ...]
     floor: Floor
@@ -58,7 +61,8 @@ class HopperExplanation:
         roles = plan.structure
         if not isinstance(roles, HopperForward):
             return None
-        return cls(plan, roles, _registers(plan, roles), tuple(_barriers(plan, roles)), floor(plan))
+        pipes = forward_pipes_of(plan)
+        return cls(plan, roles, pipes, _registers(plan, roles), tuple(_barriers(pipes)), floor(plan))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen explain --json`` prints it."""
@@ -68,9 +72,7 @@ class HopperExplanation:
                 "specialized": hopper.specialized,
                 "consumers": hopper.consumers,
                 "rows": ROWS,
-                "scheduler_warp": 4 * hopper.consumers if hopper.specialized else None,
-                "loader_warp": 4 * hopper.consumers + 1 if hopper.specialized else 0,
-                "query_loader_warp": 4 * hopper.consumers + 2 if hopper.specialized else 0,
+                **self._warps(),
                 "schedule": hopper.schedule,
                 "overlap": hopper.overlap,
                 "persistent": hopper.persistent,
@@ -97,7 +99,7 @@ class HopperExplanation:
         total, limit = self.hopper.shared_bytes, self.plan.arch.shared_memory
         regions = self.regions()
         return {
-            "roles": list(_roles(self.plan, self.hopper)),
+            "roles": list(_roles(self.plan, self.hopper, self.pipes)),
             "registers": self._registers(),
             "shared memory": [
                 f"{total} B of {limit} B; offset, bytes and what is there:",
@@ -149,6 +151,12 @@ class HopperExplanation:
         """Yield the floor, for people."""
         return floor_lines(self.plan, self.floor, self.heads)
 
+    def _warps(self) -> dict[str, int | None]:
+        """Return the warp of each role of the producer; without roles, the first warp loads."""
+        if not self.hopper.specialized:
+            return {"scheduler_warp": None, "loader_warp": 0, "query_loader_warp": 0}
+        return {f"{name}_warp": self.pipes.role(name).first for name in ("scheduler", "loader", "query_loader")}
+
     def _registers(self) -> list[str]:
         r, consumers = self.registers, self.hopper.consumers
         rest = f"{r.others} for addresses, references and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
@@ -188,35 +196,14 @@ def _registers(plan: Plan, hopper: HopperForward) -> Registers:
     )
 
 
-def _barriers(plan: Plan, hopper: HopperForward) -> Iterator[Barrier]:
-    """Yield the barriers with their arrivals, as the template of the schedule initializes them."""
-    consumers = hopper.consumers
-    sizes = {region.name: region.bytes // 8 for region in hopper.shared}
-    scheduler = consumers + 1 if plan.driver == "ranges" else 1
-    those, loader, told = "warpgroups", "the first warp", ""
-    if hopper.specialized:
-        those, loader, told = "consumers", "its loader", ", and what each consumer does with it is written"
-    for name, arrivals, guards in (
-        ("q_full", 1, f"a tile of Q has landed ({loader} arrives, and the bytes; so below)"),
-        ("q_empty", consumers, "consumers have multiplied a tile of Q for the last time"),
-        ("k_full", 1, f"a tile of K has landed{told}"),
-        ("k_empty", consumers, f"{those} are done with a tile of K"),
-        ("v_full", 1, "a tile of V has landed"),
-        ("v_empty", consumers, f"{those} are done with a tile of V"),
-        ("work_full", scheduler, "the scheduler has written the record of a tile of work"),
-        ("work_empty", 4 * consumers + 1, "the warps of consumers, and the loader of Q, have read a record"),
-        ("work_asked", 1, "the loader of K and V nears the end of a tile: the scheduler may take the next one"),
-    ):
-        if name in sizes:
-            yield Barrier(name, sizes[name], arrivals, named=False, guards=guards)
-    meets = [*(["O"] if hopper.staged else []), *(["skipped tiles"] if hopper.skips and not hopper.pingpong else [])]
-    if meets:
-        who = "consumer" if hopper.specialized else "warpgroup"
-        together = f"threads of a {who} wait for each other around {' and '.join(meets)}"
-        yield Barrier("group", consumers, _WARPGROUP, named=True, guards=together)
-    if hopper.pingpong:
-        turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
-        yield Barrier("turn", consumers, 2 * _WARPGROUP, named=True, guards=turns)
+def _barriers(pipes: Pipes) -> Iterator[Barrier]:
+    """Yield the barriers as the kernel declares them."""
+    for barrier in pipes.barriers:
+        signal = barrier.signal
+        says = f"{signal.says} ({signal.sources})"
+        yield Barrier(barrier.name, barrier.count, signal.arrivals, named=False, guards=says)
+    for one in pipes.named:
+        yield Barrier(one.name, one.count, one.threads, named=True, guards=one.guards)
 
 
 def _barrier(barrier: Barrier) -> str:
@@ -224,8 +211,7 @@ def _barrier(barrier: Barrier) -> str:
     return f"{barrier.name:10s} {barrier.count} x {who:11s}  {barrier.guards}" + (" (named)" if barrier.named else "")
 
 
-def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
-    first = 4 * hopper.consumers
+def _roles(plan: Plan, hopper: HopperForward, pipes: Pipes) -> Iterator[str]:
     each = "consumer" if hopper.consumers == 1 else "consumers"
     if not hopper.specialized:
         each = "warpgroup" if hopper.consumers == 1 else "warpgroups"
@@ -235,7 +221,8 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
-    yield f"producer: warp {first} schedules tiles of work; by TMA, warp {first + 1} loads K and V, and {first + 2} Q"
+    scheduler, loader, of_q = (pipes.role(name).first for name in ("scheduler", "loader", "query_loader"))
+    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, warp {loader} loads K and V, and {of_q} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:

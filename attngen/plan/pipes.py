@@ -1,0 +1,175 @@
+"""The pipes of a kernel as values: who hands what to whom inside a block, and the barriers between them.
+
+A schedule declares them once. Shared memory, the constants and the initialization of the kernels, ``attngen explain``,
+the tables of docs/schedules.md and the models of the barriers in the tests all come from that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from attngen.plan.model import Region
+
+BARRIER_BYTES = 8  # an mbarrier
+WARPGROUP = 4  # warps
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What completes a phase of a barrier: so many ``arrivals``, ``by`` whom; and what the reader then knows."""
+
+    arrivals: int
+    by: str
+    says: str
+    bytes: bool = False  # one who arrives announces bytes of copies, which must land, too
+
+    @property
+    def sources(self) -> str:
+        """Who arrives, in words."""
+        return f"{self.by}, and the bytes of the copy" if self.bytes else self.by
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """``count`` barriers side by side in shared memory, one for each stage."""
+
+    name: str
+    count: int
+    signal: Signal
+
+    @property
+    def bytes(self) -> int:
+        """What they take of shared memory."""
+        return self.count * BARRIER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Stages that the ``writers`` fill and the ``readers`` empty. ``stored`` names what lies in each, with its bytes.
+
+    A side that needs no barrier has None: it is told of in another way, as ``guards`` says.
+    """
+
+    name: str
+    stages: int
+    writers: str
+    readers: str
+    guards: str
+    full: Signal | None = None
+    empty: Signal | None = None
+    stored: tuple[tuple[str, int], ...] = ()
+    alternates: bool = False  # two places in turn by design: their number is no choice of the plan
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Its barriers: ``NAME_full`` and ``NAME_empty``."""
+        sides = (("full", self.full), ("empty", self.empty))
+        return tuple(Barrier(f"{self.name}_{side}", self.stages, signal) for side, signal in sides if signal)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A barrier that hands over no memory: something has happened."""
+
+    name: str
+    signal: Signal
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Its one barrier."""
+        return (Barrier(self.name, 1, self.signal),)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBarrier:
+    """``count`` named barriers of the hardware from number ``first`` on; so many threads sync or arrive at each."""
+
+    name: str
+    first: int
+    count: int
+    threads: int
+    guards: str
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Warps of a block that do the same, from ``first`` on, and the registers of each thread."""
+
+    name: str
+    first: int
+    warps: int
+    registers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipes:
+    """All of a kernel, rings and events in the order in which their barriers lie in shared memory."""
+
+    pipes: tuple[Ring | Event, ...]
+    named: tuple[NamedBarrier, ...]
+    roles: tuple[Role, ...]
+    order: tuple[str, ...]  # of shared memory: what is stored, and ``barriers``; not every kernel has all of it
+    others: tuple[tuple[str, int], ...] = ()  # regions of shared memory that no ring hands over, with their bytes
+
+    def __post_init__(self) -> None:
+        """Check that barriers of one name, or of one number, are declared once."""
+        names = [barrier.name for barrier in self.barriers]
+        numbers = [0, *(one.first + i for one in self.named for i in range(one.count))]  # 0 is __syncthreads
+        for found in (names, numbers):
+            if len(set(found)) < len(found):
+                raise ValueError(f"declared twice: {found}")
+        if max(numbers) > 15:
+            raise ValueError(f"a block has 16 named barriers, not {max(numbers) + 1}")
+        stored = {name for ring in self.rings for name, _ in ring.stored} | {name for name, _ in self.others}
+        if lost := stored - set(self.order):
+            raise ValueError(f"no place in shared memory: {lost}")
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """The pipes that have stages."""
+        return tuple(pipe for pipe in self.pipes if isinstance(pipe, Ring))
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The pipes that hand over no memory."""
+        return tuple(pipe for pipe in self.pipes if isinstance(pipe, Event))
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """The barriers in shared memory, in their order."""
+        return tuple(barrier for pipe in self.pipes for barrier in pipe.barriers)
+
+    def ring(self, name: str) -> Ring:
+        """Return a ring by its name; KeyError if there is none."""
+        return _find(self.rings, name)
+
+    def barrier(self, name: str) -> Barrier:
+        """Return the barriers of a name; KeyError if there are none."""
+        return _find(self.barriers, name)
+
+    def role(self, name: str) -> Role:
+        """Return a role by its name; KeyError if there is none."""
+        return _find(self.roles, name)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The map of shared memory."""
+        stored = {name: ring.stages * size for ring in self.rings for name, size in ring.stored} | dict(self.others)
+        sizes = {name: [(name, size)] for name, size in stored.items()}
+        sizes["barriers"] = [(barrier.name, barrier.bytes) for barrier in self.barriers]
+        offset, found = 0, []
+        for region, size in (entry for name in self.order for entry in sizes.get(name, ())):
+            found.append(Region(region, offset, size))
+            offset += size
+        return tuple(found)
+
+
+_One = TypeVar("_One", Ring, Barrier, Role)
+
+
+def _find(found: tuple[_One, ...], name: str) -> _One:
+    for one in found:
+        if one.name == name:
+            return one
+    raise KeyError(name)

@@ -1,0 +1,128 @@
+"""The pipes of the Hopper backward by single blocks."""
+
+from __future__ import annotations
+
+from attngen.plan.model import Plan
+from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
+from attngen.plan.schedules.structures import HopperBackward
+
+_ELEMENT_BYTES = 2
+STEP_BYTES, WORK_BYTES = 8, 32
+SUMS = 8  # places of dQ that are remembered
+SUM_BYTES, ORDERED_SUM_BYTES = 8, 20
+#: Sums of dQ that are rounded at once, 64 rows and 32 columns, and what is known of them.
+PIECE_BYTES, PIECE_TAKEN_BYTES = 64 * 32 * 4, 32
+_KEYS = 64  # of a consumer
+
+#: Shared memory in its order: matrices first, which need the most alignment.
+_ORDER = (
+    "k", "v", "q", "dout", "ds", "dq", "piece", "lse", "delta", "work", "step", "barriers", "piece_taken", "sum_tile",
+)  # fmt: skip
+
+
+def backward_pipes(
+    roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v: int, warps: int = WARPGROUP
+) -> Pipes:
+    """Return the pipes of a backward whose matrices have ``qk`` and ``v`` columns in shared memory.
+
+    ``warps`` is the number of a consumer's warps, which a model may have fewer of.
+    """
+    consumers, keys = roles.consumers, _KEYS * roles.consumers
+    loader, each = "the loader", "each consumer"
+    kv = Ring(
+        "kv", 1, loader, each,
+        guards="K and V of a tile of work stay until all products of its steps are complete",
+        full=Signal(1, loader, "K and V of a tile of work have landed", bytes=True),
+        empty=Signal(consumers, each, "consumers have multiplied the last step of a tile of work"),
+        stored=(("k", keys * qk * _ELEMENT_BYTES), ("v", keys * v * _ELEMENT_BYTES)),
+    )  # fmt: skip
+    q = Ring(
+        "q", roles.q_stages, loader, each,
+        guards="a tile of Q, the step that it belongs to, and log-sum-exp and D of its rows; the end of a tile of work "
+        "takes a stage, too, which is given back when both consumers have met",
+        full=Signal(2, f"{loader} twice, for Q and for the numbers of rows", "a step has landed", bytes=True),
+        empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
+        stored=(
+            ("q", tile_m * qk * _ELEMENT_BYTES), ("lse", tile_m * 4), ("delta", tile_m * 4), ("step", STEP_BYTES),
+        ),
+    )  # fmt: skip
+    dout = Ring(
+        "dout", stages, loader, each,
+        guards="a tile of dO stays until its product is added to dV",
+        full=Signal(1, loader, "a tile of dO has landed", bytes=True),
+        empty=Signal(consumers, each, "dV of a step is complete"),
+        stored=(("dout", tile_m * v * _ELEMENT_BYTES),),
+    )  # fmt: skip
+    dq = Ring(
+        "dq", consumers, each, "the warp that adds",
+        guards="dQ of a step, a place for each consumer, until it is added to the sums in global memory; dV goes out "
+        "through the same places",
+        full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
+        empty=Signal(1, "the warp that adds", "dQ of a step has left"),
+        stored=(("dq", 64 * roles.dq_columns * 4),),
+    )  # fmt: skip
+    work = Ring(
+        "work", 2, loader, each,
+        guards="the record of a tile of work stays until dK and dV are written; that it is there says the first step",
+        empty=Signal(consumers, each, "dK and dV of a tile of work are written"),
+        stored=(("work", WORK_BYTES),),
+        alternates=True,
+    )  # fmt: skip
+    piece = Ring(
+        "piece", 2, "the warp that rounds", "the warp that rounds",
+        guards="sums that are complete, until the same warp has written them as dQ",
+        full=Signal(1, "the warp that rounds", "a piece of the sums has landed", bytes=True),
+        stored=(("piece", PIECE_BYTES), ("piece_taken", PIECE_TAKEN_BYTES)),
+        alternates=True,
+    )  # fmt: skip
+    ds = Ring(
+        "ds", 2, each, each,
+        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK goes out through the "
+        "same places",
+        full=Signal(warps * consumers, "each warp of both consumers", "dS of both is written")
+        if roles.pingpong
+        else None,
+        stored=(("ds", tile_m * keys * _ELEMENT_BYTES),),
+        alternates=True,
+    )  # fmt: skip
+    sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else SUM_BYTES)
+    return Pipes(
+        (kv, q, dout, dq, work, piece, ds),
+        named=_named(roles),
+        roles=_roles(roles),
+        order=_ORDER,
+        others=(("sum_tile", sums),),  # read behind dq_full, and written 8 steps later: more than are in flight
+    )
+
+
+def backward_pipes_of(plan: Plan) -> Pipes:
+    """Return the pipes of a planned backward by single blocks."""
+    assert isinstance(plan.structure, HopperBackward)
+    return backward_pipes(
+        plan.structure, tile_m=plan.tile_m, stages=plan.stages, qk=plan.columns_qk[0].width, v=plan.columns_v[0].width
+    )
+
+
+def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
+    """Return the named barriers: all consumers, the warps of each, and the turns at the tensor cores."""
+    threads, consumers = 32 * WARPGROUP, roles.consumers
+    return (
+        NamedBarrier("all", 1, 1, threads * consumers, "all consumers meet, around dS and their outputs"),
+        NamedBarrier("group", 2, consumers, threads, "threads of a consumer meet around dK and dV"),
+        *(
+            [NamedBarrier("turn", 2 + consumers, consumers, threads * consumers, "turns at the tensor cores")]
+            if roles.pingpong
+            else []
+        ),
+    )
+
+
+def _roles(roles: HopperBackward) -> tuple[Role, ...]:
+    """Return the warps: consumers first, then the producer's, of which the third has nothing to do."""
+    first, registers = WARPGROUP * roles.consumers, roles.producer_registers
+    return (
+        Role("consumers", 0, first, roles.consumer_registers),
+        Role("loader", first, 1, registers),
+        Role("adder", first + 1, 1, registers),
+        Role("rounder", first + 3, 1, registers),
+    )

@@ -1,0 +1,110 @@
+"""The pipes of the Hopper backward by clusters of two blocks: those of one block, in which the other one takes part."""
+
+from __future__ import annotations
+
+from attngen.plan.model import Plan
+from attngen.plan.pipes import WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
+from attngen.plan.schedules.backward_pipes import STEP_BYTES, SUMS
+from attngen.plan.schedules.structures import HopperBackward
+
+_ELEMENT_BYTES = 2
+
+#: Shared memory in its order: matrices first, which need the most alignment, and words last.
+_ORDER = (
+    "k", "v", "other_k", "q", "dout", "ds", "other_ds", "lse", "delta", "step", "barriers", "sum_tile", "index",
+)  # fmt: skip
+
+
+def cluster_pipes(roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v: int, warps: int = WARPGROUP) -> Pipes:
+    """Return the pipes of a block of a cluster whose matrices have ``qk`` and ``v`` columns in shared memory.
+
+    ``warps`` is the number of a warpgroup's warps, which a model may have fewer of.
+    """
+    blocks, keys = roles.cluster, roles.keys
+    of_q, of_dout, of_rows = "the loader of Q", "the loader of dO", "the loader of rows"
+    both = "the warpgroups of values and of keys, of both blocks"
+    row_bytes = tile_m * 4
+
+    def once(name: str, loader: str, readers: str, columns: int) -> Ring:
+        return Ring(
+            name, 1, loader, readers,
+            guards="loaded once: a block has one tile of keys",
+            full=Signal(1, loader, "the keys have landed", bytes=True),
+            stored=((name, keys * columns * _ELEMENT_BYTES),),
+        )  # fmt: skip
+
+    q = Ring(
+        "q", roles.q_stages, f"{of_q} of both blocks, and {of_rows}", both,
+        guards="a tile of Q, of which each block loads a half for both, its step, and log-sum-exp and D of its rows",
+        full=Signal(2, f"{of_q}, and {of_rows}", "a step has landed", bytes=True),
+        empty=Signal(2 * blocks, both, f"nobody reads a stage that {of_q} of either block writes"),
+        stored=(
+            ("q", tile_m * qk * _ELEMENT_BYTES), ("lse", row_bytes), ("delta", row_bytes), ("step", STEP_BYTES),
+        ),
+    )  # fmt: skip
+    dout = Ring(
+        "dout", stages, f"{of_dout} of both blocks", both,
+        guards="a tile of dO, or half of one, half of it loaded by each block, until dP and dV are multiplied",
+        full=Signal(1, of_dout, "a stage of dO has landed", bytes=True),
+        empty=Signal(2 * blocks, both, f"nobody reads a stage that {of_dout} of either block writes"),
+        stored=(("dout", tile_m * v // roles.parts_of(v) * _ELEMENT_BYTES),),
+    )  # fmt: skip
+    p = Ring(
+        "p", 2, "the warpgroup of values", "the warpgroup of keys",
+        guards="P of a step, where dS of it then goes: each warp overwrites what it has read",
+        full=Signal(warps, "each warp of the warpgroup of values", "P of a step is written"),
+        alternates=True,
+    )  # fmt: skip
+    ds = Ring(
+        "ds", 2, "the warpgroup of keys", "the warpgroups of queries, of both blocks",
+        guards="dS of a step, until both blocks have multiplied dQ: this one from here, the other from its copy",
+        full=Signal(1, "the warpgroup of keys", "dS of a step is written, or there is no more"),
+        empty=Signal(blocks, "the warpgroup of queries of each block", "P of another step may come"),
+        stored=(("ds", tile_m * keys * _ELEMENT_BYTES),),
+        alternates=True,
+    )  # fmt: skip
+    other_ds = Ring(
+        "other_ds", 2, "the warpgroup of keys of the other block", "the warpgroup of queries",
+        guards="a copy of dS of the other block; that it may be overwritten says ds_empty there",
+        full=Signal(1, "the warpgroup of queries, before it waits", "dS of the other block has landed", bytes=True),
+        stored=(("other_ds", tile_m * keys * _ELEMENT_BYTES),),
+        alternates=True,
+    )  # fmt: skip
+    turns = (
+        Event("turn", Signal(1, "the warp of turns", "dQ of a step may be added: all earlier keys' is")),
+        Event("added", Signal(warps, "each warp of the warpgroup of queries", "dQ of a step is added")),
+    )
+    return Pipes(
+        (
+            once("k", of_q, "the warpgroups of values and of queries", qk),
+            once("v", of_dout, "the warpgroup of keys", v),
+            once("other_k", of_dout, "the warpgroup of queries", roles.dq_columns),
+            q, dout, p, ds, other_ds, *(turns if roles.ordered else ()),
+        ),
+        named=(
+            NamedBarrier("group", 1, 2, 32 * WARPGROUP, "threads of a warpgroup meet around dS, dK and dV"),
+        ),
+        roles=_roles(roles),
+        order=_ORDER,
+        others=(("sum_tile", 4 * SUMS), *([("index", 4)] if roles.ordered else [])),
+    )  # fmt: skip
+
+
+def cluster_pipes_of(plan: Plan) -> Pipes:
+    """Return the pipes of a planned backward by clusters."""
+    assert isinstance(plan.structure, HopperBackward)
+    return cluster_pipes(
+        plan.structure, tile_m=plan.tile_m, stages=plan.stages, qk=plan.columns_qk[0].width, v=plan.columns_v[0].width
+    )
+
+
+def _roles(roles: HopperBackward) -> tuple[Role, ...]:
+    """Return the warps of a block, a warpgroup for each of values, keys and queries, then the loaders'."""
+    first, registers = 3 * WARPGROUP, roles.producer_registers
+    loaders = ("query_loader", "dout_loader", "row_loader", *(["turns"] if roles.ordered else []))
+    return (
+        Role("values", 0, WARPGROUP, roles.consumer_registers),
+        Role("keys", WARPGROUP, WARPGROUP, roles.consumer_registers),
+        Role("queries", 2 * WARPGROUP, WARPGROUP, roles.queries_registers),
+        *(Role(name, first + i, 1, registers) for i, name in enumerate(loaders)),
+    )

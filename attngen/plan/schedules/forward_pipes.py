@@ -1,0 +1,117 @@
+"""The pipes of the Hopper forwards, with warp roles and without."""
+
+from __future__ import annotations
+
+from attngen.dtypes import dtype
+from attngen.plan.model import Plan
+from attngen.plan.pipes import WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
+from attngen.plan.schedules.structures import HopperForward
+
+_SLOTS = 2  # tiles of work that are known ahead
+#: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
+WORK_BYTES = 320
+_TILE_INFO_BYTES = 4
+
+#: Shared memory in its order: matrices first, which need the most alignment, and words last.
+_ORDER = ("q", "k", "v", "out", "work", "barriers", "tile_info")
+
+
+def forward_pipes(
+    roles: HopperForward, *, driver: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int, warps: int = WARPGROUP
+) -> Pipes:
+    """Return the pipes of a forward whose matrices have ``qk`` and ``v`` columns in shared memory.
+
+    ``warps`` is the number of a consumer's warps, which a model may have fewer of.
+    """
+    element, consumers = dtype("bf16").bytes, roles.consumers
+    each, loads = "each warpgroup", "the first warp"
+    by_q = by_kv = loads
+    if roles.specialized:
+        each, by_q, by_kv = "each consumer", "the loader of Q", "the loader of K and V"
+    done = f"{each.removeprefix('each ')}s are done with a tile of"
+    tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
+    told = ", and what each consumer does with it is written" if roles.specialized else ""
+    scheduler = roles.consumers + 1 if driver == "ranges" else 1
+    q = Ring(
+        "q", roles.q_stages, by_q, each,
+        guards="a tile of Q is multiplied with every tile of K of its tile of work, then another takes its place",
+        full=Signal(1, by_q, "a tile of Q has landed", bytes=True),
+        empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time")
+        if roles.specialized
+        else None,
+        stored=(("q", tile_m * qk * element),),
+    )  # fmt: skip
+    k = Ring(
+        "k", stages, by_kv, each,
+        guards="a tile of K, and its word of what each consumer has to do with it, stay until S is there"
+        if roles.specialized
+        else "a tile of K stays until S is there",
+        full=Signal(1, by_kv, f"a tile of K has landed{told}", bytes=True),
+        empty=Signal(consumers, each, f"{done} K"),
+        stored=(("k", tile_n * qk * element), *tile_info),
+    )  # fmt: skip
+    of_v = Ring(
+        "v", stages, by_kv, each,
+        guards="a tile of V stays until its product is added to O, one step behind K",
+        full=Signal(1, by_kv, "a tile of V has landed", bytes=True),
+        empty=Signal(consumers, each, f"{done} V"),
+        stored=(("v", tile_n * v * element),),
+    )  # fmt: skip
+    work = Ring(
+        "work", _SLOTS, "the scheduler", "the consumers and both loaders",
+        guards="the record of a tile of work stays until all have read it; the loader of K and V does not say so: the "
+        "scheduler takes another tile behind its request, which follows its read, and a block with one tile has a slot "
+        "for each record",
+        full=Signal(scheduler, "the scheduler's lanes that write the record", "a record is written"),
+        empty=Signal(
+            warps * consumers + 1, "each warp of the consumers, and the loader of Q",
+            "the warps of consumers, and the loader of Q, have read a record",
+        ),
+        stored=(("work", WORK_BYTES),),
+        alternates=True,
+    )  # fmt: skip
+    asked = Event(
+        "work_asked",
+        Signal(1, by_kv, "the loader nears the end of a tile of work: the scheduler may take the next one"),
+    )
+    return Pipes(
+        (q, k, of_v, *([work] if roles.specialized else []), *([asked] if roles.persistent else [])),
+        named=_named(roles, each),
+        roles=_roles(roles),
+        order=_ORDER,
+        others=(("out", tile_m * roles.out_columns * element),) if roles.staged else (),
+    )
+
+
+def forward_pipes_of(plan: Plan) -> Pipes:
+    """Return the pipes of a planned forward."""
+    assert isinstance(plan.structure, HopperForward)
+    return forward_pipes(
+        plan.structure, driver=plan.driver, tile_m=plan.tile_m, tile_n=plan.tile_n, stages=plan.stages,
+        qk=plan.columns_qk[0].width, v=plan.columns_v[0].width,
+    )  # fmt: skip
+
+
+def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
+    """Return the named barriers: those in which a consumer's warps meet, and the turns at the tensor cores."""
+    threads, consumers = 32 * WARPGROUP, roles.consumers
+    meets = [*(["O"] if roles.staged else []), *(["skipped tiles"] if roles.skips and not roles.pingpong else [])]
+    found = []
+    if meets:
+        who = each.removeprefix("each ")
+        together = f"threads of a {who} wait for each other around {' and '.join(meets)}"
+        found.append(NamedBarrier("group", 1, consumers, threads, together))
+    if roles.pingpong:
+        turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
+        found.append(NamedBarrier("turn", 1 + consumers, consumers, 2 * threads, turns))
+    return tuple(found)
+
+
+def _roles(roles: HopperForward) -> tuple[Role, ...]:
+    """Return the warps: consumers first, then the producer's, of which the last has nothing to do."""
+    first = WARPGROUP * roles.consumers
+    consumers = Role("consumers", 0, first, roles.consumer_registers)
+    if not roles.specialized:
+        return (consumers,)
+    producers = ("scheduler", "loader", "query_loader")
+    return consumers, *(Role(name, first + i, 1, roles.producer_registers) for i, name in enumerate(producers))

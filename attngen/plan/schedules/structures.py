@@ -1,0 +1,76 @@
+"""What the Hopper schedules decide beside what all plans have: roles, pipeline and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.plan.model import Structure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperForward(Structure):
+    """Roles, pipeline and memory of a Hopper forward; a consumer has 64 query rows."""
+
+    specialized: bool  # a warpgroup more produces; else those that multiply also load
+    producer_registers: int  # per thread, as is the next
+    consumer_registers: int
+    pingpong: bool  # consumers take turns at the tensor cores
+    overlap: bool  # the product with V runs under the softmax of the next tile
+    longest_first: bool  # query tiles from the last to the first, head by head within a section
+    staged: bool  # outputs leave through shared memory
+    q_stages: int  # tiles of Q in flight
+    box_columns: int  # columns of one copy
+    out_columns: int  # columns of O that are staged at once
+    lookahead: int  # steps before the end of a tile at which the next one is taken
+    redo_above: str  # literal; see docs/performance.md
+    redo_growth: str
+    softmax: str
+
+    @property
+    def schedule(self) -> str:
+        """How consumers share the tensor cores, as specs say it."""
+        return "pingpong" if self.pingpong else "cooperative"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperBackward(Structure):
+    """Roles, pipeline and memory of a Hopper kernel of dQ, dK and dV in CUDA."""
+
+    # consumers keep sums in registers: of 64 keys each, or one of dV and one of dK
+    producer_registers: int  # per thread, as are the next two
+    consumer_registers: int
+    overlap: str  # what the softmax of a step runs over: pingpong (products of the other consumer) |
+    # gradients (dQ and dK of the step before) | dk | nothing;
+    # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
+    packed: bool  # dS is computed from probabilities in 16 bits, not in float32
+    rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
+    rows_early: bool  # the loader asks for LSE and D of a step before it has a place for them
+    q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
+    box_columns: int  # columns of one copy
+    dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
+    dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
+    ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys behind its sums
+    cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
+    queries_registers: int = 0  # where a warpgroup of its own multiplies dQ,
+    dq_part: int = 0  # so many columns at once
+
+    @property
+    def pingpong(self) -> bool:
+        """Whether consumers take turns at the tensor cores."""
+        return self.overlap == "pingpong"
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return 64 if self.cluster > 1 else 64 * self.consumers
+
+    @staticmethod
+    def parts_of(width: int) -> int:
+        """Products that columns of dK or dV are parted into where four warpgroups run: ptxas plans each with the 128
+        registers that a thread of them begins with."""
+        return 2 if width > 192 else 1
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of the sums of dQ, which may be more than dQ has."""
+        return self.dq_columns if self.dq_by_rows else self.consumers * self.dq_columns

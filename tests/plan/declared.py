@@ -1,0 +1,53 @@
+"""The pipes that a schedule declares, for a model of its barriers: with the depths of a case, and fewer warps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from attngen.plan import Plan
+from attngen.plan.pipes import Pipes
+from attngen.plan.schedules.backward_pipes import backward_pipes
+from attngen.plan.schedules.cluster_pipes import cluster_pipes
+from attngen.plan.schedules.forward_pipes import forward_pipes
+from tests.plan.specs import planned
+
+
+@cache
+def forward(
+    consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool, specialized: bool
+) -> Pipes:
+    """Return the pipes of a forward by ranges of tiles."""
+    found = _plan("forward", 128)
+    assert found.structure is not None
+    roles = replace(
+        found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips, specialized=specialized,
+        persistent=specialized,
+    )  # fmt: skip
+    m, n = found.tile_m, found.tile_n
+    return forward_pipes(roles, driver="ranges", tile_m=m, tile_n=n, stages=stages, qk=128, v=128, warps=warps)
+
+
+@cache
+def backward(q_stages: int, stages: int, warps: int, overlap: str) -> Pipes:
+    """Return the pipes of a backward by single blocks."""
+    found = _plan("backward", 128)
+    assert found.structure is not None
+    roles = replace(found.structure, q_stages=q_stages, overlap=overlap)
+    return backward_pipes(roles, tile_m=found.tile_m, stages=stages, qk=128, v=128, warps=warps)
+
+
+@cache
+def cluster(q_stages: int, stages: int, warps: int, *, ordered: bool) -> Pipes:
+    """Return the pipes of a block of a cluster."""
+    found = _plan("backward", 256)
+    assert found.structure is not None
+    roles = replace(found.structure, q_stages=q_stages, ordered=ordered)
+    return cluster_pipes(roles, tile_m=found.tile_m, stages=stages, qk=256, v=256, warps=warps)
+
+
+@cache
+def _plan(direction: str, head_dim: int) -> Plan:
+    if direction == "forward":
+        return planned(head_dim=head_dim, backend="cuda")
+    return planned(head_dim=head_dim, passes="backward", backward="{backend: cuda}")

@@ -1,0 +1,208 @@
+"""Pipes of the Hopper kernels: what is declared fits memory, kernels, docs and the models of the barriers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import pytest
+
+from attngen.plan import Plan
+from attngen.plan.pipes import Event, Pipes, Ring, Signal
+from attngen.plan.schedules import named
+from attngen.render import render
+from attngen.resources import root, templates_dir
+from tests.plan import declared
+from tests.plan.backward_protocol import Backward
+from tests.plan.backward_protocol import Case as BackwardCase
+from tests.plan.backward_protocol import Rules as BackwardRules
+from tests.plan.cluster_protocol import Case as ClusterCase
+from tests.plan.cluster_protocol import Cluster
+from tests.plan.cluster_protocol import Rules as ClusterRules
+from tests.plan.protocol import Case, ProtocolError, Rules, Simulation
+from tests.plan.specs import planned
+
+BACKWARD = {"passes": "backward", "backward": "{backend: cuda}"}
+CHOICES: list[dict[str, object]] = [
+    {"backend": "cuda"},
+    {"backend": "cuda", "head_dim": 256},
+    {"backend": "cuda", "variant": "sliding_window", "tile": "{m: 192, n: 64}"},
+    {"backend": "cuda", "variant": "allowed", "head_dim": 128},
+    {"backend": "cuda", "persistent": "false", "warps": "{schedule: cooperative}", "epilogue": "direct"},
+    {"backend": "cuda", "warps": "{producer: 0}"},
+    {"backend": "cuda", "pack_gqa": "true"},
+    {**BACKWARD},
+    {**BACKWARD, "head_dim": 128},
+    {**BACKWARD, "head_dim": 128, "deterministic": "true"},
+    {**BACKWARD, "head_dim": 256},
+    {**BACKWARD, "head_dim": 192, "deterministic": "true"},
+]
+
+
+def pipes_of(plan: Plan) -> Pipes:
+    found = named(plan.schedule).pipes
+    assert found is not None
+    return found(plan)
+
+
+@pytest.fixture(params=CHOICES, ids=lambda choice: "-".join(str(value) for value in choice.values()))
+def kernel(request: pytest.FixtureRequest) -> Plan:
+    return planned(**request.param)
+
+
+def test_shared_memory_is_what_is_declared(kernel: Plan) -> None:
+    found, roles = pipes_of(kernel), kernel.hopper or kernel.gradients
+    assert roles is not None
+    assert found.regions == roles.shared
+    offset = 0
+    for region in found.regions:
+        assert region.offset == offset
+        offset += region.bytes
+    sizes = {region.name: region.bytes for region in found.regions}
+    for barrier in found.barriers:
+        assert sizes.pop(barrier.name) == 8 * barrier.count
+        assert next(r.offset for r in found.regions if r.name == barrier.name) % 8 == 0
+    for ring in found.rings:
+        for name, size in ring.stored:
+            assert sizes.pop(name) == ring.stages * size
+    assert sizes == dict(found.others)
+
+
+def test_the_kernel_begins_and_names_what_is_declared(kernel: Plan) -> None:
+    found, text = pipes_of(kernel), render(kernel).text
+    begun = re.findall(r"init_barriers\((?:here \+ )?k(\w+), (\d+), (\d+)\);", text)
+    assert begun == [
+        ("".join(part.capitalize() for part in one.name.split("_")), str(one.count), str(one.signal.arrivals))
+        for one in found.barriers
+    ]
+    rings = dict(re.findall(r"using (\w+)Ring = (.+?);", text))
+    assert len(rings) == len(found.rings)
+    for ring in found.rings:
+        own = rings["".join(part.capitalize() for part in ring.name.split("_"))]
+        assert own.endswith(f", {ring.stages}>") or (ring.alternates and own.startswith("Pair<"))
+        assert own.count("kNoBarrier") == (ring.full is None) + (ring.empty is None)
+    enum = re.search(r"enum class Named \{(.*?)\};", text, re.DOTALL)
+    numbers = re.findall(r"k(\w+) = (\d+),", enum[1]) if enum else []
+    assert numbers == [(one.name.capitalize(), str(one.first)) for one in found.named]
+    for role in found.roles:
+        if role.warps == 1:
+            name = "".join(part.capitalize() for part in role.name.split("_"))
+            assert f"k{name} = {role.first}" in text
+    warps = sorted(warp for role in found.roles for warp in range(role.first, role.first + role.warps))
+    assert len(set(warps)) == len(warps)
+    assert warps[-1] < kernel.num_warps
+
+
+def test_structs_in_shared_memory_are_as_large_as_planned(kernel: Plan) -> None:
+    text = render(kernel).text
+    for name in ("Work", "Step", "Sum", "Piece"):
+        if f"shared_at<{name}>" in text:
+            assert re.search(rf"static_assert\(.*sizeof\({name}\) [<=]= \d+\);", text), name
+
+
+def test_templates_have_no_barrier_but_through_rings() -> None:
+    """A stage is advanced, and an address of a barrier made of it, in ring.cuh alone."""
+    for path in (templates_dir() / "cuda").rglob("*.j2"):
+        text = path.read_text("utf-8")
+        assert not re.search(r"k\w*(Full|Empty)\b(?!>)", text), path
+        assert not re.search(r"named_(sync|arrive)\((?!Named::)", text), path
+        assert not re.search(r"\+\+\w+ == k\w*Stages", text), path
+
+
+# --- the docs -------------------------------------------------------------------------------------------------
+
+
+def table(found: Pipes) -> str:
+    lines = ["| pipe | guards | full: arrivals | empty: arrivals |", "|---|---|---|---|"]
+    for pipe in found.pipes:
+        sides = (pipe.full, pipe.empty) if isinstance(pipe, Ring) else (pipe.signal, None)
+        guards = pipe.guards if isinstance(pipe, Ring) else pipe.signal.says
+        cells = [f"`{pipe.name}`", guards, *(signal.sources if signal else "–" for signal in sides)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(partial(declared.forward, 2, 1, 2, 4, pingpong=True, skips=False, specialized=True), id="forward"),
+        pytest.param(partial(declared.backward, 3, 2, 4, "pingpong"), id="backward"),
+        pytest.param(partial(declared.cluster, 3, 3, 4, ordered=True), id="cluster"),
+    ],
+)
+def test_the_docs_have_the_table_that_is_declared(found: partial[Pipes]) -> None:
+    text = (root() / "docs/schedules.md").read_text("utf-8")
+    assert table(found()) in text, f"docs/schedules.md lacks\n{table(found())}"
+
+
+# --- the models -----------------------------------------------------------------------------------------------
+
+
+def changed(found: Pipes, name: str, by: int) -> Pipes:
+    """Return pipes in which one barrier takes so many arrivals more."""
+
+    def other(signal: Signal | None, own: str) -> Signal | None:
+        return replace(signal, arrivals=signal.arrivals + by) if signal and own == name else signal
+
+    def of(pipe: Ring | Event) -> Ring | Event:
+        if isinstance(pipe, Event):
+            signal = other(pipe.signal, pipe.name)
+            assert signal is not None
+            return replace(pipe, signal=signal)
+        return replace(pipe, full=other(pipe.full, f"{pipe.name}_full"), empty=other(pipe.empty, f"{pipe.name}_empty"))
+
+    return replace(found, pipes=tuple(of(pipe) for pipe in found.pipes))
+
+
+FORWARD = Case(((frozenset({0, 1}),) * 4,) * 4, 2, 2, 2, 2, pingpong=True, overlap=True, skips=False)
+MODELS = {
+    "forward": (
+        [f"{ring}_{side}" for ring in ("q", "k", "v", "work") for side in ("full", "empty")] + ["work_asked"],
+        lambda random: Simulation(FORWARD, Rules(), random).run(),
+    ),
+    "backward": (
+        [
+            "kv_full", "kv_empty", "q_full", "q_empty", "dout_full", "dout_empty", "dq_full", "dq_empty", "work_empty",
+            "ds_full",
+        ],
+        lambda random: Backward(BackwardCase((5, 5, 5, 5), 2, 2, "pingpong"), BackwardRules(), random).run(),
+    ),
+    "cluster": (
+        [
+            "k_full", "v_full", "other_k_full", "q_full", "q_empty", "dout_full", "dout_empty", "p_full", "ds_full",
+            "ds_empty", "other_ds_full", "turn", "added",
+        ],
+        lambda random: Cluster(ClusterCase(12, 2, 1, 2, "roles", ordered=True), ClusterRules(), random).run(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "barrier"), [(model, name) for model, (names, _) in MODELS.items() for name in names]
+)
+def test_an_arrival_more_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch, model: str, barrier: str) -> None:
+    """The models count arrivals as the templates make them: no other number than the declared one lets them run."""
+    own = getattr(declared, model)
+    monkeypatch.setattr(declared, model, lambda *args, **fields: changed(own(*args, **fields), barrier, 1))
+    with pytest.raises(ProtocolError):
+        for seed in range(20):
+            MODELS[model][1](Random(seed))
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_what_is_declared_runs(model: str) -> None:
+    for seed in range(20):
+        MODELS[model][1](Random(seed))
+
+
+def test_barriers_of_one_number_are_refused() -> None:
+    found = declared.backward(3, 2, 4, "pingpong")
+    twice = replace(found.named[-1], first=found.named[0].first)
+    with pytest.raises(ValueError, match="declared twice"):
+        replace(found, named=(*found.named[:-1], twice))
+    with pytest.raises(ValueError, match="declared twice"):
+        replace(found, pipes=(*found.pipes, found.pipes[0]))
+    with pytest.raises(ValueError, match="no place in shared memory"):
+        replace(found, order=found.order[1:])
