@@ -63,13 +63,13 @@ def first_at_least(ptr, stride, length, value, STRICT: tl.constexpr):
 
 @triton.jit
 def fwd_sm80_ptr_bf16_d128_packed_documents_m64n64s3w4(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, doc_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, u_doc,
     stride_q_b, stride_q_s, stride_q_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_out_b, stride_out_s, stride_out_h,
-    stride_doc_0,
-    extent_doc_0, extent_doc_1,
+    stride_u_doc_0,
+    extent_u_doc_0, extent_u_doc_1,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     write_lse, has_seqused_k,
@@ -93,23 +93,23 @@ def fwd_sm80_ptr_bf16_d128_packed_documents_m64n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    q_pos_lo_max_0 = tl.maximum(q_pos_lo, 0)
-    doc_q_pos_lo_max_0 = tl.load(
-        doc_ptr + b.to(tl.int64) * stride_doc_0 + q_pos_lo_max_0.to(tl.int64),
-        mask=q_pos_lo_max_0 < extent_doc_1,
+    u_q_pos_lo_max_0 = tl.maximum(q_pos_lo, 0)
+    u_doc_q_pos_lo_max_0 = tl.load(
+        u_doc + b.to(tl.int64) * stride_u_doc_0 + u_q_pos_lo_max_0.to(tl.int64),
+        mask=u_q_pos_lo_max_0 < extent_u_doc_1,
         other=0,
     )
-    doc_from = first_at_least(doc_ptr + b.to(tl.int64) * stride_doc_0, 1, seqlen_k, doc_q_pos_lo_max_0, False)
-    visible_lo = doc_from // BLOCK_N
+    u_doc_from = first_at_least(u_doc + b.to(tl.int64) * stride_u_doc_0, 1, seqlen_k, u_doc_q_pos_lo_max_0, False)
+    visible_lo = u_doc_from // BLOCK_N
     visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_lo = (tl.maximum(doc_from, 0) + BLOCK_N - 1) // BLOCK_N
-    q_pos_hi_max_0 = tl.maximum(q_pos_hi, 0)
-    doc_q_pos_hi_max_0 = tl.load(
-        doc_ptr + b.to(tl.int64) * stride_doc_0 + q_pos_hi_max_0.to(tl.int64),
-        mask=q_pos_hi_max_0 < extent_doc_1,
+    full_lo = (tl.maximum(u_doc_from, 0) + BLOCK_N - 1) // BLOCK_N
+    u_q_pos_hi_max_0 = tl.maximum(q_pos_hi, 0)
+    u_doc_q_pos_hi_max_0 = tl.load(
+        u_doc + b.to(tl.int64) * stride_u_doc_0 + u_q_pos_hi_max_0.to(tl.int64),
+        mask=u_q_pos_hi_max_0 < extent_u_doc_1,
         other=0,
     )
-    full_hi = tl.minimum(tl.maximum(tl.where(doc_q_pos_lo_max_0 == doc_q_pos_hi_max_0, q_pos_lo + 1, 0), 0) // BLOCK_N, whole_tiles)
+    full_hi = tl.minimum(tl.maximum(tl.where(u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0, q_pos_lo + 1, 0), 0) // BLOCK_N, whole_tiles)
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
@@ -117,8 +117,8 @@ def fwd_sm80_ptr_bf16_d128_packed_documents_m64n64s3w4(
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
     q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-    doc_b = doc_ptr + b.to(tl.int64) * stride_doc_0
-    doc_q_pos = tl.load(doc_b + q_pos[:, None].to(tl.int64), mask=q_pos[:, None] >= 0, other=0)
+    u_doc_b = u_doc + b.to(tl.int64) * stride_u_doc_0
+    u_doc_q_pos = tl.load(u_doc_b + q_pos[:, None].to(tl.int64), mask=q_pos[:, None] >= 0, other=0)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 128], tl.float32)
@@ -130,8 +130,8 @@ def fwd_sm80_ptr_bf16_d128_packed_documents_m64n64s3w4(
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :])
         s = tl.dot(q, tl.trans(k))
         if (tile < full_lo) | (tile >= full_hi):
-            doc_kv = tl.load(doc_b + kv_index[None, :].to(tl.int64))
-            visible = (q_pos[:, None] >= kv_index[None, :]) & (doc_q_pos == doc_kv)
+            u_doc_kv = tl.load(u_doc_b + kv_index[None, :].to(tl.int64))
+            visible = (q_pos[:, None] >= kv_index[None, :]) & (u_doc_q_pos == u_doc_kv)
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :])
@@ -143,12 +143,12 @@ def fwd_sm80_ptr_bf16_d128_packed_documents_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
-        doc_kv = tl.load(
-            doc_b + kv_index[None, :].to(tl.int64),
-            mask=kv_index[None, :] < extent_doc_1,
+        u_doc_kv = tl.load(
+            u_doc_b + kv_index[None, :].to(tl.int64),
+            mask=kv_index[None, :] < extent_u_doc_1,
             other=0,
         )
-        visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & (doc_q_pos == doc_kv))
+        visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & (u_doc_q_pos == u_doc_kv))
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)

@@ -48,7 +48,7 @@ def fwd_sm80_ptr_bf16_d64_softcap_m128n64s3w4(
     stride_out_b, stride_out_s, stride_out_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    cap,
+    u_cap,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -79,7 +79,7 @@ def fwd_sm80_ptr_bf16_d64_softcap_m128n64s3w4(
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
     q = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-    softmax_scale_over_cap = softmax_scale / cap
+    u_softmax_scale_over_cap = softmax_scale / u_cap
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -90,8 +90,8 @@ def fwd_sm80_ptr_bf16_d64_softcap_m128n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :])
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
@@ -101,10 +101,10 @@ def fwd_sm80_ptr_bf16_d64_softcap_m128n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :])
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
         visible = q_pos[:, None] >= kv_index[None, :]
         logit = tl.where(visible, logit, float("-inf"))
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
@@ -114,10 +114,10 @@ def fwd_sm80_ptr_bf16_d64_softcap_m128n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
         visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
         logit = tl.where(visible, logit, float("-inf"))
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 

@@ -46,7 +46,7 @@ def fwd_sm100a_tma_bf16_d64_softcap_m64n64s3w4(
     stride_out_b, stride_out_s, stride_out_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    cap,
+    u_cap,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -74,7 +74,7 @@ def fwd_sm100a_tma_bf16_d64_softcap_m64n64s3w4(
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
-    softmax_scale_over_cap = softmax_scale / cap
+    u_softmax_scale_over_cap = softmax_scale / u_cap
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -84,8 +84,8 @@ def fwd_sm100a_tma_bf16_d64_softcap_m64n64s3w4(
         kv_start = tile * BLOCK_N
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
@@ -95,10 +95,10 @@ def fwd_sm100a_tma_bf16_d64_softcap_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
         visible = q_pos[:, None] >= kv_index[None, :]
         logit = tl.where(visible, logit, float("-inf"))
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
@@ -108,10 +108,10 @@ def fwd_sm100a_tma_bf16_d64_softcap_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
         visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
         logit = tl.where(visible, logit, float("-inf"))
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])

@@ -60,12 +60,12 @@ def count_bits(word):
 def fwd_sm90a_tma_bf16_d128_allowed_m64n32s2w4_tilemap(
     q_ptr,
     k_desc, v_desc,
-    out_ptr, lse_ptr, seqused_k_ptr, tile_map_ptr, allowed_ptr,
+    out_ptr, lse_ptr, seqused_k_ptr, tile_map_ptr, u_allowed,
     stride_q_b, stride_q_s, stride_q_h,
     stride_out_b, stride_out_s, stride_out_h,
     stride_tile_map_b, stride_tile_map_h, stride_tile_map_q,
-    stride_allowed_0, stride_allowed_1,
-    extent_allowed_0, extent_allowed_1, extent_allowed_2,
+    stride_u_allowed_0, stride_u_allowed_1,
+    extent_u_allowed_0, extent_u_allowed_1, extent_u_allowed_2,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k, words,
     softmax_scale,
     write_lse, has_seqused_k,
@@ -93,7 +93,7 @@ def fwd_sm90a_tma_bf16_d128_allowed_m64n32s2w4_tilemap(
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-    allowed_b = allowed_ptr + b.to(tl.int64) * stride_allowed_0
+    u_allowed_b = u_allowed + b.to(tl.int64) * stride_u_allowed_0
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 128], tl.float32)
@@ -112,10 +112,10 @@ def fwd_sm90a_tma_bf16_d128_allowed_m64n32s2w4_tilemap(
             k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
             s = tl.dot(q, tl.trans(k))
             if ((partial_word >> index) & 1) != 0:
-                allowed_q_kv = tl.load(
-                    allowed_b + q_row[:, None].to(tl.int64) * stride_allowed_1 + kv_index[None, :].to(tl.int64),
+                u_allowed_q_kv = tl.load(
+                    u_allowed_b + q_row[:, None].to(tl.int64) * stride_u_allowed_1 + kv_index[None, :].to(tl.int64),
                 ) != 0
-                visible = allowed_q_kv
+                visible = u_allowed_q_kv
                 s = tl.where(visible, s, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
             v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
@@ -127,12 +127,12 @@ def fwd_sm90a_tma_bf16_d128_allowed_m64n32s2w4_tilemap(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
-        allowed_q_kv = tl.load(
-            allowed_b + q_row[:, None].to(tl.int64) * stride_allowed_1 + kv_index[None, :].to(tl.int64),
-            mask=kv_index[None, :] < extent_allowed_2,
+        u_allowed_q_kv = tl.load(
+            u_allowed_b + q_row[:, None].to(tl.int64) * stride_u_allowed_1 + kv_index[None, :].to(tl.int64),
+            mask=kv_index[None, :] < extent_u_allowed_2,
             other=0,
         ) != 0
-        visible = (kv_index[None, :] < seqlen_k) & (allowed_q_kv)
+        visible = (kv_index[None, :] < seqlen_k) & (u_allowed_q_kv)
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
@@ -154,10 +154,10 @@ def fwd_sm90a_tma_bf16_d128_allowed_m64n32s2w4_tilemap(
 
 @triton.jit
 def classify_fwd_sm90a_tma_bf16_d128_allowed_m64n32s2w4_tilemap(
-    tile_map_ptr, seqused_k_ptr, allowed_ptr,
+    tile_map_ptr, seqused_k_ptr, u_allowed,
     stride_tile_map_b, stride_tile_map_h, stride_tile_map_q,
-    stride_allowed_0, stride_allowed_1,
-    extent_allowed_0, extent_allowed_1, extent_allowed_2,
+    stride_u_allowed_0, stride_u_allowed_1,
+    extent_u_allowed_0, extent_u_allowed_1, extent_u_allowed_2,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k, words,
     map_heads,
     has_seqused_k,
@@ -178,16 +178,16 @@ def classify_fwd_sm90a_tma_bf16_d128_allowed_m64n32s2w4_tilemap(
     whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     visible_lo = 0
-    allowed_b = allowed_ptr + b.to(tl.int64) * stride_allowed_0
+    u_allowed_b = u_allowed + b.to(tl.int64) * stride_u_allowed_0
     full_word = word * 0
     partial_word = word * 0
     last = tl.minimum(visible_hi, whole_tiles)
     for tile in tl.range(tl.maximum(word * 32, visible_lo), tl.minimum(word * 32 + 32, last)):
         kv_index = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        allowed_q_kv = tl.load(
-            allowed_b + q_row[:, None].to(tl.int64) * stride_allowed_1 + kv_index[None, :].to(tl.int64),
+        u_allowed_q_kv = tl.load(
+            u_allowed_b + q_row[:, None].to(tl.int64) * stride_u_allowed_1 + kv_index[None, :].to(tl.int64),
         ) != 0
-        visible = allowed_q_kv
+        visible = u_allowed_q_kv
         # Rows beyond the last query see nothing and ask for nothing; a mask of rows alone becomes one of pairs.
         inside = (q_index[:, None] < seqlen_q) & (kv_index[None, :] < seqlen_k)
         seen = tl.sum((inside & visible).to(tl.int32))

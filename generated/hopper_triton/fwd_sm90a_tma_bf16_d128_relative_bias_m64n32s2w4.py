@@ -43,14 +43,14 @@ def schedule_tile(block, q_tiles, units, section):
 def fwd_sm90a_tma_bf16_d128_relative_bias_m64n32s2w4(
     q_ptr,
     k_desc, v_desc,
-    out_ptr, lse_ptr, seqused_k_ptr, table_ptr,
+    out_ptr, lse_ptr, seqused_k_ptr, u_table,
     stride_q_b, stride_q_s, stride_q_h,
     stride_out_b, stride_out_s, stride_out_h,
-    stride_table_0,
-    extent_table_0, extent_table_1,
+    stride_u_table_0,
+    extent_u_table_0, extent_u_table_1,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    radius,
+    u_radius,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -75,8 +75,8 @@ def fwd_sm90a_tma_bf16_d128_relative_bias_m64n32s2w4(
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-    softmax_scale_times_LOG2E = softmax_scale * LOG2E
-    table_h = table_ptr + h.to(tl.int64) * stride_table_0
+    u_softmax_scale_times_LOG2E = softmax_scale * LOG2E
+    u_table_h = u_table + h.to(tl.int64) * stride_u_table_0
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 128], tl.float32)
@@ -87,13 +87,13 @@ def fwd_sm90a_tma_bf16_d128_relative_bias_m64n32s2w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
-        element_value = tl.minimum(tl.maximum(kv_index[None, :] - q_pos[:, None], -radius), radius) + radius
-        table_element = tl.load(
-            table_h + element_value.to(tl.int64),
-            mask=(element_value >= 0) & (element_value < extent_table_1),
+        u_element_value = tl.minimum(tl.maximum(kv_index[None, :] - q_pos[:, None], -u_radius), u_radius) + u_radius
+        u_table_element = tl.load(
+            u_table_h + u_element_value.to(tl.int64),
+            mask=(u_element_value >= 0) & (u_element_value < extent_u_table_1),
             other=0,
         )
-        logit = s * softmax_scale_times_LOG2E + table_element * LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + u_table_element * LOG2E
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
@@ -104,13 +104,13 @@ def fwd_sm90a_tma_bf16_d128_relative_bias_m64n32s2w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
-        element_value = tl.minimum(tl.maximum(kv_index[None, :] - q_pos[:, None], -radius), radius) + radius
-        table_element = tl.load(
-            table_h + element_value.to(tl.int64),
-            mask=(element_value >= 0) & (element_value < extent_table_1),
+        u_element_value = tl.minimum(tl.maximum(kv_index[None, :] - q_pos[:, None], -u_radius), u_radius) + u_radius
+        u_table_element = tl.load(
+            u_table_h + u_element_value.to(tl.int64),
+            mask=(u_element_value >= 0) & (u_element_value < extent_u_table_1),
             other=0,
         )
-        logit = s * softmax_scale_times_LOG2E + table_element * LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + u_table_element * LOG2E
         visible = kv_index[None, :] < seqlen_k
         logit = tl.where(visible, logit, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)

@@ -46,7 +46,7 @@ def fwd_sm90a_tma_bf16_d128_sink_window_m64n64s3w4(
     stride_out_b, stride_out_s, stride_out_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    sinks, window,
+    u_sinks, u_window,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -68,15 +68,15 @@ def fwd_sm90a_tma_bf16_d128_sink_window_m64n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    q_pos_hi_plus_1 = q_pos_hi + 1
-    visible_hi_0 = tl.maximum(tl.minimum(q_pos_hi_plus_1, sinks) + BLOCK_N - 1, 0) // BLOCK_N
-    window_min_1073741823 = tl.minimum(window, 1073741823)
-    visible_lo_1 = tl.maximum(tl.maximum(q_pos_lo - window_min_1073741823 + 1, 0) // BLOCK_N, visible_hi_0)
-    visible_hi_1 = (tl.maximum(q_pos_hi_plus_1, 0) + BLOCK_N - 1) // BLOCK_N
-    q_pos_lo_plus_1 = q_pos_lo + 1
-    full_hi_0 = tl.minimum(tl.maximum(tl.minimum(q_pos_lo_plus_1, sinks), 0) // BLOCK_N, whole_tiles)
-    full_lo_1 = (tl.maximum(q_pos_hi - window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_hi_1 = tl.minimum(tl.maximum(q_pos_lo_plus_1, 0) // BLOCK_N, whole_tiles)
+    u_q_pos_hi_plus_1 = q_pos_hi + 1
+    visible_hi_0 = tl.maximum(tl.minimum(u_q_pos_hi_plus_1, u_sinks) + BLOCK_N - 1, 0) // BLOCK_N
+    u_window_min_1073741823 = tl.minimum(u_window, 1073741823)
+    visible_lo_1 = tl.maximum(tl.maximum(q_pos_lo - u_window_min_1073741823 + 1, 0) // BLOCK_N, visible_hi_0)
+    visible_hi_1 = (tl.maximum(u_q_pos_hi_plus_1, 0) + BLOCK_N - 1) // BLOCK_N
+    u_q_pos_lo_plus_1 = q_pos_lo + 1
+    full_hi_0 = tl.minimum(tl.maximum(tl.minimum(u_q_pos_lo_plus_1, u_sinks), 0) // BLOCK_N, whole_tiles)
+    full_lo_1 = (tl.maximum(q_pos_hi - u_window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    full_hi_1 = tl.minimum(tl.maximum(u_q_pos_lo_plus_1, 0) // BLOCK_N, whole_tiles)
     visible_until_0 = tl.minimum(visible_hi_0, whole_tiles)
     visible_until_1 = visible_until_0 + tl.maximum(tl.minimum(visible_hi_1, whole_tiles) - visible_lo_1, 0)
     ragged_tiles = ((visible_hi_0 > whole_tiles) | ((visible_lo_1 <= whole_tiles) & (visible_hi_1 > whole_tiles))).to(tl.int32)
@@ -96,7 +96,7 @@ def fwd_sm90a_tma_bf16_d128_sink_window_m64n64s3w4(
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
         if (tile >= full_hi_0) & ((tile < full_lo_1) | (tile >= full_hi_1)):
-            visible = (q_pos[:, None] >= kv_index[None, :]) & ((kv_index[None, :] < sinks) | (q_pos[:, None] - kv_index[None, :] < window))
+            visible = (q_pos[:, None] >= kv_index[None, :]) & ((kv_index[None, :] < u_sinks) | (q_pos[:, None] - kv_index[None, :] < u_window))
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
@@ -108,7 +108,7 @@ def fwd_sm90a_tma_bf16_d128_sink_window_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
-        visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & ((kv_index[None, :] < sinks) | (q_pos[:, None] - kv_index[None, :] < window)))
+        visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & ((kv_index[None, :] < u_sinks) | (q_pos[:, None] - kv_index[None, :] < u_window)))
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])

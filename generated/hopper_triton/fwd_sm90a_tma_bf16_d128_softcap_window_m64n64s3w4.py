@@ -46,7 +46,7 @@ def fwd_sm90a_tma_bf16_d128_softcap_window_m64n64s3w4(
     stride_out_b, stride_out_s, stride_out_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    window, cap,
+    u_window, u_cap,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -68,10 +68,10 @@ def fwd_sm90a_tma_bf16_d128_softcap_window_m64n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    window_min_1073741823 = tl.minimum(window, 1073741823)
-    full_lo = (tl.maximum(q_pos_hi - window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    u_window_min_1073741823 = tl.minimum(u_window, 1073741823)
+    full_lo = (tl.maximum(q_pos_hi - u_window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
     full_hi = tl.maximum(q_pos_lo + 1, 0) // BLOCK_N
-    partial_lo_0 = tl.maximum(q_pos_lo - window_min_1073741823 + 1, 0) // BLOCK_N
+    partial_lo_0 = tl.maximum(q_pos_lo - u_window_min_1073741823 + 1, 0) // BLOCK_N
     partial_lo_1 = tl.maximum(full_hi, full_lo)
     partial_hi_1 = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
     partial_until_0 = tl.maximum(tl.minimum(full_lo, whole_tiles) - partial_lo_0, 0)
@@ -80,7 +80,7 @@ def fwd_sm90a_tma_bf16_d128_softcap_window_m64n64s3w4(
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
-    softmax_scale_over_cap = softmax_scale / cap
+    u_softmax_scale_over_cap = softmax_scale / u_cap
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 128], tl.float32)
@@ -90,8 +90,8 @@ def fwd_sm90a_tma_bf16_d128_softcap_window_m64n64s3w4(
         kv_start = tile * BLOCK_N
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
@@ -103,11 +103,11 @@ def fwd_sm90a_tma_bf16_d128_softcap_window_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-        visible = (0 <= q_pos_minus_kv) & (q_pos_minus_kv < window)
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+        visible = (0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window)
         logit = tl.where(visible, logit, float("-inf"))
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
@@ -117,11 +117,11 @@ def fwd_sm90a_tma_bf16_d128_softcap_window_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         s = tl.dot(q, tl.trans(k))
-        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-        visible = (kv_index[None, :] < seqlen_k) & ((0 <= q_pos_minus_kv) & (q_pos_minus_kv < window))
+        logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+        visible = (kv_index[None, :] < seqlen_k) & ((0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window))
         logit = tl.where(visible, logit, float("-inf"))
-        p, alpha, row_max, row_sum = online_softmax(logit, cap * LOG2E, row_max, row_sum)
+        p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])

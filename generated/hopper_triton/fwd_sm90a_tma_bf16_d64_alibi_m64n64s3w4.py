@@ -42,9 +42,9 @@ def schedule_tile(block, q_tiles, units, section):
 @triton.jit
 def fwd_sm90a_tma_bf16_d64_alibi_m64n64s3w4(
     q_desc, k_desc, v_desc,
-    out_ptr, lse_ptr, seqused_k_ptr, slope_ptr,
+    out_ptr, lse_ptr, seqused_k_ptr, u_slope,
     stride_out_b, stride_out_s, stride_out_h,
-    extent_slope_0,
+    extent_u_slope_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     write_lse, has_seqused_k,
@@ -74,10 +74,10 @@ def fwd_sm90a_tma_bf16_d64_alibi_m64n64s3w4(
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
-    softmax_scale_times_LOG2E = softmax_scale * LOG2E
-    q_pos_float = q_pos[:, None].to(tl.float32)
-    slope_h = tl.load(slope_ptr + h.to(tl.int64))
-    slope_h_times_LOG2E = slope_h * LOG2E
+    u_softmax_scale_times_LOG2E = softmax_scale * LOG2E
+    u_q_pos_float = q_pos[:, None].to(tl.float32)
+    u_slope_h = tl.load(u_slope + h.to(tl.int64))
+    u_slope_h_times_LOG2E = u_slope_h * LOG2E
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -88,7 +88,7 @@ def fwd_sm90a_tma_bf16_d64_alibi_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        logit = s * softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - q_pos_float) * slope_h_times_LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - u_q_pos_float) * u_slope_h_times_LOG2E
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
@@ -99,7 +99,7 @@ def fwd_sm90a_tma_bf16_d64_alibi_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        logit = s * softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - q_pos_float) * slope_h_times_LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - u_q_pos_float) * u_slope_h_times_LOG2E
         visible = q_pos[:, None] >= kv_index[None, :]
         logit = tl.where(visible, logit, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)
@@ -112,7 +112,7 @@ def fwd_sm90a_tma_bf16_d64_alibi_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        logit = s * softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - q_pos_float) * slope_h_times_LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - u_q_pos_float) * u_slope_h_times_LOG2E
         visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
         logit = tl.where(visible, logit, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)

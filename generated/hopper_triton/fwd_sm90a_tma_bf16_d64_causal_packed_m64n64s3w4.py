@@ -42,10 +42,10 @@ def schedule_tile(block, q_tiles, units, section):
 @triton.jit
 def fwd_sm90a_tma_bf16_d64_causal_packed_m64n64s3w4(
     q_desc, k_desc, v_desc,
-    out_ptr, lse_ptr, seqused_k_ptr, doc_start_ptr,
+    out_ptr, lse_ptr, seqused_k_ptr, u_doc_start,
     stride_out_b, stride_out_s, stride_out_h,
-    stride_doc_start_0,
-    extent_doc_start_0, extent_doc_start_1,
+    stride_u_doc_start_0,
+    extent_u_doc_start_0, extent_u_doc_start_1,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     write_lse, has_seqused_k,
@@ -69,29 +69,29 @@ def fwd_sm90a_tma_bf16_d64_causal_packed_m64n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    q_pos_lo_max_0 = tl.maximum(q_pos_lo, 0)
-    doc_start_q_pos_lo_max_0 = tl.load(
-        doc_start_ptr + b.to(tl.int64) * stride_doc_start_0 + q_pos_lo_max_0.to(tl.int64),
-        mask=q_pos_lo_max_0 < extent_doc_start_1,
+    u_q_pos_lo_max_0 = tl.maximum(q_pos_lo, 0)
+    u_doc_start_q_pos_lo_max_0 = tl.load(
+        u_doc_start + b.to(tl.int64) * stride_u_doc_start_0 + u_q_pos_lo_max_0.to(tl.int64),
+        mask=u_q_pos_lo_max_0 < extent_u_doc_start_1,
         other=0,
     )
-    visible_lo = doc_start_q_pos_lo_max_0 // BLOCK_N
+    visible_lo = u_doc_start_q_pos_lo_max_0 // BLOCK_N
     visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    q_pos_hi_max_0 = tl.maximum(q_pos_hi, 0)
-    doc_start_q_pos_hi_max_0 = tl.load(
-        doc_start_ptr + b.to(tl.int64) * stride_doc_start_0 + q_pos_hi_max_0.to(tl.int64),
-        mask=q_pos_hi_max_0 < extent_doc_start_1,
+    u_q_pos_hi_max_0 = tl.maximum(q_pos_hi, 0)
+    u_doc_start_q_pos_hi_max_0 = tl.load(
+        u_doc_start + b.to(tl.int64) * stride_u_doc_start_0 + u_q_pos_hi_max_0.to(tl.int64),
+        mask=u_q_pos_hi_max_0 < extent_u_doc_start_1,
         other=0,
     )
-    full_lo = (tl.maximum(doc_start_q_pos_hi_max_0, 0) + BLOCK_N - 1) // BLOCK_N
+    full_lo = (tl.maximum(u_doc_start_q_pos_hi_max_0, 0) + BLOCK_N - 1) // BLOCK_N
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
-    doc_start_b = doc_start_ptr + b.to(tl.int64) * stride_doc_start_0
-    doc_start_q_pos = tl.load(
-        doc_start_b + q_pos[:, None].to(tl.int64),
+    u_doc_start_b = u_doc_start + b.to(tl.int64) * stride_u_doc_start_0
+    u_doc_start_q_pos = tl.load(
+        u_doc_start_b + q_pos[:, None].to(tl.int64),
         mask=q_pos[:, None] >= 0,
         other=0,
     )
@@ -106,7 +106,7 @@ def fwd_sm90a_tma_bf16_d64_causal_packed_m64n64s3w4(
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
         if (tile < full_lo) | (tile >= full_hi):
-            visible = (kv_index[None, :] <= q_pos[:, None]) & (doc_start_q_pos <= kv_index[None, :])
+            visible = (kv_index[None, :] <= q_pos[:, None]) & (u_doc_start_q_pos <= kv_index[None, :])
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
@@ -118,7 +118,7 @@ def fwd_sm90a_tma_bf16_d64_causal_packed_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        visible = (kv_index[None, :] < seqlen_k) & ((kv_index[None, :] <= q_pos[:, None]) & (doc_start_q_pos <= kv_index[None, :]))
+        visible = (kv_index[None, :] < seqlen_k) & ((kv_index[None, :] <= q_pos[:, None]) & (u_doc_start_q_pos <= kv_index[None, :]))
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])

@@ -42,9 +42,9 @@ def schedule_tile(block, q_tiles, units, section):
 @triton.jit
 def fwd_sm90a_tma_bf16_d64_causal_sink_m64n64s3w4(
     q_desc, k_desc, v_desc,
-    out_ptr, lse_ptr, seqused_k_ptr, sinks_ptr,
+    out_ptr, lse_ptr, seqused_k_ptr, u_sinks,
     stride_out_b, stride_out_s, stride_out_h,
-    extent_sinks_0,
+    extent_u_sinks_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     write_lse, has_seqused_k,
@@ -105,8 +105,8 @@ def fwd_sm90a_tma_bf16_d64_causal_sink_m64n64s3w4(
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # The sink: one more logit, without a value. A row that saw no key gives 0 and the sink.
-    sinks_h = tl.load(sinks_ptr + h.to(tl.int64))
-    sink_log2e = sinks_h * LOG2E
+    u_sinks_h = tl.load(u_sinks + h.to(tl.int64))
+    sink_log2e = u_sinks_h * LOG2E
     row_max, before = tl.maximum(row_max, sink_log2e), row_max
     reference = tl.where(row_max == float("-inf"), 0.0, row_max)
     alpha = tl.exp2(before - reference)

@@ -46,7 +46,7 @@ def fwd_sm90a_tma_bf16_d64_chunked_m64n64s3w4(
     stride_out_b, stride_out_s, stride_out_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    chunk_value,
+    u_chunk,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -68,15 +68,15 @@ def fwd_sm90a_tma_bf16_d64_chunked_m64n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    visible_lo = tl.maximum((q_pos_lo // chunk_value - (q_pos_lo % chunk_value < 0).to(tl.int32)) * chunk_value, 0) // BLOCK_N
+    visible_lo = tl.maximum((q_pos_lo // u_chunk - (q_pos_lo % u_chunk < 0).to(tl.int32)) * u_chunk, 0) // BLOCK_N
     visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_lo = (tl.maximum((q_pos_hi // chunk_value - (q_pos_hi % chunk_value < 0).to(tl.int32)) * chunk_value, 0) + BLOCK_N - 1) // BLOCK_N
+    full_lo = (tl.maximum((q_pos_hi // u_chunk - (q_pos_hi % u_chunk < 0).to(tl.int32)) * u_chunk, 0) + BLOCK_N - 1) // BLOCK_N
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
-    q_pos_div_chunk = q_pos[:, None] // chunk_value - (q_pos[:, None] % chunk_value < 0).to(tl.int32)
+    u_q_pos_div_chunk = q_pos[:, None] // u_chunk - (q_pos[:, None] % u_chunk < 0).to(tl.int32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -88,7 +88,7 @@ def fwd_sm90a_tma_bf16_d64_chunked_m64n64s3w4(
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
         if (tile < full_lo) | (tile >= full_hi):
-            visible = (q_pos[:, None] >= kv_index[None, :]) & (q_pos_div_chunk == kv_index[None, :] // chunk_value)
+            visible = (q_pos[:, None] >= kv_index[None, :]) & (u_q_pos_div_chunk == kv_index[None, :] // u_chunk)
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
@@ -100,7 +100,7 @@ def fwd_sm90a_tma_bf16_d64_chunked_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & (q_pos_div_chunk == kv_index[None, :] // chunk_value))
+        visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & (u_q_pos_div_chunk == kv_index[None, :] // u_chunk))
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])

@@ -53,7 +53,7 @@ def fwd_sm90a_tma_bf16_d64_dilated_m64n64s3w4(
     stride_out_b, stride_out_s, stride_out_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    window, dilation,
+    u_window, u_dilation,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -75,13 +75,13 @@ def fwd_sm90a_tma_bf16_d64_dilated_m64n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    visible_lo = tl.maximum(q_pos_lo - window * dilation + 1, 0) // BLOCK_N
+    visible_lo = tl.maximum(q_pos_lo - u_window * u_dilation + 1, 0) // BLOCK_N
     visible_hi = tl.maximum(tl.minimum(q_pos_hi + 1, seqlen_k) + BLOCK_N - 1, 0) // BLOCK_N
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
-    window_times_dilation = window * dilation
+    u_window_times_dilation = u_window * u_dilation
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -91,19 +91,19 @@ def fwd_sm90a_tma_bf16_d64_dilated_m64n64s3w4(
         tiles = word * 32 + tl.arange(0, 32)
         kv_lo = tiles * BLOCK_N
         kv_hi = kv_lo + (BLOCK_N - 1)
-        tiles_window_times_dilation = window * dilation
-        tiles_dilation_minus_1 = dilation - 1
-        tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo
-        tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi
-        tiles_column_condition = tiles_q_pos_lo_minus_kv_hi // dilation - (tiles_q_pos_lo_minus_kv_hi % dilation < 0).to(tl.int32) == tiles_q_pos_hi_minus_kv_lo // dilation - (tiles_q_pos_hi_minus_kv_lo % dilation < 0).to(tl.int32)
-        tiles_remainder = tiles_q_pos_lo_minus_kv_hi % dilation
-        tiles_remainder_2 = tiles_q_pos_hi_minus_kv_lo % dilation
+        u_tiles_window_times_dilation = u_window * u_dilation
+        u_tiles_dilation_minus_1 = u_dilation - 1
+        u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo
+        u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi
+        u_tiles_column_condition = u_tiles_q_pos_lo_minus_kv_hi // u_dilation - (u_tiles_q_pos_lo_minus_kv_hi % u_dilation < 0).to(tl.int32) == u_tiles_q_pos_hi_minus_kv_lo // u_dilation - (u_tiles_q_pos_hi_minus_kv_lo % u_dilation < 0).to(tl.int32)
+        u_tiles_remainder = u_tiles_q_pos_lo_minus_kv_hi % u_dilation
+        u_tiles_remainder_2 = u_tiles_q_pos_hi_minus_kv_lo % u_dilation
         seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))
-        seen &= (0 <= tiles_q_pos_hi_minus_kv_lo) & (tiles_q_pos_lo_minus_kv_hi < tiles_window_times_dilation) & (tl.where(tiles_column_condition, tl.where(tiles_remainder < 0, tiles_remainder + dilation, tiles_remainder), 0) <= 0)
+        seen &= (0 <= u_tiles_q_pos_hi_minus_kv_lo) & (u_tiles_q_pos_lo_minus_kv_hi < u_tiles_window_times_dilation) & (tl.where(u_tiles_column_condition, tl.where(u_tiles_remainder < 0, u_tiles_remainder + u_dilation, u_tiles_remainder), 0) <= 0)
         bit = 1 << tl.arange(0, 32)
         visible_word = tl.sum(tl.where(seen, bit, 0))
         visible_count = tl.sum(seen.to(tl.int32))
-        seen_whole = (0 <= tiles_q_pos_lo_minus_kv_hi) & (tiles_q_pos_hi_minus_kv_lo < tiles_window_times_dilation) & (tl.where(tiles_column_condition, tl.where(tiles_remainder_2 < 0, tiles_remainder_2 + dilation, tiles_remainder_2), tiles_dilation_minus_1) <= 0)
+        seen_whole = (0 <= u_tiles_q_pos_lo_minus_kv_hi) & (u_tiles_q_pos_hi_minus_kv_lo < u_tiles_window_times_dilation) & (tl.where(u_tiles_column_condition, tl.where(u_tiles_remainder_2 < 0, u_tiles_remainder_2 + u_dilation, u_tiles_remainder_2), u_tiles_dilation_minus_1) <= 0)
         partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))
         for _ in tl.range(0, visible_count, num_stages=STAGES):
             index = lowest_bit(visible_word)
@@ -114,9 +114,9 @@ def fwd_sm90a_tma_bf16_d64_dilated_m64n64s3w4(
             k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
             s = tl.dot(q, tl.trans(k))
             if ((partial_word >> index) & 1) != 0:
-                q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-                remainder = q_pos_minus_kv % dilation
-                visible = (0 <= q_pos_minus_kv) & (q_pos_minus_kv < window_times_dilation) & (tl.where(remainder < 0, remainder + dilation, remainder) == 0)
+                u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+                u_remainder = u_q_pos_minus_kv % u_dilation
+                visible = (0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window_times_dilation) & (tl.where(u_remainder < 0, u_remainder + u_dilation, u_remainder) == 0)
                 s = tl.where(visible, s, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
             v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
@@ -128,9 +128,9 @@ def fwd_sm90a_tma_bf16_d64_dilated_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-        remainder = q_pos_minus_kv % dilation
-        visible = (kv_index[None, :] < seqlen_k) & ((0 <= q_pos_minus_kv) & (q_pos_minus_kv < window_times_dilation) & (tl.where(remainder < 0, remainder + dilation, remainder) == 0))
+        u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+        u_remainder = u_q_pos_minus_kv % u_dilation
+        visible = (kv_index[None, :] < seqlen_k) & ((0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window_times_dilation) & (tl.where(u_remainder < 0, u_remainder + u_dilation, u_remainder) == 0))
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])

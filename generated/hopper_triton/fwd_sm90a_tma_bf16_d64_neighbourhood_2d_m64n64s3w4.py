@@ -53,7 +53,7 @@ def fwd_sm90a_tma_bf16_d64_neighbourhood_2d_m64n64s3w4(
     stride_out_b, stride_out_s, stride_out_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    width, radius,
+    u_width, u_radius,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -72,16 +72,16 @@ def fwd_sm90a_tma_bf16_d64_neighbourhood_2d_m64n64s3w4(
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
-    visible_lo = tl.minimum(tl.maximum((q_start // width - radius).to(tl.int64) * width, 0) // BLOCK_N, kv_tiles + 1)
-    visible_hi = (tl.minimum(((q_hi // width).to(tl.int64) + radius) * width + width, seqlen_k) + BLOCK_N - 1) // BLOCK_N
+    visible_lo = tl.minimum(tl.maximum((q_start // u_width - u_radius).to(tl.int64) * u_width, 0) // BLOCK_N, kv_tiles + 1)
+    visible_hi = (tl.minimum(((q_hi // u_width).to(tl.int64) + u_radius) * u_width + u_width, seqlen_k) + BLOCK_N - 1) // BLOCK_N
     visible_lo = visible_lo.to(tl.int32)
     visible_hi = visible_hi.to(tl.int32)
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
-    q_div_width = q_row[:, None] // width
-    q_mod_width = q_row[:, None] % width
+    u_q_div_width = q_row[:, None] // u_width
+    u_q_mod_width = q_row[:, None] % u_width
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -91,23 +91,23 @@ def fwd_sm90a_tma_bf16_d64_neighbourhood_2d_m64n64s3w4(
         tiles = word * 32 + tl.arange(0, 32)
         kv_lo = tiles * BLOCK_N
         kv_hi = kv_lo + (BLOCK_N - 1)
-        tiles_q_lo_div_width = q_start // width
-        tiles_q_hi_div_width = q_hi // width
-        tiles_q_lo_div_width_eq_q_hi_div_width = tiles_q_lo_div_width == tiles_q_hi_div_width
-        tiles_value = tl.where(tiles_q_lo_div_width_eq_q_hi_div_width, q_start % width, 0)
-        tiles_width_minus_1 = width - 1
-        tiles_value_2 = tl.where(tiles_q_lo_div_width_eq_q_hi_div_width, q_hi % width, tiles_width_minus_1)
-        tiles_kv_hi_div_width = kv_hi // width
-        tiles_kv_lo_div_width = kv_lo // width
-        tiles_column_condition = tiles_kv_lo_div_width == tiles_kv_hi_div_width
-        tiles_column_value = tl.where(tiles_column_condition, kv_hi % width, tiles_width_minus_1)
-        tiles_column_value_2 = tl.where(tiles_column_condition, kv_lo % width, 0)
+        u_tiles_q_lo_div_width = q_start // u_width
+        u_tiles_q_hi_div_width = q_hi // u_width
+        u_tiles_q_lo_div_width_eq_q_hi_div_width = u_tiles_q_lo_div_width == u_tiles_q_hi_div_width
+        u_tiles_value = tl.where(u_tiles_q_lo_div_width_eq_q_hi_div_width, q_start % u_width, 0)
+        u_tiles_width_minus_1 = u_width - 1
+        u_tiles_value_2 = tl.where(u_tiles_q_lo_div_width_eq_q_hi_div_width, q_hi % u_width, u_tiles_width_minus_1)
+        u_tiles_kv_hi_div_width = kv_hi // u_width
+        u_tiles_kv_lo_div_width = kv_lo // u_width
+        u_tiles_column_condition = u_tiles_kv_lo_div_width == u_tiles_kv_hi_div_width
+        u_tiles_column_value = tl.where(u_tiles_column_condition, kv_hi % u_width, u_tiles_width_minus_1)
+        u_tiles_column_value_2 = tl.where(u_tiles_column_condition, kv_lo % u_width, 0)
         seen = (tiles >= visible_lo) & (tiles < tl.minimum(visible_hi, whole_tiles))
-        seen &= (tl.maximum(tl.maximum(tiles_q_lo_div_width - tiles_kv_hi_div_width, tiles_kv_lo_div_width - tiles_q_hi_div_width), 0) <= radius) & (tl.maximum(tl.maximum(tiles_value - tiles_column_value, tiles_column_value_2 - tiles_value_2), 0) <= radius)
+        seen &= (tl.maximum(tl.maximum(u_tiles_q_lo_div_width - u_tiles_kv_hi_div_width, u_tiles_kv_lo_div_width - u_tiles_q_hi_div_width), 0) <= u_radius) & (tl.maximum(tl.maximum(u_tiles_value - u_tiles_column_value, u_tiles_column_value_2 - u_tiles_value_2), 0) <= u_radius)
         bit = 1 << tl.arange(0, 32)
         visible_word = tl.sum(tl.where(seen, bit, 0))
         visible_count = tl.sum(seen.to(tl.int32))
-        seen_whole = (tl.maximum(tiles_q_hi_div_width - tiles_kv_lo_div_width, tiles_kv_hi_div_width - tiles_q_lo_div_width) <= radius) & (tl.maximum(tiles_value_2 - tiles_column_value_2, tiles_column_value - tiles_value) <= radius)
+        seen_whole = (tl.maximum(u_tiles_q_hi_div_width - u_tiles_kv_lo_div_width, u_tiles_kv_hi_div_width - u_tiles_q_lo_div_width) <= u_radius) & (tl.maximum(u_tiles_value_2 - u_tiles_column_value_2, u_tiles_column_value - u_tiles_value) <= u_radius)
         partial_word = tl.sum(tl.where(seen & ~seen_whole, bit, 0))
         for _ in tl.range(0, visible_count, num_stages=STAGES):
             index = lowest_bit(visible_word)
@@ -118,7 +118,7 @@ def fwd_sm90a_tma_bf16_d64_neighbourhood_2d_m64n64s3w4(
             k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
             s = tl.dot(q, tl.trans(k))
             if ((partial_word >> index) & 1) != 0:
-                visible = (tl.abs(q_div_width - kv_index[None, :] // width) <= radius) & (tl.abs(q_mod_width - kv_index[None, :] % width) <= radius)
+                visible = (tl.abs(u_q_div_width - kv_index[None, :] // u_width) <= u_radius) & (tl.abs(u_q_mod_width - kv_index[None, :] % u_width) <= u_radius)
                 s = tl.where(visible, s, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
             v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
@@ -130,7 +130,7 @@ def fwd_sm90a_tma_bf16_d64_neighbourhood_2d_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         s = tl.dot(q, tl.trans(k))
-        visible = (kv_index[None, :] < seqlen_k) & ((tl.abs(q_div_width - kv_index[None, :] // width) <= radius) & (tl.abs(q_mod_width - kv_index[None, :] % width) <= radius))
+        visible = (kv_index[None, :] < seqlen_k) & ((tl.abs(u_q_div_width - kv_index[None, :] // u_width) <= u_radius) & (tl.abs(u_q_mod_width - kv_index[None, :] % u_width) <= u_radius))
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])

@@ -5,8 +5,8 @@
 //
 // No warp roles: a block of 2 warpgroups, each of which multiplies 64 query rows by the keys and values that the
 // block sees, right to left. The first warp also loads, by TMA, as far ahead as there are stages.
-#include "barrier.cuh"
 #include "expression.cuh"
+#include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
@@ -18,7 +18,6 @@ constexpr int kBlockM = 128;  // query rows of a tile of work
 constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
-constexpr int kStages = 2;  // K and V tiles in flight
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 256;
 constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
@@ -33,6 +32,12 @@ constexpr uint32_t kKFull = kShared + 163848;  // 16 B: barriers
 constexpr uint32_t kKEmpty = kShared + 163864;  // 16 B: barriers
 constexpr uint32_t kVFull = kShared + 163880;  // 16 B: barriers
 constexpr uint32_t kVEmpty = kShared + 163896;  // 16 B: barriers
+
+// Rings: who fills the stages -> who empties them.
+using QRing = Ring<kQFull, kNoBarrier, 1>;  // the first warp -> each warpgroup
+using KRing = Ring<kKFull, kKEmpty, 2>;  // the first warp -> each warpgroup
+using VRing = Ring<kVFull, kVEmpty, 2>;  // the first warp -> each warpgroup
+
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
@@ -106,13 +111,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barrier(kQFull, 1);
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(kKFull + 8 * stage, 1);
-      init_barrier(kKEmpty + 8 * stage, kConsumers);
-      init_barrier(kVFull + 8 * stage, 1);
-      init_barrier(kVEmpty + 8 * stage, kConsumers);
-    }
+    init_barriers(kQFull, 1, 1);  // the first warp, and the bytes of the copy
+    init_barriers(kKFull, 2, 1);  // the first warp, and the bytes of the copy
+    init_barriers(kKEmpty, 2, 2);  // each warpgroup
+    init_barriers(kVFull, 2, 1);  // the first warp, and the bytes of the copy
+    init_barriers(kVEmpty, 2, 2);  // each warpgroup
     fence_barrier_init();
   }
   __syncthreads();
@@ -125,56 +128,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
 
   // What the first warp loads: Q, and K and V from the last key to the first.
   const int kv_head = work.h / group;
-  int k_unloaded = work.tiles, k_to = 0, v_unloaded = work.tiles, v_to = 0;
-  uint32_t k_to_phase = 0, v_to_phase = 0;
+  int k_unloaded = work.tiles, v_unloaded = work.tiles;
+  KRing k_to;
+  VRing v_to;
+  constexpr QRing q_ring;  // there is one tile of Q
   const auto load_q = [&] {
     if (lane == 0) {
-      arrive_expecting(kQFull, kQBytes);
+      q_ring.arrive_expecting(kQBytes);
       for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-        load_box(kQ + column * kBlockM * 2, q_map, kQFull, column, work.h,
+        load_box(kQ + column * kBlockM * 2, q_map, q_ring.full(), column, work.h,
                  work.q_start, work.b);
       }
     }
     __syncwarp();
   };
   const auto load_k = [&] {
-    wait(kKEmpty + 8 * k_to, k_to_phase ^ 1);
+    k_to.acquire();
     if (lane == 0) {
-      arrive_expecting(kKFull + 8 * k_to, kKBytes);
+      k_to.arrive_expecting(kKBytes);
       const int start = tile_at(k_unloaded) * kBlockN;
       for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-        load_box(kK + k_to * kKBytes + column * kBlockN * 2, k_map, kKFull + 8 * k_to, column, kv_head,
+        load_box(kK + k_to.stage * kKBytes + column * kBlockN * 2, k_map, k_to.full(), column, kv_head,
                  start, work.b);
       }
     }
     __syncwarp();
     --k_unloaded;
-    if (++k_to == kStages) {
-      k_to = 0;
-      k_to_phase ^= 1;
-    }
+    k_to.advance();
   };
   const auto load_v = [&] {
-    wait(kVEmpty + 8 * v_to, v_to_phase ^ 1);
+    v_to.acquire();
     if (lane == 0) {
-      arrive_expecting(kVFull + 8 * v_to, kVBytes);
+      v_to.arrive_expecting(kVBytes);
       const int start = tile_at(v_unloaded) * kBlockN;
       const int rows = min(kBlockN, work.seqlen_k - start);  // rows behind the end become 0
       for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-        load_box(kV + v_to * kVBytes + column * kBlockN * 2, v_map, kVFull + 8 * v_to, column, kv_head,
+        load_box(kV + v_to.stage * kVBytes + column * kBlockN * 2, v_map, v_to.full(), column, kv_head,
                  kBlockN - rows, start + rows, work.b);
       }
     }
     __syncwarp();
     --v_unloaded;
-    if (++v_to == kStages) {
-      v_to = 0;
-      v_to_phase ^= 1;
-    }
+    v_to.advance();
   };
   if (warp == 0) {
     load_q();
-    for (int ahead = 1; ahead < kStages; ++ahead) {
+    for (int ahead = 1; ahead < KRing::kStages; ++ahead) {
       if (__any_sync(~0u, k_unloaded > 0)) {
         load_k();
         load_v();
@@ -213,9 +212,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
     commit_products();
   };
 
-  constexpr int q_stage = 0;  // there is one tile of Q
-  int k_stage = 0, v_stage = 0, left = work.tiles, tile = 0;
-  uint32_t k_phase = 0, v_phase = 0;
+  KRing k_ring;
+  VRing v_ring;
+  int left = work.tiles, tile = 0;
   bool partial = false;
   // Waits for a tile. The one that is loaded meanwhile takes the place of the tile before, which every warpgroup has
   // had a step of time to leave.
@@ -223,25 +222,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
     if (warp == 0 && __any_sync(~0u, k_unloaded > 0)) load_k();
     tile = tile_at(left);
     partial = !(tile >= mine.full_lo && tile < mine.full_hi);
-    wait(kKFull + 8 * k_stage, k_phase);
+    k_ring.wait();
   };
   const auto wait_v = [&] {
     if (warp == 0 && __any_sync(~0u, v_unloaded > 0)) load_v();
-    wait(kVFull + 8 * v_stage, v_phase);
+    v_ring.wait();
   };
   const auto release_k = [&] {
-    if (leader) arrive(kKEmpty + 8 * k_stage);
-    if (++k_stage == kStages) {
-      k_stage = 0;
-      k_phase ^= 1;
-    }
+    if (leader) k_ring.release();
+    k_ring.advance();
   };
   const auto release_v = [&] {
-    if (leader) arrive(kVEmpty + 8 * v_stage);
-    if (++v_stage == kStages) {
-      v_stage = 0;
-      v_phase ^= 1;
-    }
+    if (leader) v_ring.release();
+    v_ring.advance();
   };
 
   const int seqlen_k = work.seqlen_k;
@@ -280,9 +273,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
   };
 
   // The first tile.
-  wait(kQFull, 0);
+  q_ring.wait();
   wait_k();
-  issue_qk(k_stage, q_stage);
+  issue_qk(k_ring.stage, q_ring.stage);
   wait_products<0>();
   settle(s);
   release_k();
@@ -294,12 +287,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
   // The others: the product of the last probabilities with V behind that of Q with the next K.
   while (__any_sync(~0u, --left > 0)) {
     wait_k();
-    issue_qk(k_stage, q_stage);
+    issue_qk(k_ring.stage, q_ring.stage);
     wait_products<0>();
     settle(s);
     release_k();
     wait_v();
-    issue_pv(v_stage);
+    issue_pv(v_ring.stage);
     wait_products<0>();
     settle(acc);
     release_v();
@@ -314,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
 
   // The last product with V.
   wait_v();
-  issue_pv(v_stage);
+  issue_pv(v_ring.stage);
   float normalize[2];
   finish_sum(row_sum, normalize);
   wait_products<0>();

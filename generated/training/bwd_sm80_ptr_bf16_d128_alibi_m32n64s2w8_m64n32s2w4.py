@@ -58,14 +58,14 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_preprocess(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, slope_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_slope,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dk_b, stride_dk_s, stride_dk_h,
     stride_dv_b, stride_dv_s, stride_dv_h,
-    extent_slope_0,
+    extent_u_slope_0,
     batch, heads, kv_heads, group, section, kv_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
@@ -100,13 +100,13 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-    visible_lo = tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
+    u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
+    visible_lo = tl.maximum(u_seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
     visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
+    full_lo = (tl.maximum(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
 
-    softmax_scale_times_LOG2E = softmax_scale * LOG2E
-    kv_float = kv_row[:, None].to(tl.float32)
+    u_softmax_scale_times_LOG2E = softmax_scale * LOG2E
+    u_kv_float = kv_row[:, None].to(tl.float32)
     inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
     # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
@@ -118,15 +118,15 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
         delta_rows = delta_ptr + (b * heads + h).to(tl.int64) * seqlen_q
         q_head = q_ptr + b * stride_q_b + h * stride_q_h
         dout_head = dout_ptr + b * stride_dout_b + h * stride_dout_h
-        slope_h = tl.load(slope_ptr + h.to(tl.int64))
-        slope_h_times_LOG2E = slope_h * LOG2E
+        u_slope_h = tl.load(u_slope + h.to(tl.int64))
+        u_slope_h_times_LOG2E = u_slope_h * LOG2E
 
         q_start = tile * BLOCK_M
         q_index = q_start + tl.arange(0, BLOCK_M)
         q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
         s = tl.dot(k, tl.trans(q))
         q_pos = q_index + (seqlen_k - seqlen_q)
-        logit = s * softmax_scale_times_LOG2E + (kv_float - q_pos[None, :].to(tl.float32)) * slope_h_times_LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + (u_kv_float - q_pos[None, :].to(tl.float32)) * u_slope_h_times_LOG2E
         if (tile < full_lo) | (tile >= whole_tiles):
             visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
             logit = tl.where(visible, logit, float("-inf"))
@@ -153,13 +153,13 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dq(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, slope_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_slope,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dq_b, stride_dq_s, stride_dq_h,
-    extent_slope_0,
+    extent_u_slope_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
@@ -201,17 +201,17 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dq(
     delta = tl.load(delta_ptr + entry, mask=q_index < seqlen_q, other=0.0)
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
-    softmax_scale_times_LOG2E = softmax_scale * LOG2E
-    q_pos_float = q_pos[:, None].to(tl.float32)
-    slope_h = tl.load(slope_ptr + h.to(tl.int64))
-    slope_h_times_LOG2E = slope_h * LOG2E
+    u_softmax_scale_times_LOG2E = softmax_scale * LOG2E
+    u_q_pos_float = q_pos[:, None].to(tl.float32)
+    u_slope_h = tl.load(u_slope + h.to(tl.int64))
+    u_slope_h_times_LOG2E = u_slope_h * LOG2E
     dq = tl.zeros([BLOCK_M, 128], tl.float32)
     for tile in tl.range(0, visible_hi, num_stages=STAGES):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
-        logit = s * softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - q_pos_float) * slope_h_times_LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - u_q_pos_float) * u_slope_h_times_LOG2E
         if tile >= full_hi:
             visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
             logit = tl.where(visible, logit, float("-inf"))

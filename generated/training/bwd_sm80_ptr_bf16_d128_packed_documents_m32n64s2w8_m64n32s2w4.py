@@ -80,15 +80,15 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_preprocess(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dkdv(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, doc_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_doc,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dk_b, stride_dk_s, stride_dk_h,
     stride_dv_b, stride_dv_s, stride_dv_h,
-    stride_doc_0,
-    extent_doc_0, extent_doc_1,
+    stride_u_doc_0,
+    extent_u_doc_0, extent_u_doc_1,
     batch, heads, kv_heads, group, section, kv_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
@@ -123,27 +123,27 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dkdv(
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-    visible_lo = tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
-    doc_kv_hi = tl.load(
-        doc_ptr + b.to(tl.int64) * stride_doc_0 + kv_hi.to(tl.int64),
-        mask=kv_hi < extent_doc_1,
+    u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
+    visible_lo = tl.maximum(u_seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
+    u_doc_kv_hi = tl.load(
+        u_doc + b.to(tl.int64) * stride_u_doc_0 + kv_hi.to(tl.int64),
+        mask=kv_hi < extent_u_doc_1,
         other=0,
     )
-    doc_after = first_at_least(doc_ptr + b.to(tl.int64) * stride_doc_0, 1, seqlen_k, doc_kv_hi, True)
-    value = seqlen_q_minus_seqlen_k + doc_after
-    visible_hi = tl.maximum(value.to(tl.int64) + BLOCK_M - 1, 0) // BLOCK_M
-    full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
-    doc_kv_lo = tl.load(
-        doc_ptr + b.to(tl.int64) * stride_doc_0 + kv_start.to(tl.int64),
-        mask=kv_start < extent_doc_1,
+    u_doc_after = first_at_least(u_doc + b.to(tl.int64) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, True)
+    u_value = u_seqlen_q_minus_seqlen_k + u_doc_after
+    visible_hi = tl.maximum(u_value.to(tl.int64) + BLOCK_M - 1, 0) // BLOCK_M
+    full_lo = (tl.maximum(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
+    u_doc_kv_lo = tl.load(
+        u_doc + b.to(tl.int64) * stride_u_doc_0 + kv_start.to(tl.int64),
+        mask=kv_start < extent_u_doc_1,
         other=0,
     )
-    full_hi = tl.minimum(tl.maximum(tl.where(doc_kv_lo == doc_kv_hi, value, 0), 0) // BLOCK_M, whole_tiles)
+    full_hi = tl.minimum(tl.maximum(tl.where(u_doc_kv_lo == u_doc_kv_hi, u_value, 0), 0) // BLOCK_M, whole_tiles)
     visible_hi = visible_hi.to(tl.int32)
 
-    doc_b = doc_ptr + b.to(tl.int64) * stride_doc_0
-    doc_kv = tl.load(doc_b + kv_row[:, None].to(tl.int64))
+    u_doc_b = u_doc + b.to(tl.int64) * stride_u_doc_0
+    u_doc_kv = tl.load(u_doc_b + kv_row[:, None].to(tl.int64))
     inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
     # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
@@ -162,12 +162,12 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dkdv(
         s = tl.dot(k, tl.trans(q))
         if (tile < full_lo) | (tile >= full_hi):
             q_pos = q_index + (seqlen_k - seqlen_q)
-            doc_q_pos = tl.load(
-                doc_b + q_pos[None, :].to(tl.int64),
-                mask=(q_pos[None, :] >= 0) & (q_pos[None, :] < extent_doc_1),
+            u_doc_q_pos = tl.load(
+                u_doc_b + q_pos[None, :].to(tl.int64),
+                mask=(q_pos[None, :] >= 0) & (q_pos[None, :] < extent_u_doc_1),
                 other=0,
             )
-            visible = (q_index[None, :] < seqlen_q) & ((q_pos[None, :] >= kv_row[:, None]) & (doc_q_pos == doc_kv))
+            visible = (q_index[None, :] < seqlen_q) & ((q_pos[None, :] >= kv_row[:, None]) & (u_doc_q_pos == u_doc_kv))
             s = tl.where(visible, s, float("-inf"))
         dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
         dp = tl.dot(v, tl.trans(dout))
@@ -192,14 +192,14 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dkdv(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dq(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, doc_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_doc,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dq_b, stride_dq_s, stride_dq_h,
-    stride_doc_0,
-    extent_doc_0, extent_doc_1,
+    stride_u_doc_0,
+    extent_u_doc_0, extent_u_doc_1,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
@@ -228,23 +228,23 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dq(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    q_pos_lo_max_0 = tl.maximum(q_pos_lo, 0)
-    doc_q_pos_lo_max_0 = tl.load(
-        doc_ptr + b.to(tl.int64) * stride_doc_0 + q_pos_lo_max_0.to(tl.int64),
-        mask=q_pos_lo_max_0 < extent_doc_1,
+    u_q_pos_lo_max_0 = tl.maximum(q_pos_lo, 0)
+    u_doc_q_pos_lo_max_0 = tl.load(
+        u_doc + b.to(tl.int64) * stride_u_doc_0 + u_q_pos_lo_max_0.to(tl.int64),
+        mask=u_q_pos_lo_max_0 < extent_u_doc_1,
         other=0,
     )
-    doc_from = first_at_least(doc_ptr + b.to(tl.int64) * stride_doc_0, 1, seqlen_k, doc_q_pos_lo_max_0, False)
-    visible_lo = doc_from // BLOCK_N
+    u_doc_from = first_at_least(u_doc + b.to(tl.int64) * stride_u_doc_0, 1, seqlen_k, u_doc_q_pos_lo_max_0, False)
+    visible_lo = u_doc_from // BLOCK_N
     visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_lo = (tl.maximum(doc_from, 0) + BLOCK_N - 1) // BLOCK_N
-    q_pos_hi_max_0 = tl.maximum(q_pos_hi, 0)
-    doc_q_pos_hi_max_0 = tl.load(
-        doc_ptr + b.to(tl.int64) * stride_doc_0 + q_pos_hi_max_0.to(tl.int64),
-        mask=q_pos_hi_max_0 < extent_doc_1,
+    full_lo = (tl.maximum(u_doc_from, 0) + BLOCK_N - 1) // BLOCK_N
+    u_q_pos_hi_max_0 = tl.maximum(q_pos_hi, 0)
+    u_doc_q_pos_hi_max_0 = tl.load(
+        u_doc + b.to(tl.int64) * stride_u_doc_0 + u_q_pos_hi_max_0.to(tl.int64),
+        mask=u_q_pos_hi_max_0 < extent_u_doc_1,
         other=0,
     )
-    full_hi = tl.minimum(tl.maximum(tl.where(doc_q_pos_lo_max_0 == doc_q_pos_hi_max_0, q_pos_lo + 1, 0), 0) // BLOCK_N, whole_tiles)
+    full_hi = tl.minimum(tl.maximum(tl.where(u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0, q_pos_lo + 1, 0), 0) // BLOCK_N, whole_tiles)
 
     # What a block keeps: its queries and the gradients of their outputs, the sums of their rows, and dQ.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
@@ -256,8 +256,8 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dq(
     delta = tl.load(delta_ptr + entry, mask=q_index < seqlen_q, other=0.0)
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
-    doc_b = doc_ptr + b.to(tl.int64) * stride_doc_0
-    doc_q_pos = tl.load(doc_b + q_pos[:, None].to(tl.int64), mask=q_pos[:, None] >= 0, other=0)
+    u_doc_b = u_doc + b.to(tl.int64) * stride_u_doc_0
+    u_doc_q_pos = tl.load(u_doc_b + q_pos[:, None].to(tl.int64), mask=q_pos[:, None] >= 0, other=0)
     dq = tl.zeros([BLOCK_M, 128], tl.float32)
     for tile in tl.range(visible_lo, visible_hi, num_stages=STAGES):
         kv_start = tile * BLOCK_N
@@ -265,12 +265,12 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dq(
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
         if (tile < full_lo) | (tile >= full_hi):
-            doc_kv = tl.load(
-                doc_b + kv_index[None, :].to(tl.int64),
-                mask=kv_index[None, :] < extent_doc_1,
+            u_doc_kv = tl.load(
+                u_doc_b + kv_index[None, :].to(tl.int64),
+                mask=kv_index[None, :] < extent_u_doc_1,
                 other=0,
             )
-            visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & (doc_q_pos == doc_kv))
+            visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & (u_doc_q_pos == u_doc_kv))
             s = tl.where(visible, s, float("-inf"))
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         dp = tl.dot(dout, tl.trans(v))

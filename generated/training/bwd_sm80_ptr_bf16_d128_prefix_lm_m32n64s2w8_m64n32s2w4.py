@@ -58,14 +58,14 @@ def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_preprocess(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_dkdv(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, prefix_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_prefix,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dk_b, stride_dk_s, stride_dk_h,
     stride_dv_b, stride_dv_s, stride_dv_h,
-    extent_prefix_0,
+    extent_u_prefix_0,
     batch, heads, kv_heads, group, section, kv_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
@@ -100,18 +100,18 @@ def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_dkdv(
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-    prefix_b = tl.load(prefix_ptr + b.to(tl.int64))
+    u_prefix_b = tl.load(u_prefix + b.to(tl.int64))
     visible_hi_1 = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    visible_hi_0 = tl.where(kv_start < prefix_b, visible_hi_1, 0)
-    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-    visible_lo_1 = tl.maximum(visible_hi_0, tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M)
-    full_hi_0 = tl.minimum(tl.maximum(tl.where(kv_hi < prefix_b, seqlen_q, 0), 0) // BLOCK_M, whole_tiles)
-    full_lo_1 = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
+    visible_hi_0 = tl.where(kv_start < u_prefix_b, visible_hi_1, 0)
+    u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
+    visible_lo_1 = tl.maximum(visible_hi_0, tl.maximum(u_seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M)
+    full_hi_0 = tl.minimum(tl.maximum(tl.where(kv_hi < u_prefix_b, seqlen_q, 0), 0) // BLOCK_M, whole_tiles)
+    full_lo_1 = (tl.maximum(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
     visible_until_0 = visible_hi_0
     visible_until_1 = visible_until_0 + tl.maximum(visible_hi_1 - visible_lo_1, 0)
 
-    prefix_b_2 = tl.load(prefix_ptr + b.to(tl.int64))
-    kv_lt_prefix_b = kv_row[:, None] < prefix_b_2
+    u_prefix_b_2 = tl.load(u_prefix + b.to(tl.int64))
+    u_kv_lt_prefix_b = kv_row[:, None] < u_prefix_b_2
     inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
     # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
@@ -132,7 +132,7 @@ def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_dkdv(
         s = tl.dot(k, tl.trans(q))
         if (tile >= full_hi_0) & ((tile < full_lo_1) | (tile >= whole_tiles)):
             q_pos = q_index + (seqlen_k - seqlen_q)
-            visible = (q_index[None, :] < seqlen_q) & (kv_lt_prefix_b | (q_pos[None, :] >= kv_row[:, None]))
+            visible = (q_index[None, :] < seqlen_q) & (u_kv_lt_prefix_b | (q_pos[None, :] >= kv_row[:, None]))
             s = tl.where(visible, s, float("-inf"))
         dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
         dp = tl.dot(v, tl.trans(dout))
@@ -157,13 +157,13 @@ def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_dkdv(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_dq(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, prefix_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_prefix,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dq_b, stride_dq_s, stride_dq_h,
-    extent_prefix_0,
+    extent_u_prefix_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
@@ -192,9 +192,9 @@ def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_dq(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    prefix_b = tl.load(prefix_ptr + b.to(tl.int64))
-    visible_hi = tl.maximum(tl.minimum(tl.maximum(prefix_b, q_pos_hi + 1), seqlen_k) + BLOCK_N - 1, 0) // BLOCK_N
-    full_hi = tl.minimum(tl.maximum(tl.maximum(prefix_b, q_pos_lo + 1), 0) // BLOCK_N, whole_tiles)
+    u_prefix_b = tl.load(u_prefix + b.to(tl.int64))
+    visible_hi = tl.maximum(tl.minimum(tl.maximum(u_prefix_b, q_pos_hi + 1), seqlen_k) + BLOCK_N - 1, 0) // BLOCK_N
+    full_hi = tl.minimum(tl.maximum(tl.maximum(u_prefix_b, q_pos_lo + 1), 0) // BLOCK_N, whole_tiles)
 
     # What a block keeps: its queries and the gradients of their outputs, the sums of their rows, and dQ.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
@@ -206,7 +206,7 @@ def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_dq(
     delta = tl.load(delta_ptr + entry, mask=q_index < seqlen_q, other=0.0)
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
-    prefix_b_2 = tl.load(prefix_ptr + b.to(tl.int64))
+    u_prefix_b_2 = tl.load(u_prefix + b.to(tl.int64))
     dq = tl.zeros([BLOCK_M, 128], tl.float32)
     for tile in tl.range(0, visible_hi, num_stages=STAGES):
         kv_start = tile * BLOCK_N
@@ -214,7 +214,7 @@ def bwd_sm80_ptr_bf16_d128_prefix_lm_m32n64s2w8_m64n32s2w4_dq(
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
         if tile >= full_hi:
-            visible = (kv_index[None, :] < seqlen_k) & ((kv_index[None, :] < prefix_b_2) | (q_pos[:, None] >= kv_index[None, :]))
+            visible = (kv_index[None, :] < seqlen_k) & ((kv_index[None, :] < u_prefix_b_2) | (q_pos[:, None] >= kv_index[None, :]))
             s = tl.where(visible, s, float("-inf"))
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         dp = tl.dot(dout, tl.trans(v))

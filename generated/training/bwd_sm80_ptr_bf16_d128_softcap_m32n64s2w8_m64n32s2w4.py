@@ -67,7 +67,7 @@ def bwd_sm80_ptr_bf16_d128_softcap_m32n64s2w8_m64n32s2w4_dkdv(
     stride_dv_b, stride_dv_s, stride_dv_h,
     batch, heads, kv_heads, group, section, kv_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    cap,
+    u_cap,
     has_seqused_k,
 ):
     """Compute dK and dV of a tile of keys, from the queries of all heads that share it."""
@@ -100,12 +100,12 @@ def bwd_sm80_ptr_bf16_d128_softcap_m32n64s2w8_m64n32s2w4_dkdv(
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-    visible_lo = tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
+    u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
+    visible_lo = tl.maximum(u_seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
     visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
+    full_lo = (tl.maximum(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
 
-    softmax_scale_over_cap = softmax_scale / cap
+    u_softmax_scale_over_cap = softmax_scale / u_cap
     inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
     # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
@@ -122,8 +122,8 @@ def bwd_sm80_ptr_bf16_d128_softcap_m32n64s2w8_m64n32s2w4_dkdv(
         q_index = q_start + tl.arange(0, BLOCK_M)
         q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
         s = tl.dot(k, tl.trans(q))
-        element_value = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        logit = element_value
+        u_element_value = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        logit = u_element_value
         if (tile < full_lo) | (tile >= whole_tiles):
             q_pos = q_index + (seqlen_k - seqlen_q)
             visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
@@ -132,8 +132,8 @@ def bwd_sm80_ptr_bf16_d128_softcap_m32n64s2w8_m64n32s2w4_dkdv(
         dp = tl.dot(v, tl.trans(dout))
         lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
-        p = tl.exp2(logit * (cap * LOG2E) - lse_log2[None, :])
-        ds = p * (dp - delta[None, :]) * (1.0 - element_value * element_value)
+        p = tl.exp2(logit * (u_cap * LOG2E) - lse_log2[None, :])
+        ds = p * (dp - delta[None, :]) * (1.0 - u_element_value * u_element_value)
         dv = tl.dot(p.to(tl.bfloat16), dout, dv)
         dk = tl.dot(ds.to(tl.bfloat16), q, dk)
 
@@ -142,7 +142,7 @@ def bwd_sm80_ptr_bf16_d128_softcap_m32n64s2w8_m64n32s2w4_dkdv(
     stored = kv_index[:, None] < keys
     used = kv_index[:, None] < seqlen_k
     column = tl.arange(0, 128)
-    dk = tl.where(used, dk * (softmax_scale / cap * cap), 0.0).to(tl.bfloat16)
+    dk = tl.where(used, dk * (softmax_scale / u_cap * u_cap), 0.0).to(tl.bfloat16)
     tl.store(dk_rows + column[None, :], dk, mask=stored)
     column = tl.arange(0, 128)
     dv = tl.where(used, dv, 0.0).to(tl.bfloat16)
@@ -159,7 +159,7 @@ def bwd_sm80_ptr_bf16_d128_softcap_m32n64s2w8_m64n32s2w4_dq(
     stride_dq_b, stride_dq_s, stride_dq_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    cap,
+    u_cap,
     has_seqused_k,
 ):
     """Compute dQ of a tile of queries."""
@@ -199,26 +199,26 @@ def bwd_sm80_ptr_bf16_d128_softcap_m32n64s2w8_m64n32s2w4_dq(
     delta = tl.load(delta_ptr + entry, mask=q_index < seqlen_q, other=0.0)
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
-    softmax_scale_over_cap = softmax_scale / cap
+    u_softmax_scale_over_cap = softmax_scale / u_cap
     dq = tl.zeros([BLOCK_M, 128], tl.float32)
     for tile in tl.range(0, visible_hi, num_stages=STAGES):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
-        element_value = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
-        logit = element_value
+        u_element_value = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
+        logit = u_element_value
         if tile >= full_hi:
             visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
             logit = tl.where(visible, logit, float("-inf"))
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         dp = tl.dot(dout, tl.trans(v))
-        p = tl.exp2(logit * (cap * LOG2E) - lse_log2[:, None])
-        ds = p * (dp - delta[:, None]) * (1.0 - element_value * element_value)
+        p = tl.exp2(logit * (u_cap * LOG2E) - lse_log2[:, None])
+        ds = p * (dp - delta[:, None]) * (1.0 - u_element_value * u_element_value)
         dq = tl.dot(ds.to(tl.bfloat16), k, dq)
 
     dq_rows = dq_ptr + b * stride_dq_b + h * stride_dq_h + q_index[:, None] * stride_dq_s
     stored = q_index[:, None] < seqlen_q
     column = tl.arange(0, 128)
-    dq = (dq * (softmax_scale / cap * cap)).to(tl.bfloat16)
+    dq = (dq * (softmax_scale / u_cap * u_cap)).to(tl.bfloat16)
     tl.store(dq_rows + column[None, :], dq, mask=stored)

@@ -99,10 +99,10 @@ def bwd_sm80_ptr_bf16_d64_causal_m32n64s2w4_m64n32s2w4_dkdv(
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-    visible_lo = tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
+    u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
+    visible_lo = tl.maximum(u_seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
     visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
+    full_lo = (tl.maximum(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
 
     inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 

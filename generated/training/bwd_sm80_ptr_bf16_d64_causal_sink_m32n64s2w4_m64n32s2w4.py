@@ -58,14 +58,14 @@ def bwd_sm80_ptr_bf16_d64_causal_sink_m32n64s2w4_m64n32s2w4_preprocess(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d64_causal_sink_m32n64s2w4_m64n32s2w4_dkdv(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, sinks_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_sinks,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dk_b, stride_dk_s, stride_dk_h,
     stride_dv_b, stride_dv_s, stride_dv_h,
-    extent_sinks_0,
+    extent_u_sinks_0,
     batch, heads, kv_heads, group, section, kv_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
@@ -100,10 +100,10 @@ def bwd_sm80_ptr_bf16_d64_causal_sink_m32n64s2w4_m64n32s2w4_dkdv(
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-    visible_lo = tl.maximum(seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
+    u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
+    visible_lo = tl.maximum(u_seqlen_q_minus_seqlen_k + kv_start, 0) // BLOCK_M
     visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    full_lo = (tl.maximum(seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
+    full_lo = (tl.maximum(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + BLOCK_M - 1) // BLOCK_M
 
     inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
@@ -148,13 +148,13 @@ def bwd_sm80_ptr_bf16_d64_causal_sink_m32n64s2w4_m64n32s2w4_dkdv(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d64_causal_sink_m32n64s2w4_m64n32s2w4_dq(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, sinks_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_sinks,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dq_b, stride_dq_s, stride_dq_h,
-    extent_sinks_0,
+    extent_u_sinks_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,

@@ -58,17 +58,17 @@ def bwd_sm80_ptr_bf16_d64_sliding_window_sink_m32n64s2w4_m64n32s2w4_preprocess(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d64_sliding_window_sink_m32n64s2w4_m64n32s2w4_dkdv(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, sinks_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_sinks,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dk_b, stride_dk_s, stride_dk_h,
     stride_dv_b, stride_dv_s, stride_dv_h,
-    extent_sinks_0,
+    extent_u_sinks_0,
     batch, heads, kv_heads, group, section, kv_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    window,
+    u_window,
     has_seqused_k,
 ):
     """Compute dK and dV of a tile of keys, from the queries of all heads that share it."""
@@ -101,14 +101,14 @@ def bwd_sm80_ptr_bf16_d64_sliding_window_sink_m32n64s2w4_m64n32s2w4_dkdv(
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
-    seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
-    value = seqlen_q_minus_seqlen_k + kv_start
-    visible_lo = tl.maximum(value, 0) // BLOCK_M
-    value_2 = seqlen_q_minus_seqlen_k + kv_hi
-    window_min_1073741823 = tl.minimum(window, 1073741823)
-    visible_hi = tl.maximum(tl.minimum(value_2 + window_min_1073741823, seqlen_q) + BLOCK_M - 1, 0) // BLOCK_M
-    full_lo = (tl.maximum(value_2, 0) + BLOCK_M - 1) // BLOCK_M
-    full_hi = tl.minimum(tl.maximum(value + window_min_1073741823, 0) // BLOCK_M, whole_tiles)
+    u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k
+    u_value = u_seqlen_q_minus_seqlen_k + kv_start
+    visible_lo = tl.maximum(u_value, 0) // BLOCK_M
+    u_value_2 = u_seqlen_q_minus_seqlen_k + kv_hi
+    u_window_min_1073741823 = tl.minimum(u_window, 1073741823)
+    visible_hi = tl.maximum(tl.minimum(u_value_2 + u_window_min_1073741823, seqlen_q) + BLOCK_M - 1, 0) // BLOCK_M
+    full_lo = (tl.maximum(u_value_2, 0) + BLOCK_M - 1) // BLOCK_M
+    full_hi = tl.minimum(tl.maximum(u_value + u_window_min_1073741823, 0) // BLOCK_M, whole_tiles)
 
     inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
 
@@ -128,8 +128,8 @@ def bwd_sm80_ptr_bf16_d64_sliding_window_sink_m32n64s2w4_m64n32s2w4_dkdv(
         s = tl.dot(k, tl.trans(q))
         if (tile < full_lo) | (tile >= full_hi):
             q_pos = q_index + (seqlen_k - seqlen_q)
-            q_pos_minus_kv = q_pos[None, :] - kv_row[:, None]
-            visible = (q_index[None, :] < seqlen_q) & ((0 <= q_pos_minus_kv) & (q_pos_minus_kv < window))
+            u_q_pos_minus_kv = q_pos[None, :] - kv_row[:, None]
+            visible = (q_index[None, :] < seqlen_q) & ((0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window))
             s = tl.where(visible, s, float("-inf"))
         dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
         dp = tl.dot(v, tl.trans(dout))
@@ -154,16 +154,16 @@ def bwd_sm80_ptr_bf16_d64_sliding_window_sink_m32n64s2w4_m64n32s2w4_dkdv(
 
 @triton.jit
 def bwd_sm80_ptr_bf16_d64_sliding_window_sink_m32n64s2w4_m64n32s2w4_dq(
-    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, sinks_ptr,
+    q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr, u_sinks,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dq_b, stride_dq_s, stride_dq_h,
-    extent_sinks_0,
+    extent_u_sinks_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    window,
+    u_window,
     has_seqused_k,
 ):
     """Compute dQ of a tile of queries."""
@@ -190,10 +190,10 @@ def bwd_sm80_ptr_bf16_d64_sliding_window_sink_m32n64s2w4_m64n32s2w4_dq(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    window_min_1073741823 = tl.minimum(window, 1073741823)
-    visible_lo = tl.maximum(q_pos_lo - window_min_1073741823 + 1, 0) // BLOCK_N
+    u_window_min_1073741823 = tl.minimum(u_window, 1073741823)
+    visible_lo = tl.maximum(q_pos_lo - u_window_min_1073741823 + 1, 0) // BLOCK_N
     visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_lo = (tl.maximum(q_pos_hi - window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    full_lo = (tl.maximum(q_pos_hi - u_window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
 
     # What a block keeps: its queries and the gradients of their outputs, the sums of their rows, and dQ.
@@ -213,8 +213,8 @@ def bwd_sm80_ptr_bf16_d64_sliding_window_sink_m32n64s2w4_m64n32s2w4_dq(
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
         if (tile < full_lo) | (tile >= full_hi):
-            q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-            visible = (kv_index[None, :] < seqlen_k) & ((0 <= q_pos_minus_kv) & (q_pos_minus_kv < window))
+            u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+            visible = (kv_index[None, :] < seqlen_k) & ((0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window))
             s = tl.where(visible, s, float("-inf"))
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         dp = tl.dot(dout, tl.trans(v))

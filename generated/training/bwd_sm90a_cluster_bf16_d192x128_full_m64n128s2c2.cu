@@ -6,9 +6,9 @@
 // P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels follow
 // each other: preprocess (D and LSE of each query), dkdv (all products), dq (the sums of dQ, rounded).
-#include "barrier.cuh"
 #include "cluster.cuh"
 #include "gradient.cuh"
+#include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
@@ -21,8 +21,6 @@ constexpr int kBlockN = 128;  // keys of a cluster
 constexpr int kKeys = 64;  // keys of a block
 constexpr int kHeadDimQk = 192;
 constexpr int kHeadDimV = 128;
-constexpr int kQStages = 3;  // Q tiles in flight
-constexpr int kStages = 2;  // dO tiles in flight
 constexpr int kThreads = 512;
 constexpr int kConsumerRegisters = 192;
 constexpr int kQueriesRegisters = 88, kProducerRegisters = 40;
@@ -57,6 +55,27 @@ constexpr uint32_t kDsFull = kShared + 194192;  // 16 B: barriers
 constexpr uint32_t kDsEmpty = kShared + 194208;  // 16 B: barriers
 constexpr uint32_t kOtherDsFull = kShared + 194224;  // 16 B: barriers
 constexpr uint32_t kSumTile = kShared + 194240;  // 32 B: where dQ of the last steps belongs
+
+// Rings: who fills the stages -> who empties them.
+using KRing = Ring<kKFull, kNoBarrier, 1>;  // the loader of Q -> the warpgroups of values and of queries
+using VRing = Ring<kVFull, kNoBarrier, 1>;  // the loader of dO -> the warpgroup of keys
+using OtherKRing = Ring<kOtherKFull, kNoBarrier, 1>;  // the loader of dO -> the warpgroup of queries
+// the loader of Q of both blocks, and the loader of rows -> the warpgroups of values and of keys, of both blocks
+using QRing = Ring<kQFull, kQEmpty, 3>;
+// the loader of dO of both blocks -> the warpgroups of values and of keys, of both blocks
+using DoutRing = Ring<kDoutFull, kDoutEmpty, 2>;
+using PRing = Pair<kPFull, kNoBarrier>;  // the warpgroup of values -> the warpgroup of keys
+using DsRing = Pair<kDsFull, kDsEmpty>;  // the warpgroup of keys -> the warpgroups of queries, of both blocks
+// the warpgroup of keys of the other block -> the warpgroup of queries
+using OtherDsRing = Pair<kOtherDsFull, kNoBarrier>;
+
+// Named barriers of the hardware; 0 is __syncthreads.
+enum class Named {
+  kGroup = 1,  // 2 of them: threads of a warpgroup meet around dS, dK and dV
+};
+
+constexpr int kQueryLoader = 12, kDoutLoader = 13, kRowLoader = 14;  // warps with a role of their own
+
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kDoutBytes = kBlockM * kVPart * 2;
 constexpr uint32_t kDsBytes = kBlockM * kKeys * 2;
@@ -81,8 +100,8 @@ static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEnd = -1;
 constexpr int kSums = 8;  // places of dQ that are remembered; the warpgroup that adds it is behind by less
 
-static_assert(kStep % alignof(Step) == 0 && kQStages * sizeof(Step) <= 24);
-static_assert(kSumTile % alignof(int) == 0 && kSums * sizeof(int) <= 32);
+static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 24);
+static_assert(kSumTile % alignof(int) == 0 && kSums * sizeof(int) == 32);
 static_assert(kLse % sizeof(float4) == 0 && kDelta % sizeof(float4) == 0);
 
 extern __shared__ char shared_memory[];
@@ -168,79 +187,71 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
-    init_barrier(here + kKFull, 1);
-    init_barrier(here + kVFull, 1);
-    init_barrier(here + kOtherKFull, 1);
-    for (int stage = 0; stage < kQStages; ++stage) {
-      init_barrier(here + kQFull + 8 * stage, 2);   // Q, and the numbers of its rows
-      init_barrier(here + kQEmpty + 8 * stage, 4);  // two warpgroups of two blocks
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(here + kDoutFull + 8 * stage, 1);
-      init_barrier(here + kDoutEmpty + 8 * stage, 4);
-    }
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      init_barrier(here + kPFull + 8 * buffer, 4);  // warps
-      init_barrier(here + kDsFull + 8 * buffer, 1);
-      init_barrier(here + kDsEmpty + 8 * buffer, 2);  // blocks
-      init_barrier(here + kOtherDsFull + 8 * buffer, 1);
-    }
+    init_barriers(here + kKFull, 1, 1);  // the loader of Q, and the bytes of the copy
+    init_barriers(here + kVFull, 1, 1);  // the loader of dO, and the bytes of the copy
+    init_barriers(here + kOtherKFull, 1, 1);  // the loader of dO, and the bytes of the copy
+    init_barriers(here + kQFull, 3, 2);  // the loader of Q, and the loader of rows, and the bytes of the copy
+    init_barriers(here + kQEmpty, 3, 4);  // the warpgroups of values and of keys, of both blocks
+    init_barriers(here + kDoutFull, 2, 1);  // the loader of dO, and the bytes of the copy
+    init_barriers(here + kDoutEmpty, 2, 4);  // the warpgroups of values and of keys, of both blocks
+    init_barriers(here + kPFull, 2, 4);  // each warp of the warpgroup of values
+    init_barriers(here + kDsFull, 2, 1);  // the warpgroup of keys
+    init_barriers(here + kDsEmpty, 2, 2);  // the warpgroup of queries of each block
+    init_barriers(here + kOtherDsFull, 2, 1);  // the warpgroup of queries, before it waits, and the bytes of the copy
     fence_barrier_init();
   }
   sync_cluster();
 
   if (warpgroup == 3) {
     shrink_registers<kProducerRegisters>();
-    if (warp < 15) {  // the last warp has nothing to do
+    if (warp <= kRowLoader) {  // the last warp has nothing to do
       // Three warps load, and find the same steps: one Q and K, one dO with V and the other block's K, half of a tile each for
       // both blocks, and one the numbers of rows. None waits for what another does.
-      const bool loads_q = warp == 12, loads_dout = warp == 13;
-      int stage = 0, sums = 0;  // of Q or dO, and steps that have a place of dQ
-      uint32_t phase = 0;
+      const bool loads_q = warp == kQueryLoader, loads_dout = warp == kDoutLoader;
+      QRing q_ring(0, 0, here);
+      DoutRing dout_ring(0, 0, here);
+      int sums = 0;  // steps that have a place of dQ
       // Half a tile of keys; rows behind the end are zeros. No copy may lie wholly outside: it would look up where the descriptor
       // begins, which is before the tensor.
-      const auto load_keys = [&](uint32_t to, const TensorMap& map, uint32_t full, int first_column, int columns, int start) {
+      const auto load_keys = [&](uint32_t to, const TensorMap& map, const auto& ring, int first_column, int columns, int start) {
         const int rows = min(kKeys, seqlen_k - start);
         const int inside = rows > 0 ? columns : 0;
         for (int i = inside * kKeys / 8 + lane; i < columns * kKeys / 8; i += 32) shared_at<int4>(to + 16 * i) = {};
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) {
-          arrive_expecting(here + full, inside * kKeys * 2);
+          ring.arrive_expecting(inside * kKeys * 2);
           for (int column = 0; column < inside; column += kBoxColumns) {
-            load_box(here + to + column * kKeys * 2, map, here + full, first_column + column, hk, kKeys - rows, start + rows, b);
+            load_box(here + to + column * kKeys * 2, map, ring.full(), first_column + column, hk, kKeys - rows, start + rows, b);
           }
         }
       };
       if (loads_q) {
         if (lane == 0) prefetch_map(q_map);
-        load_keys(kK, k_map, kKFull, 0, kHeadDimQk, own_start);
+        load_keys(kK, k_map, KRing(0, 0, here), 0, kHeadDimQk, own_start);
       } else if (loads_dout) {
         if (lane == 0) prefetch_map(dout_map);
-        load_keys(kV, v_map, kVFull, 0, kHeadDimV, own_start);
-        load_keys(kOtherK, k_map, kOtherKFull, kDqColumns * rank, kDqColumns, kv_start + kKeys * other);
+        load_keys(kV, v_map, VRing(0, 0, here), 0, kHeadDimV, own_start);
+        load_keys(kOtherK, k_map, OtherKRing(0, 0, here), kDqColumns * rank, kDqColumns, kv_start + kKeys * other);
       }
       __syncwarp();
       const auto load_q = [&](int h, int tile, bool partial) {
         const int q_start = tile * kBlockM;
-        wait(here + kQEmpty + 8 * stage, phase ^ 1);
+        q_ring.acquire();
         if (lane == 0) {
-          shared_at<Step>(kStep + stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
+          shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
           shared_at<int>(kSumTile + 4 * (sums % kSums)) = (b * heads + h) * q_tiles + tile;
-          arrive_expecting(here + kQFull + 8 * stage, kQBytes);
+          q_ring.arrive_expecting(kQBytes);
           for (int column = rank * kBoxColumns; column < kHeadDimQk; column += 2 * kBoxColumns) {
             load_box_to(
-                3, here + kQ + stage * kQBytes + column * kBlockM * 2, q_map, here + kQFull + 8 * stage,
+                3, here + kQ + q_ring.stage * kQBytes + column * kBlockM * 2, q_map, q_ring.full(),
                 column, h,
                 q_start, b);
           }
         }
         __syncwarp();
         ++sums;
-        if (++stage == kQStages) {
-          stage = 0;
-          phase ^= 1;
-        }
+        q_ring.advance();
       };
       const auto load_rows = [&](int h, int tile) {
         float lse[kBlockM / 32], delta[kBlockM / 32];  // on their way while the stage is in use
@@ -251,36 +262,30 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           lse[i] = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
           delta[i] = q < seqlen_q ? delta_ptr[entry] : 0.0f;
         }
-        wait(here + kQEmpty + 8 * stage, phase ^ 1);
+        q_ring.acquire();
 #pragma unroll
         for (int i = 0; i < kBlockM / 32; ++i) {
-          shared_at<float>(kLse + stage * kRowBytes + 4 * (32 * i + lane)) = lse[i];
-          shared_at<float>(kDelta + stage * kRowBytes + 4 * (32 * i + lane)) = delta[i];
+          shared_at<float>(kLse + q_ring.stage * kRowBytes + 4 * (32 * i + lane)) = lse[i];
+          shared_at<float>(kDelta + q_ring.stage * kRowBytes + 4 * (32 * i + lane)) = delta[i];
         }
         __syncwarp();
-        if (lane == 0) arrive(here + kQFull + 8 * stage);
-        if (++stage == kQStages) {
-          stage = 0;
-          phase ^= 1;
-        }
+        if (lane == 0) q_ring.arrive();
+        q_ring.advance();
       };
       const auto load_dout = [&](int h, int tile) {
         const int q_start = tile * kBlockM;
         for (int part = 0; part < kVParts; ++part) {
-          wait(here + kDoutEmpty + 8 * stage, phase ^ 1);
+          dout_ring.acquire();
           if (lane == 0) {
-            arrive_expecting(here + kDoutFull + 8 * stage, kDoutBytes);
+            dout_ring.arrive_expecting(kDoutBytes);
             for (int column = rank * kBoxColumns; column < kVPart; column += 2 * kBoxColumns) {
               load_box_to(
-                  3, here + kDout + stage * kDoutBytes + column * kBlockM * 2, dout_map, here + kDoutFull + 8 * stage,
+                  3, here + kDout + dout_ring.stage * kDoutBytes + column * kBlockM * 2, dout_map, dout_ring.full(),
                   part * kVPart + column, h, q_start, b);
             }
           }
           __syncwarp();
-          if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-          }
+          dout_ring.advance();
         }
       };
       const auto load_step = [&](int h, int tile, bool partial) {
@@ -309,25 +314,24 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         }
       }
       if (loads_q) {  // tells consumers that there is no other step
-        wait(here + kQEmpty + 8 * stage, phase ^ 1);
+        q_ring.acquire();
         if (lane == 0) {
           shared_at<int>(kSumTile + 4 * (sums % kSums)) = kEnd;
-          shared_at<Step>(kStep + stage * sizeof(Step)) = {kEnd, 0};
-          arrive(here + kQFull + 8 * stage);
-          arrive(here + kQFull + 8 * stage);  // and for the numbers of rows
+          shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {kEnd, 0};
+          q_ring.arrive();
+          q_ring.arrive();  // and for the numbers of rows
         }
-        wait(here + kKFull, 0);  // nothing may arrive when the block is gone
+        KRing(0, 0, here).wait();  // nothing may arrive when the block is gone
       } else if (loads_dout) {
-        wait(here + kVFull, 0);
-        wait(here + kOtherKFull, 0);
+        VRing(0, 0, here).wait();
+        OtherKRing(0, 0, here).wait();
       }
     }
   } else if (warpgroup == 2) {
     shrink_registers<kQueriesRegisters>();
     // The warpgroup of queries: dQ = dS K over the keys of both blocks, in the columns that are this block's.
     float dq[kDqPart / 2];
-    int buffer = 0;
-    uint32_t phase = 0;
+    DsRing ds_ring(0, 0, here);
     const int group_thread = threadIdx.x % 128;
     const auto issue_dq = [&](uint32_t ds_region, uint32_t keys, int accumulate) {
       const DsRows ds(ds_region);
@@ -340,31 +344,31 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       commit_products();
     };
     for (int i = 0;; ++i) {
-      wait(here + kDsFull + 8 * buffer, phase);
+      ds_ring.wait();
+      const OtherDsRing other_ds_ring(ds_ring.stage, ds_ring.phase, here);
       const int sum_tile = shared_at<int>(kSumTile + 4 * (i % kSums));
       if (__any_sync(~0u, sum_tile < 0)) break;
-      if (group_thread == 0) arrive_expecting(here + kOtherDsFull + 8 * buffer, kDsBytes);
+      if (group_thread == 0) other_ds_ring.arrive_expecting(kDsBytes);
       if (__any_sync(~0u, i == 0)) {
-        wait(here + kKFull, 0);
-        wait(here + kOtherKFull, 0);
+        KRing(0, 0, here).wait();
+        OtherKRing(0, 0, here).wait();
       }
       float* const to = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + rank * kSumsOfBlock + 4 * group_thread;
 #pragma unroll
       for (int column = 0; column < kDqColumns; column += kDqPart) {
-        issue_dq(kDs + buffer * kDsBytes, kK + (rank * kDqColumns + column) * kKeys * 2, 0);
-        if (column == 0) wait(here + kOtherDsFull + 8 * buffer, phase);
-        issue_dq(kOtherDs + buffer * kDsBytes, kOtherK + column * kKeys * 2, 1);
+        issue_dq(kDs + ds_ring.stage * kDsBytes, kK + (rank * kDqColumns + column) * kKeys * 2, 0);
+        if (column == 0) other_ds_ring.wait();
+        issue_dq(kOtherDs + ds_ring.stage * kDsBytes, kOtherK + column * kKeys * 2, 1);
         wait_products<0>();
         settle(dq);
         // Behind the last products the places of dS are free: this block's for other probabilities, and the other's copy here.
-        if (column + kDqPart == kDqColumns && group_thread < 2) arrive_at(kDsEmpty + 8 * buffer, group_thread);
+        if (column + kDqPart == kDqColumns && group_thread < 2) arrive_at(DsRing::empty_of(ds_ring.stage), group_thread);
 #pragma unroll
         for (int j = 0; j < kDqPart / 8; ++j) {
           add_floats(to + 512 * (column / 8 + j), dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         }
       }
-      buffer ^= 1;
-      phase ^= buffer == 0;
+      ds_ring.advance();
     }
   } else {
     grow_registers<kConsumerRegisters>();
@@ -373,33 +377,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const bool leader = group_thread == 0;
     const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
     const int key = own_start;  // the first of this block
-    int stage = 0, q_stage = 0, buffer = 0;  // of dO, Q and dS
-    uint32_t phase = 0, q_phase = 0, buffer_phase = 0;
-    const auto advance_q = [&] {
-      if (++q_stage == kQStages) {
-        q_stage = 0;
-        q_phase ^= 1;
-      }
-    };
-    const auto advance_dout = [&] {
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    };
+    DoutRing dout_ring(0, 0, here);
+    QRing q_ring(0, 0, here);
+    DsRing ds_ring(0, 0, here);  // of P, too, which stands where dS then does
     // Where a thread of the warpgroup of values puts four pairs of probabilities for that of keys: its warp overwrites just
     // these with dS.
     const auto place_of_pairs = [&](int i) {
       const int q = 32 * (i / 2) + lane, chunk = 2 * (warp % 4) + i % 2;
-      return kDs + buffer * kDsBytes + q * 128 + 16 * (chunk ^ q % 8);
-    };
-    const auto advance_buffer = [&] {
-      buffer ^= 1;
-      buffer_phase ^= buffer == 0;
+      return kDs + ds_ring.stage * kDsBytes + q * 128 + 16 * (chunk ^ q % 8);
     };
     const auto next_step = [&] {
-      wait(here + kQFull + 8 * q_stage, q_phase);
-      return shared_at<Step>(kStep + q_stage * sizeof(Step));
+      q_ring.wait();
+      return shared_at<Step>(kStep + q_ring.stage * sizeof(Step));
     };
     // Gives a stage back to the loaders of both blocks, since each loads a half of it for both.
     const auto release = [&](uint32_t empty) {
@@ -408,7 +397,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     // The stages of dO that the last product with it used.
     const auto release_dout = [&] {
 #pragma unroll
-      for (int part = 1; part <= kVParts; ++part) release(kDoutEmpty + 8 * (stage - part + (stage < part ? kStages : 0)));
+      for (int part = 1; part <= kVParts; ++part) release(DoutRing::empty_of(dout_ring.before(part)));
     };
     // Out through shared memory, since only whole rows make good stores.
     const auto store_rows = [&](const auto& acc, float factor, uint32_t region, Element* rows, long long stride, int columns) {
@@ -421,7 +410,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         const auto pair = [&](int j) { return pack<Element>(values[4 * i + j] * factor, values[4 * i + j + 1] * factor); };
         store_blocks(here + region + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
       }
-      named_sync(1 + warpgroup, 128);
+      named_sync(Named::kGroup, warpgroup, 128);
       for (int i = group_thread; i < kKeys * kChunks; i += 128) {
         const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row / 2 % 4);
         if (row < count && chunk < columns / 8) {
@@ -437,7 +426,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const float scale_log2e = softmax_scale * kLog2e;
       const auto issue_s = [&] {
         const KeyRows k(kK);
-        const QueryRows q(kQ + q_stage * kQBytes);
+        const QueryRows q(kQ + q_ring.stage * kQBytes);
         fence_products();
 #pragma unroll
         for (int column = 0; column < kHeadDimQk; column += 16) {
@@ -449,14 +438,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const auto issue_dv = [&] {
 #pragma unroll
         for (int part = 0; part < kVParts; ++part) {
-          wait(here + kDoutFull + 8 * stage, phase);
+          dout_ring.wait();
           fence_products();
-          const QueryColumns dout(kDout + stage * kDoutBytes);
+          const QueryColumns dout(kDout + dout_ring.stage * kDoutBytes);
 #pragma unroll
           for (int row = 0; row < kBlockM; row += 16) {
             Product<Element, kVPart>::rs<1>(dv[part], p + row / 4, dout.at(row * kBoxBytes), 1);
           }
-          advance_dout();
+          dout_ring.advance();
         }
         commit_products();
       };
@@ -467,14 +456,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       Step step = next_step();
       bool more = step.tile >= 0;
       if (__any_sync(~0u, more)) {
-        wait(here + kKFull, 0);
+        KRing(0, 0, here).wait();
         issue_s();
         wait_products<0>();
         settle(s);
       }
       while (__any_sync(~0u, more)) {
         const int kv_first = own_start + 16 * (warp % 4) + lane / 4;
-        const uint32_t lse_numbers = kLse + q_stage * kRowBytes + row_numbers;
+        const uint32_t lse_numbers = kLse + q_ring.stage * kRowBytes + row_numbers;
         if (__any_sync(~0u, step.tile & kPartial)) {
 #pragma unroll
           for (int i = 0; i < kBlockM / 8; ++i) {
@@ -505,25 +494,25 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           }
         }
         // Warps that still read LSE hold the stage: the warpgroup of keys gives it back behind the probabilities of all.
-        release(kQEmpty + 8 * q_stage);
+        release(QRing::empty_of(q_ring.stage));
 #pragma unroll
         for (int i = 0; i < kBlockM / 4; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
         issue_dv();
         // To the warpgroup of keys, where dS of two steps before was.
-        wait(here + kDsEmpty + 8 * buffer, buffer_phase ^ 1);
+        ds_ring.acquire();
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
           shared_at<uint4>(place_of_pairs(i)) = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
         }
         __syncwarp();
-        if (lane == 0) arrive(here + kPFull + 8 * buffer);
-        advance_buffer();
+        if (lane == 0) PRing(ds_ring.stage, ds_ring.phase, here).arrive();
+        ds_ring.advance();
 
         // Stages are given back as soon as can be: the next ones are on their way for longer than products take.
         wait_products<0>();
         settle_dv();
         release_dout();
-        advance_q();
+        q_ring.advance();
         step = next_step();
         more = step.tile >= 0;
         issue_s();  // behind the last step, of whatever is there
@@ -531,7 +520,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         settle(s);
       }
       // dV goes where dO was. When dQ of the last step is there, so is dP, which read that.
-      wait(here + kDsEmpty + 8 * (buffer ^ 1), buffer == 0 ? buffer_phase ^ 1 : buffer_phase);
+      wait(here + DsRing::empty_of(ds_ring.stage ^ 1), ds_ring.stage == 0 ? ds_ring.phase ^ 1 : ds_ring.phase);
       store_rows(dv, 1.0f, kDout, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, 128);
     } else {
       // The warpgroup of keys: dP^T = V dO^T, dS = P (dP - D), and dK = dS^T Q.
@@ -541,21 +530,21 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const auto issue_dp = [&](bool there) {
 #pragma unroll
         for (int part = 0; part < kVParts; ++part) {
-          if (__any_sync(~0u, there)) wait(here + kDoutFull + 8 * stage, phase);
+          if (__any_sync(~0u, there)) dout_ring.wait();
           fence_products();
           const KeyRows v(kV + part * kVPart * kKeys * 2);
-          const QueryRows dout(kDout + stage * kDoutBytes);
+          const QueryRows dout(kDout + dout_ring.stage * kDoutBytes);
 #pragma unroll
           for (int column = 0; column < kVPart; column += 16) {
             const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
             Product<Element, kBlockM>::ss<0>(dp, v.at(box * kKeys + inside), dout.at(box * kBlockM + inside), part > 0 || column > 0);
           }
-          advance_dout();
+          dout_ring.advance();
         }
         commit_products();
       };
       const auto issue_dk = [&] {
-        const QueryColumns q(kQ + q_stage * kQBytes);
+        const QueryColumns q(kQ + q_ring.stage * kQBytes);
         fence_products();
 #pragma unroll
         for (int row = 0; row < kBlockM; row += 16) {
@@ -571,15 +560,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       Step step = next_step();
       bool more = step.tile >= 0;
       if (__any_sync(~0u, more)) {
-        wait(here + kVFull, 0);
+        VRing(0, 0, here).wait();
         issue_dp(true);
         wait_products<0>();
         settle(dp);
       }
       while (__any_sync(~0u, more)) {
         release_dout();
-        const uint32_t delta_numbers = kDelta + q_stage * kRowBytes + row_numbers;
-        wait(here + kPFull + 8 * buffer, buffer_phase);
+        const uint32_t delta_numbers = kDelta + q_ring.stage * kRowBytes + row_numbers;
+        PRing(ds_ring.stage, ds_ring.phase, here).wait();
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
           const uint4 four = shared_at<uint4>(place_of_pairs(i));
@@ -594,22 +583,23 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         __syncwarp();  // all have read P, whose place dS takes, with rows of queries
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
-          store_transposed(to + buffer * kDsBytes + 16 * i * 128, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
+          store_transposed(to + ds_ring.stage * kDsBytes + 16 * i * 128, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
         }
         fence_async_proxy();
         issue_dk();
-        named_sync(1 + warpgroup, 128);
+        named_sync(Named::kGroup, warpgroup, 128);
         if (leader) {
-          arrive(here + kDsFull + 8 * buffer);
-          copy_to(other, kOtherDs + buffer * kDsBytes, here + kDs + buffer * kDsBytes, kDsBytes, kOtherDsFull + 8 * buffer);
+          ds_ring.arrive();
+          const uint32_t place = ds_ring.stage * kDsBytes;
+          copy_to(other, kOtherDs + place, here + kDs + place, kDsBytes, OtherDsRing::full_of(ds_ring.stage));
         }
-        advance_buffer();
+        ds_ring.advance();
 
         wait_products<0>();
 #pragma unroll
         for (auto& part : dk) settle(part);
-        release(kQEmpty + 8 * q_stage);
-        advance_q();
+        release(QRing::empty_of(q_ring.stage));
+        q_ring.advance();
         step = next_step();
         more = step.tile >= 0;
         issue_dp(more);  // behind the last step, of whatever is there
@@ -617,8 +607,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         settle(dp);
       }
       // Tells the warpgroup of queries that there is no other step, when it has left this place of dS.
-      wait(here + kDsEmpty + 8 * buffer, buffer_phase ^ 1);
-      if (leader) arrive(here + kDsFull + 8 * buffer);
+      ds_ring.acquire();
+      if (leader) ds_ring.arrive();
       // dK goes where Q was, which nobody reads any more: dS of all steps is there, and so was S.
       store_rows(dk, softmax_scale, kQ, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, 192);
     }

@@ -6,10 +6,10 @@
 // P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Two kernels follow
 // each other: preprocess (D and LSE of each query) and dkdv (all products).
-#include "barrier.cuh"
 #include "blocks.cuh"
 #include "expression.cuh"
 #include "gradient.cuh"
+#include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
@@ -21,8 +21,6 @@ constexpr int kBlockM = 64;  // query rows of one step
 constexpr int kBlockN = 128;  // keys of a block
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
-constexpr int kQStages = 3;  // Q tiles in flight
-constexpr int kStages = 2;  // dO tiles in flight
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -54,9 +52,28 @@ constexpr uint32_t kDqFull = kShared + 231096;  // 16 B: barriers
 constexpr uint32_t kDqEmpty = kShared + 231112;  // 16 B: barriers
 constexpr uint32_t kWorkEmpty = kShared + 231128;  // 16 B: barriers
 constexpr uint32_t kPieceFull = kShared + 231144;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 231160;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 231224;  // 64 B: where dQ of the last steps belongs
-constexpr uint32_t kDsFull = kShared + 231288;  // 16 B: barriers
+constexpr uint32_t kDsFull = kShared + 231160;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 231176;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 231240;  // 64 B: where dQ of the last steps belongs
+
+// Rings: who fills the stages -> who empties them.
+using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
+using QRing = Ring<kQFull, kQEmpty, 3>;  // the loader -> each consumer
+using DoutRing = Ring<kDoutFull, kDoutEmpty, 2>;  // the loader -> each consumer
+using DqRing = Ring<kDqFull, kDqEmpty, 2>;  // each consumer -> the warp that adds
+using WorkRing = Pair<kNoBarrier, kWorkEmpty>;  // the loader -> each consumer
+using PieceRing = Pair<kPieceFull, kNoBarrier>;  // the warp that rounds -> the warp that rounds
+using DsRing = Pair<kDsFull, kNoBarrier>;  // each consumer -> each consumer
+
+// Named barriers of the hardware; 0 is __syncthreads.
+enum class Named {
+  kAll = 1,  // 1 of them: all consumers meet, around dS and their outputs
+  kGroup = 2,  // 2 of them: threads of a consumer meet around dK and dV
+  kTurn = 4,  // 2 of them: turns at the tensor cores
+};
+
+constexpr int kLoader = 8, kAdder = 9, kRounder = 11;  // warps with a role of their own
+
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kDoutBytes = kBlockM * kHeadDimV * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
@@ -104,10 +121,10 @@ struct Piece {
 };
 constexpr int kSums = 8;  // places of dQ that are remembered; the warp that adds it is behind by less
 
-static_assert(kWork % alignof(Work) == 0 && 2 * sizeof(Work) <= 64);
-static_assert(kStep % alignof(Step) == 0 && kQStages * sizeof(Step) <= 24);
-static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) <= 64);
-static_assert(kPieceTaken % alignof(Piece) == 0 && 2 * sizeof(Piece) <= 64);
+static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) == 64);
+static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 24);
+static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) == 64);
+static_assert(kPieceTaken % alignof(Piece) == 0 && PieceRing::kStages * sizeof(Piece) <= 64);
 static_assert(kLse % sizeof(float4) == 0 && kDelta % sizeof(float4) == 0 && kPiece % sizeof(float4) == 0);
 
 extern __shared__ char shared_memory[];
@@ -169,11 +186,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
-    const int* seqused_k_ptr, uint32_t* tile_counter, const float* slope_ptr,
+    const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_slope,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int extent_slope_0,
+    int extent_u_slope_0,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
@@ -185,25 +202,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barrier(kKvFull, 1);
-    init_barrier(kKvEmpty, kConsumers);
-    for (int stage = 0; stage < kQStages; ++stage) {
-      init_barrier(kQFull + 8 * stage, 2);  // Q, and the numbers of its rows
-      init_barrier(kQEmpty + 8 * stage, kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(kDoutFull + 8 * stage, 1);
-      init_barrier(kDoutEmpty + 8 * stage, kConsumers);
-    }
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      init_barrier(kDqFull + 8 * consumer, 4);  // their warps
-      init_barrier(kDqEmpty + 8 * consumer, 1);
-    }
-    for (int slot = 0; slot < 2; ++slot) {
-      init_barrier(kWorkEmpty + 8 * slot, kConsumers);
-      init_barrier(kPieceFull + 8 * slot, 1);
-      init_barrier(kDsFull + 8 * slot, 4 * kConsumers);
-    }
+    init_barriers(kKvFull, 1, 1);  // the loader, and the bytes of the copy
+    init_barriers(kKvEmpty, 1, 2);  // each consumer
+    init_barriers(kQFull, 3, 2);  // the loader twice, for Q and for the numbers of rows, and the bytes of the copy
+    init_barriers(kQEmpty, 3, 2);  // each consumer
+    init_barriers(kDoutFull, 2, 1);  // the loader, and the bytes of the copy
+    init_barriers(kDoutEmpty, 2, 2);  // each consumer
+    init_barriers(kDqFull, 2, 4);  // each warp of the consumer
+    init_barriers(kDqEmpty, 2, 1);  // the warp that adds
+    init_barriers(kWorkEmpty, 2, 2);  // each consumer
+    init_barriers(kPieceFull, 2, 1);  // the warp that rounds, and the bytes of the copy
+    init_barriers(kDsFull, 2, 8);  // each warp of both consumers
     fence_barrier_init();
   }
   __syncthreads();
@@ -247,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
-    if (warp == 4 * kConsumers) {
+    if (warp == kLoader) {
       // The loader: finds tiles of work, loads K and V of each, and for each head Q, dO and the numbers of their rows.
       if (lane == 0) {
         prefetch_map(q_map);
@@ -256,24 +265,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         prefetch_map(dout_map);
       }
       const int units = batch * kv_heads, tiles_of_all = kv_tiles * units;
-      int stage = 0, q_stage = 0, slot = 0, sums = 0;
-      uint32_t phase = 0, q_phase = 0, kv_phase = 0, work_phase = 0;
-      const auto advance_q = [&] {
-        if (++q_stage == kQStages) {
-          q_stage = 0;
-          q_phase ^= 1;
-        }
-      };
+      DoutRing dout_ring;
+      QRing q_ring;
+      WorkRing work_ring;
+      KvRing kv_ring;
+      int sums = 0;
       // Tells consumers what comes next instead of a step.
       const auto tell = [&](int what) {
-        wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
+        q_ring.acquire();
         if (lane == 0) {
-          shared_at<Step>(kStep + q_stage * sizeof(Step)) = {what, 0};
-          arrive(kQFull + 8 * q_stage);
-          arrive(kQFull + 8 * q_stage);
+          shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {what, 0};
+          q_ring.arrive();
+          q_ring.arrive();
         }
         __syncwarp();
-        advance_q();
+        q_ring.advance();
       };
       int index = take_in_order(tile_counter, tiles_of_all, lane);
       while (__any_sync(~0u, index < tiles_of_all)) {
@@ -284,10 +290,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
         const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
         const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : keys;
-        wait(kWorkEmpty + 8 * slot, work_phase ^ 1);
-        if (lane == 0) shared_at<Work>(kWork + slot * sizeof(Work)) = {b, hk, kv_start, keys, q_begin, k_begin, seqlen_q, seqlen_k};
-        slot ^= 1;
-        work_phase ^= slot == 0;
+        work_ring.acquire();
+        if (lane == 0) shared_at<Work>(kWork + work_ring.stage * sizeof(Work)) = {b, hk, kv_start, keys, q_begin, k_begin, seqlen_q, seqlen_k};
+        work_ring.advance();
 
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
@@ -300,60 +305,57 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             lse[i] = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
             delta[i] = q < seqlen_q ? delta_ptr[entry] : 0.0f;
           }
-          wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
+          q_ring.acquire();
           if (lane == 0) {
-            shared_at<Step>(kStep + q_stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
+            shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
             shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {(b * heads + h) * q_tiles + tile, -1};
-            arrive_expecting(kQFull + 8 * q_stage, kQBytes);
+            q_ring.arrive_expecting(kQBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-              load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, h, q_start, b);
+              load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * 2, q_map, q_ring.full(), column, h, q_start, b);
             }
           }
           ++sums;
           if (__any_sync(~0u, !keys_loaded)) {
-            wait(kKvEmpty, kv_phase ^ 1);
+            kv_ring.acquire();
             if (lane == 0) {
               const int rows = min(kBlockN, seqlen_k - kv_start);  // rows behind the end become 0
-              arrive_expecting(kKvFull, kKBytes + kVBytes);
+              kv_ring.arrive_expecting(kKBytes + kVBytes);
               for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-                load_box(kK + column * kBlockN * 2, k_map, kKvFull, column, hk, kBlockN - rows, kv_start + rows, b);
+                load_box(kK + column * kBlockN * 2, k_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
               }
               for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-                load_box(kV + column * kBlockN * 2, v_map, kKvFull, column, hk, kBlockN - rows, kv_start + rows, b);
+                load_box(kV + column * kBlockN * 2, v_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
               }
             }
-            kv_phase ^= 1;
+            kv_ring.advance();
             keys_loaded = true;
           }
 #pragma unroll
           for (int i = 0; i < kBlockM / 32; ++i) {
-            const uint32_t to = q_stage * kRowBytes + 4 * (32 * i + row_place(lane));
+            const uint32_t to = q_ring.stage * kRowBytes + 4 * (32 * i + row_place(lane));
             shared_at<float>(kLse + to) = lse[i];
             shared_at<float>(kDelta + to) = delta[i];
           }
           __syncwarp();
-          if (lane == 0) arrive(kQFull + 8 * q_stage);
-          wait(kDoutEmpty + 8 * stage, phase ^ 1);
+          if (lane == 0) q_ring.arrive();
+          dout_ring.acquire();
           if (lane == 0) {
-            arrive_expecting(kDoutFull + 8 * stage, kDoutBytes);
+            dout_ring.arrive_expecting(kDoutBytes);
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-              load_box(kDout + stage * kDoutBytes + column * kBlockM * 2, dout_map, kDoutFull + 8 * stage, column, h, q_start, b);
+              load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * 2, dout_map, dout_ring.full(), column, h, q_start, b);
             }
           }
           __syncwarp();
-          advance_q();
-          if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-          }
+          q_ring.advance();
+          dout_ring.advance();
         };
 
         const int whole_tiles = seqlen_q / kBlockM;
         const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
-        const int seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-        const int visible_lo = max(seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
+        const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
+        const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
         const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
-        const int full_lo = (max(seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
+        const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
 
         const bool ragged = kv_start + kBlockN > seqlen_k;  // keys end in this tile, so that each step needs the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // keys behind the used ones are seen by no head
@@ -380,16 +382,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
       __syncwarp();
       tell(kEndOfAll);
-    } else if (warp == 4 * kConsumers + 1) {
+    } else if (warp == kAdder) {
       // Adds dQ of each step to its sums.
       uint32_t phase = 0;
       for (int i = 0;; ++i) {
-        wait(kDqFull, phase);
+        DqRing(0, phase).wait();
         const Sum sum = shared_at<Sum>(kSumTile + i % kSums * sizeof(Sum));
         if (__any_sync(~0u, sum.tile < 0)) break;
         float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile;
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
-          wait(kDqFull + 8 * consumer, phase);
+          DqRing(consumer, phase).wait();
           if (lane == 0) {
             add_floats(to + consumer * (kDqBytes / 4), kDq + consumer * kDqBytes, kDqBytes);
             commit_stores();
@@ -398,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
         if (lane == 0) wait_stores_read();
         __syncwarp();
-        if (lane < kConsumers) arrive(kDqEmpty + 8 * lane);
+        if (lane < kConsumers) DqRing(lane).release();
         if (lane == 0 && sum.unit >= 0) {
           wait_stores_written();
           add_release(done(sum.unit), 1);
@@ -406,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         __syncwarp();
         phase ^= 1;
       }
-    } else if (warp == 4 * kConsumers + 3) {  // the one before it has nothing to do
+    } else if (warp == kRounder) {
       // Rounds dQ: the next piece arrives while one is written. All lanes say the same of it, in shared memory, since few
       // registers are left to this role.
       bool more = true;
@@ -415,13 +417,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         more = take_piece(next);
         if (lane == 0 && more) {
           fence_async_global();
-          arrive_expecting(kPieceFull + 8 * (count % 2), kPieceBytes);
-          load_floats(kPiece + count % 2 * kPieceBytes, next.sums, kPieceBytes, kPieceFull + 8 * (count % 2));
+          const PieceRing place(count % 2);
+          place.arrive_expecting(kPieceBytes);
+          load_floats(kPiece + place.stage * kPieceBytes, next.sums, kPieceBytes, place.full());
         }
         __syncwarp();
         if (count == 0) continue;
         const int slot = (count - 1) % 2;
-        wait(kPieceFull + 8 * slot, (count - 1) / 2 % 2);
+        PieceRing(slot, (count - 1) / 2 % 2).wait();
 #pragma unroll 1  // for the same reason
         for (int block = 0; block < 4; ++block) {
           const Piece piece = shared_at<Piece>(not_hoisted(kPieceTaken + slot * sizeof(Piece)));
@@ -440,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
     const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
-    const float softmax_scale_times_LOG2E = softmax_scale * kLog2e;
+    const float u_softmax_scale_times_LOG2E = softmax_scale * kLog2e;
     float s[kBlockM / 2];       // logits, then probabilities
     float dp[kBlockM / 2];      // dP
     uint32_t p[kBlockM / 4];    // probabilities, in pairs
@@ -501,35 +504,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     };
 
     Step step = {};
-    int stage = 0, q_stage = 0, slot = 0, buffer = 0;  // of dO, Q, work and dS
-    uint32_t phase = 0, q_phase = 0, kv_phase = 0, dq_phase = 0, ds_phase = 0;
-
+    DoutRing dout_ring;
+    QRing q_ring;
+    WorkRing work_ring;
+    KvRing kv_ring;
+    DqRing dq_ring(warpgroup);  // this consumer's place alone
+    int buffer = 0;  // of dS
+    uint32_t ds_phase = 0;
     // Numbers of rows, 16 rows each: the first are loaded before they are needed, the next when these have been used.
     float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
     const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
 #pragma unroll
-      for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_stage * kRowBytes + row_numbers + 64 * i);
+      for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_ring.stage * kRowBytes + row_numbers + 64 * i);
     };
     // Turns products into probabilities, and those of pairs that are not visible to 0.
     const auto exponentiate_step = [&] {
-      const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
+      const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
       const int seqlen_k = work.seqlen_k;
       const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
       const int h = step.h;
       const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
-      const uint32_t lse_numbers = kLse + q_stage * kRowBytes + row_numbers;
+      const uint32_t lse_numbers = kLse + q_ring.stage * kRowBytes + row_numbers;
       if (__any_sync(~0u, step.tile & kPartial)) {
-        const float slope_h = slope_ptr[static_cast<long long>(h)];
-        const float slope_h_times_LOG2E = slope_h * kLog2e;
+        const float u_slope_h = u_slope[static_cast<long long>(h)];
+        const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
         struct Row {
-          float kv_float;
+          float u_kv_float;
         };
         Row rows[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys behind the end repeat the last one
-          const float kv_float = float(kv);
-          rows[row] = {kv_float};
+          const float u_kv_float = float(kv);
+          rows[row] = {u_kv_float};
         }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
@@ -546,8 +553,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              const auto [kv_float] = rows[row];
-              x = x * softmax_scale_times_LOG2E + (kv_float - float(q_pos)) * slope_h_times_LOG2E;
+              const auto [u_kv_float] = rows[row];
+              x = x * u_softmax_scale_times_LOG2E + (u_kv_float - float(q_pos)) * u_slope_h_times_LOG2E;
               if (8 * row >= visible_to) x = kMasked;
               x = exp2_approx(x - (j == 0 ? lse.x : lse.y));
             }
@@ -556,17 +563,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
       } else {
-        const float slope_h = slope_ptr[static_cast<long long>(h)];
-        const float slope_h_times_LOG2E = slope_h * kLog2e;
+        const float u_slope_h = u_slope[static_cast<long long>(h)];
+        const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
         struct Row {
-          float kv_float;
+          float u_kv_float;
         };
         Row rows[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys behind the end repeat the last one
-          const float kv_float = float(kv);
-          rows[row] = {kv_float};
+          const float u_kv_float = float(kv);
+          rows[row] = {u_kv_float};
         }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
@@ -582,8 +589,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              const auto [kv_float] = rows[row];
-              x = x * softmax_scale_times_LOG2E + (kv_float - float(q_pos)) * slope_h_times_LOG2E;
+              const auto [u_kv_float] = rows[row];
+              x = x * u_softmax_scale_times_LOG2E + (u_kv_float - float(q_pos)) * u_slope_h_times_LOG2E;
               x = exp2_approx(x - (j == 0 ? lse.x : lse.y));
             }
           }
@@ -594,7 +601,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     };
     // dS = P (dP - D), to shared memory with rows of queries.
     const auto store_ds = [&](int buffer) {
-      const uint32_t delta_numbers = kDelta + q_stage * kRowBytes + row_numbers;
+      const uint32_t delta_numbers = kDelta + q_ring.stage * kRowBytes + row_numbers;
       const int q = 8 * (lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
       const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * 128 + q * 128 + 16 * (chunk ^ q % 8);
 #pragma unroll
@@ -616,8 +623,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     };
     // dQ, in the order of registers, to where it is added from.
     const auto store_dq = [&] {
-      wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
-      dq_phase ^= 1;
+      dq_ring.acquire();
+      dq_ring.phase ^= 1;
       const uint32_t to = kDq + warpgroup * kDqBytes + 16 * group_thread;
 #pragma unroll
       for (int i = 0; i < kDqColumns / 8; ++i) {
@@ -625,25 +632,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       fence_async_proxy();
       __syncwarp();
-      if (lane == 0) arrive(kDqFull + 8 * warpgroup);
+      if (lane == 0) dq_ring.arrive();
     };
-    const auto sync_consumers = [&] { named_sync(1, 128 * kConsumers); };
+    const auto sync_consumers = [&] { named_sync(Named::kAll, 0, 128 * kConsumers); };
     const auto release_dout = [&] {
-      if (leader) arrive(kDoutEmpty + 8 * stage);
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    };
-    const auto advance_q = [&] {
-      if (++q_stage == kQStages) {
-        q_stage = 0;
-        q_phase ^= 1;
-      }
+      if (leader) dout_ring.release();
+      dout_ring.advance();
     };
     const auto next_step = [&] {
-      wait(kQFull + 8 * q_stage, q_phase);
-      return shared_at<Step>(kStep + q_stage * sizeof(Step));
+      q_ring.wait();
+      return shared_at<Step>(kStep + q_ring.stage * sizeof(Step));
     };
     // Out through shared memory, since only whole rows make good stores.
     const auto store_rows = [&](const auto& acc, float factor, uint32_t region, Element* rows, long long stride, int count, int columns) {
@@ -656,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const auto pair = [&](int j) { return pack<Element>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
         store_blocks(own + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
       }
-      named_sync(2 + warpgroup, 128);
+      named_sync(Named::kGroup, warpgroup, 128);
       for (int i = group_thread; i < 64 * kChunks; i += 128) {
         const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row % 8);
         if (row < count && chunk < columns / 8) {
@@ -665,7 +663,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
     };
 
-    if (warpgroup == 1) named_arrive(4, 128 * kConsumers);  // the first turn is the other's
+    if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is the other's
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;
@@ -674,19 +672,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       if (__any_sync(~0u, step.tile >= 0)) {
-        wait(kKvFull, kv_phase);
-        kv_phase ^= 1;
+        kv_ring.wait();
         // The consumers take turns at the tensor cores: the softmax of one runs under the products of the other. dQ of a step is
         // multiplied in the next one, so that neither waits for dS of the other.
-        const auto take_turn = [&] { named_sync(4 + warpgroup, 128 * kConsumers); };
-        const auto give_turn = [&] { named_arrive(5 - warpgroup, 128 * kConsumers); };
+        const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 128 * kConsumers); };
+        const auto give_turn = [&] { named_arrive(Named::kTurn, 1 - warpgroup, 128 * kConsumers); };
         bool more = true;
-        int q_used;
+        QRing used;
         take_turn();
-        issue_s(q_stage);
+        issue_s(q_ring.stage);
         load_rows(lse_rows, kLse);
-        wait(kDoutFull + 8 * stage, phase);
-        issue_dp(stage);
+        dout_ring.wait();
+        issue_dp(dout_ring.stage);
         wait_products<1>();
         settle(s);
         give_turn();
@@ -698,31 +695,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         store_ds(buffer);
         fence_async_proxy();
         __syncwarp();
-        if (lane == 0) arrive(kDsFull + 8 * buffer);
+        if (lane == 0) DsRing(buffer).arrive();
         take_turn();
-        issue_dv(stage);
-        issue_dk(q_stage);
+        issue_dv(dout_ring.stage);
+        issue_dk(q_ring.stage);
         wait_products<1>();
         settle(dv);
         release_dout();
-        q_used = q_stage;
-        advance_q();
+        used = q_ring;
+        q_ring.advance();
         step = next_step();
         more = step.tile >= 0;
         wait_products<0>();
         settle(dk);
-        if (leader) arrive(kQEmpty + 8 * q_used);
+        if (leader) used.release();
         while (__any_sync(~0u, more)) {
-          issue_s(q_stage);
+          issue_s(q_ring.stage);
           load_rows(lse_rows, kLse);
-          wait(kDoutFull + 8 * stage, phase);
-          issue_dp(stage);
+          dout_ring.wait();
+          issue_dp(dout_ring.stage);
           wait_products<1>();
           settle(s);
           give_turn();
           exponentiate_step();
           load_rows(delta_rows, kDelta);
-          wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
+          DsRing(buffer, ds_phase).wait();  // dS of both is complete
           ds_phase ^= buffer ^ 1;
           issue_dq(buffer);
           wait_products<1>();
@@ -734,48 +731,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           store_dq();
           fence_async_proxy();
           __syncwarp();
-          if (lane == 0) arrive(kDsFull + 8 * buffer);
+          if (lane == 0) DsRing(buffer).arrive();
           take_turn();
-          issue_dv(stage);
-          issue_dk(q_stage);
+          issue_dv(dout_ring.stage);
+          issue_dk(q_ring.stage);
           wait_products<1>();
           settle(dv);
           release_dout();
-          q_used = q_stage;
-          advance_q();
+          used = q_ring;
+          q_ring.advance();
           step = next_step();
           more = step.tile >= 0;
           wait_products<0>();
           settle(dk);
-          if (leader) arrive(kQEmpty + 8 * q_used);
+          if (leader) used.release();
         }
         give_turn();
-        wait(kDsFull + 8 * buffer, ds_phase);  // dS of both is complete
+        DsRing(buffer, ds_phase).wait();  // dS of both is complete
         ds_phase ^= buffer ^ 1;
         issue_dq(buffer);
         wait_products<0>();
         settle(dq);
         store_dq();
-        if (leader) arrive(kKvEmpty);
+        if (leader) kv_ring.release();
+        kv_ring.advance();
       }
       // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
-      wait(kDqEmpty + 8 * warpgroup, dq_phase ^ 1);
+      dq_ring.acquire();
       sync_consumers();
       // The end of the tile took the place of a step. By now all warps have seen it.
-      if (leader) arrive(kQEmpty + 8 * q_stage);
-      advance_q();
-      const Work work = shared_at<Work>(kWork + slot * sizeof(Work));
+      if (leader) q_ring.release();
+      q_ring.advance();
+      const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
       const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
       const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
       store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 128);
       store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 128);
       sync_consumers();
-      if (leader) arrive(kWorkEmpty + 8 * slot);
-      slot ^= 1;
+      if (leader) work_ring.release();
+      work_ring.advance();
     }
-    if (warpgroup == 0) named_sync(4, 128 * kConsumers);  // the last turn, which nobody takes
+    if (warpgroup == 0) named_sync(Named::kTurn, 0, 128 * kConsumers);  // the last turn, which nobody takes
     // Tells the warp that adds dQ, and has taken the last one, that there is no more.
-    if (lane == 0) arrive(kDqFull + 8 * warpgroup);
+    if (lane == 0) dq_ring.arrive();
     // No tile of keys is left: helps to round the last heads, straight from L2, where other blocks added them up.
     Piece piece;
     while (__any_sync(~0u, take_piece(piece))) {

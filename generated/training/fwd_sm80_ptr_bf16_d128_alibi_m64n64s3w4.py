@@ -41,12 +41,12 @@ def schedule_tile(block, q_tiles, units, section):
 
 @triton.jit
 def fwd_sm80_ptr_bf16_d128_alibi_m64n64s3w4(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, slope_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, u_slope,
     stride_q_b, stride_q_s, stride_q_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_out_b, stride_out_s, stride_out_h,
-    extent_slope_0,
+    extent_u_slope_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     write_lse, has_seqused_k,
@@ -79,10 +79,10 @@ def fwd_sm80_ptr_bf16_d128_alibi_m64n64s3w4(
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
     q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-    softmax_scale_times_LOG2E = softmax_scale * LOG2E
-    q_pos_float = q_pos[:, None].to(tl.float32)
-    slope_h = tl.load(slope_ptr + h.to(tl.int64))
-    slope_h_times_LOG2E = slope_h * LOG2E
+    u_softmax_scale_times_LOG2E = softmax_scale * LOG2E
+    u_q_pos_float = q_pos[:, None].to(tl.float32)
+    u_slope_h = tl.load(u_slope + h.to(tl.int64))
+    u_slope_h_times_LOG2E = u_slope_h * LOG2E
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 128], tl.float32)
@@ -93,7 +93,7 @@ def fwd_sm80_ptr_bf16_d128_alibi_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :])
         s = tl.dot(q, tl.trans(k))
-        logit = s * softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - q_pos_float) * slope_h_times_LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - u_q_pos_float) * u_slope_h_times_LOG2E
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :])
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
@@ -104,7 +104,7 @@ def fwd_sm80_ptr_bf16_d128_alibi_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :])
         s = tl.dot(q, tl.trans(k))
-        logit = s * softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - q_pos_float) * slope_h_times_LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - u_q_pos_float) * u_slope_h_times_LOG2E
         visible = q_pos[:, None] >= kv_index[None, :]
         logit = tl.where(visible, logit, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)
@@ -117,7 +117,7 @@ def fwd_sm80_ptr_bf16_d128_alibi_m64n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
-        logit = s * softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - q_pos_float) * slope_h_times_LOG2E
+        logit = s * u_softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - u_q_pos_float) * u_slope_h_times_LOG2E
         visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
         logit = tl.where(visible, logit, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)

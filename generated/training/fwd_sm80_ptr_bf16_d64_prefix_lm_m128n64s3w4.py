@@ -41,12 +41,12 @@ def schedule_tile(block, q_tiles, units, section):
 
 @triton.jit
 def fwd_sm80_ptr_bf16_d64_prefix_lm_m128n64s3w4(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, prefix_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, u_prefix,
     stride_q_b, stride_q_s, stride_q_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_out_b, stride_out_s, stride_out_h,
-    extent_prefix_0,
+    extent_u_prefix_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     write_lse, has_seqused_k,
@@ -70,9 +70,9 @@ def fwd_sm80_ptr_bf16_d64_prefix_lm_m128n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    prefix_b = tl.load(prefix_ptr + b.to(tl.int64))
-    visible_hi = tl.maximum(tl.minimum(tl.maximum(prefix_b, q_pos_hi + 1), seqlen_k) + BLOCK_N - 1, 0) // BLOCK_N
-    full_hi = tl.minimum(tl.maximum(tl.maximum(prefix_b, q_pos_lo + 1), 0) // BLOCK_N, whole_tiles)
+    u_prefix_b = tl.load(u_prefix + b.to(tl.int64))
+    visible_hi = tl.maximum(tl.minimum(tl.maximum(u_prefix_b, q_pos_hi + 1), seqlen_k) + BLOCK_N - 1, 0) // BLOCK_N
+    full_hi = tl.minimum(tl.maximum(tl.maximum(u_prefix_b, q_pos_lo + 1), 0) // BLOCK_N, whole_tiles)
     ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running maximum, sum and output.
@@ -80,7 +80,7 @@ def fwd_sm80_ptr_bf16_d64_prefix_lm_m128n64s3w4(
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
     q = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
-    prefix_b_2 = tl.load(prefix_ptr + b.to(tl.int64))
+    u_prefix_b_2 = tl.load(u_prefix + b.to(tl.int64))
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -92,7 +92,7 @@ def fwd_sm80_ptr_bf16_d64_prefix_lm_m128n64s3w4(
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :])
         s = tl.dot(q, tl.trans(k))
         if tile >= full_hi:
-            visible = (kv_index[None, :] < prefix_b_2) | (q_pos[:, None] >= kv_index[None, :])
+            visible = (kv_index[None, :] < u_prefix_b_2) | (q_pos[:, None] >= kv_index[None, :])
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :])
@@ -104,7 +104,7 @@ def fwd_sm80_ptr_bf16_d64_prefix_lm_m128n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
-        visible = (kv_index[None, :] < seqlen_k) & ((kv_index[None, :] < prefix_b_2) | (q_pos[:, None] >= kv_index[None, :]))
+        visible = (kv_index[None, :] < seqlen_k) & ((kv_index[None, :] < u_prefix_b_2) | (q_pos[:, None] >= kv_index[None, :]))
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)

@@ -41,15 +41,15 @@ def schedule_tile(block, q_tiles, units, section):
 
 @triton.jit
 def fwd_sm80_ptr_bf16_d64_sliding_window_sink_m128n64s3w4(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr, u_sinks,
     stride_q_b, stride_q_s, stride_q_h,
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_out_b, stride_out_s, stride_out_h,
-    extent_sinks_0,
+    extent_u_sinks_0,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    window,
+    u_window,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -71,10 +71,10 @@ def fwd_sm80_ptr_bf16_d64_sliding_window_sink_m128n64s3w4(
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
     q_pos_lo = q_start + (seqlen_k - seqlen_q)
     q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    window_min_1073741823 = tl.minimum(window, 1073741823)
-    visible_lo = tl.maximum(q_pos_lo - window_min_1073741823 + 1, 0) // BLOCK_N
+    u_window_min_1073741823 = tl.minimum(u_window, 1073741823)
+    visible_lo = tl.maximum(q_pos_lo - u_window_min_1073741823 + 1, 0) // BLOCK_N
     visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_lo = (tl.maximum(q_pos_hi - window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    full_lo = (tl.maximum(q_pos_hi - u_window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
@@ -94,8 +94,8 @@ def fwd_sm80_ptr_bf16_d64_sliding_window_sink_m128n64s3w4(
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :])
         s = tl.dot(q, tl.trans(k))
         if (tile < full_lo) | (tile >= full_hi):
-            q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-            visible = (0 <= q_pos_minus_kv) & (q_pos_minus_kv < window)
+            u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+            visible = (0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window)
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :])
@@ -107,16 +107,16 @@ def fwd_sm80_ptr_bf16_d64_sliding_window_sink_m128n64s3w4(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         s = tl.dot(q, tl.trans(k))
-        q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-        visible = (kv_index[None, :] < seqlen_k) & ((0 <= q_pos_minus_kv) & (q_pos_minus_kv < window))
+        u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
+        visible = (kv_index[None, :] < seqlen_k) & ((0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window))
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # The sink: one more logit, without a value. A row that saw no key gives 0 and the sink.
-    sinks_h = tl.load(sinks_ptr + h.to(tl.int64))
-    sink_log2e = sinks_h * LOG2E
+    u_sinks_h = tl.load(u_sinks + h.to(tl.int64))
+    sink_log2e = u_sinks_h * LOG2E
     row_max, before = tl.maximum(row_max, sink_log2e), row_max
     reference = tl.where(row_max == float("-inf"), 0.0, row_max)
     alpha = tl.exp2(before - reference)

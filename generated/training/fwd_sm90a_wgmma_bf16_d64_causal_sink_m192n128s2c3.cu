@@ -6,8 +6,8 @@
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each multiplies 64 query rows by the keys and values that they see, right to left, and
 // keeps their logits, probabilities and outputs in registers.
-#include "barrier.cuh"
 #include "expression.cuh"
+#include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
@@ -19,8 +19,6 @@ constexpr int kBlockM = 192;  // query rows of a tile of work
 constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
-constexpr int kStages = 2;  // K and V tiles in flight
-constexpr int kQStages = 2;  // Q tiles in flight
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
 // What consumers are told of a KV tile, in one word: its number, a bit for each that needs the mask, and a bit for each
@@ -52,6 +50,21 @@ constexpr uint32_t kWorkFull = kShared + 140000;  // 16 B: barriers
 constexpr uint32_t kWorkEmpty = kShared + 140016;  // 16 B: barriers
 constexpr uint32_t kWorkAsked = kShared + 140032;  // 8 B: barriers
 constexpr uint32_t kTileInfo = kShared + 140040;  // 8 B: which tile is in each stage of K
+
+// Rings: who fills the stages -> who empties them.
+using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
+using KRing = Ring<kKFull, kKEmpty, 2>;  // the loader of K and V -> each consumer
+using VRing = Ring<kVFull, kVEmpty, 2>;  // the loader of K and V -> each consumer
+using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers and both loaders
+
+// Named barriers of the hardware; 0 is __syncthreads.
+enum class Named {
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+};
+
+constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
+
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
@@ -79,7 +92,7 @@ struct alignas(16) Work : Place {
   Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
 };
 static_assert(kWork % sizeof(int4) == 0 && sizeof(Place) == 2 * sizeof(int4) && sizeof(Work) % sizeof(int4) == 0);
-static_assert(kWork % alignof(Work) == 0 && 2 * sizeof(Work) <= 640);
+static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) <= 640);
 
 extern __shared__ char shared_memory[];
 
@@ -91,9 +104,9 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_causal_sink_m192n128s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const float* sinks_ptr,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_sinks,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int extent_sinks_0,
+    int extent_u_sinks_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
@@ -105,35 +118,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    for (int stage = 0; stage < kQStages; ++stage) {
-      init_barrier(kQFull + 8 * stage, 1);
-      init_barrier(kQEmpty + 8 * stage, kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(kKFull + 8 * stage, 1);
-      init_barrier(kKEmpty + 8 * stage, kConsumers);
-      init_barrier(kVFull + 8 * stage, 1);
-      init_barrier(kVEmpty + 8 * stage, kConsumers);
-    }
-    for (int slot = 0; slot < 2; ++slot) {
-      init_barrier(kWorkFull + 8 * slot, kConsumers + 1);
-      init_barrier(kWorkEmpty + 8 * slot, 4 * kConsumers + 1);  // their warps, and the loader of Q
-    }
-    init_barrier(kWorkAsked, 1);
+    init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
+    init_barriers(kQEmpty, 2, 3);  // each consumer
+    init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
+    init_barriers(kKEmpty, 2, 3);  // each consumer
+    init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
+    init_barriers(kVEmpty, 2, 3);  // each consumer
+    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 13);  // each warp of the consumers, and the loader of Q
+    init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
   __syncthreads();
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
-    if (warp == 4 * kConsumers) {
+    if (warp == kScheduler) {
       // The scheduler: takes tiles of work, and finds out what their rows see.
       const int units = batch * heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
-      int index = blockIdx.x, slot = 0;
-      uint32_t phase = 0;
-      uint32_t asked_phase = 0;
+      int index = blockIdx.x;
+      WorkRing work_ring;
+      Event<kWorkAsked> asked;
       const auto next_tile = [&] { return take_tile(tile_counter, q_tiles_of_all, lane); };
       while (true) {
         Place work = {};
@@ -165,58 +172,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
-            const float sinks_h = sinks_ptr[static_cast<long long>(work.h)];
-            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = sinks_h;
+            const float u_sinks_h = u_sinks[static_cast<long long>(work.h)];
+            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = u_sinks_h;
           }
           index = next_tile();
           continue;
         }
-        wait(kWorkEmpty + 8 * slot, phase ^ 1);
-        Work& shared_work = shared_at<Work>(kWork + slot * sizeof(Work));
+        work_ring.acquire();
+        Work& shared_work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         if (lane == 0) {
-          shared_at<int4>(kWork + slot * sizeof(Work)) = {work.b, work.h, work.q_start, work.tiles};
-          shared_at<int4>(kWork + slot * sizeof(Work) + 16) = {work.q_begin, work.k_begin, work.seqlen_q, work.seqlen_k};
+          shared_at<int4>(kWork + work_ring.stage * sizeof(Work)) = {work.b, work.h, work.q_start, work.tiles};
+          shared_at<int4>(kWork + work_ring.stage * sizeof(Work) + 16) = {work.q_begin, work.k_begin, work.seqlen_q, work.seqlen_k};
         }
         if (lane % 8 == 0 && part <= kConsumers) {
           shared_work.spans[part] = spans;
-          arrive(kWorkFull + 8 * slot);
+          work_ring.arrive();
         }
         __syncwarp();
-        slot ^= 1;
-        phase ^= slot == 0;
+        work_ring.advance();
         if (index >= q_tiles_of_all) break;
-        wait(kWorkAsked, asked_phase);
-        asked_phase ^= 1;
+        asked.wait();
         index = next_tile();
       }
-    } else if (warp == 4 * kConsumers + 1) {
+    } else if (warp == kLoader) {
       // The loader of K and V: tile by tile from the last key to the first; V follows one step behind.
       if (lane == 0) {
         prefetch_map(k_map);
         prefetch_map(v_map);
       }
-      int slot = 0, stage = 0;
-      uint32_t work_phase = 0, phase = 0;
+      WorkRing work_ring;
+      KRing k_ring;
       while (true) {
-        wait(kWorkFull + 8 * slot, work_phase);
-        const Work& work = shared_at<Work>(kWork + slot * sizeof(Work));
+        work_ring.wait();
+        const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
-        slot ^= 1;
-        work_phase ^= slot == 0;
+        work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
-        if (lane == 0 && tiles <= kLookahead) arrive(kWorkAsked);
-        int remaining = tiles, v_stage = 0, v_tile = 0;
-        uint32_t v_phase = 0;
+        if (lane == 0 && tiles <= kLookahead) Event<kWorkAsked>::arrive();
+        int remaining = tiles, v_tile = 0;
+        VRing v_ring;
         const auto load_v = [&] {
-          wait(kVEmpty + 8 * v_stage, v_phase ^ 1);
+          v_ring.acquire();
           if (lane == 0) {
-            arrive_expecting(kVFull + 8 * v_stage, kVBytes);
+            v_ring.arrive_expecting(kVBytes);
             const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows behind the end become 0
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-              load_box(kV + v_stage * kVBytes + column * kBlockN * 2, v_map, kVFull + 8 * v_stage, column, hk,
+              load_box(kV + v_ring.stage * kVBytes + column * kBlockN * 2, v_map, v_ring.full(), column, hk,
                        kBlockN - rows, start + rows, b);
             }
           }
@@ -224,26 +228,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         };
         // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
         const auto load_step = [&](int tile, int tile_info) {
-          wait(kKEmpty + 8 * stage, phase ^ 1);
+          k_ring.acquire();
           if (lane == 0) {
-            if (remaining == kLookahead && tiles > kLookahead) arrive(kWorkAsked);
-            shared_at<int>(kTileInfo + 4 * stage) = tile_info;
-            arrive_expecting(kKFull + 8 * stage, kKBytes);
+            if (remaining == kLookahead && tiles > kLookahead) Event<kWorkAsked>::arrive();
+            shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
+            k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-              load_box(kK + stage * kKBytes + column * kBlockN * 2, k_map, kKFull + 8 * stage, column, hk,
+              load_box(kK + k_ring.stage * kKBytes + column * kBlockN * 2, k_map, k_ring.full(), column, hk,
                        tile * kBlockN, b);
             }
           }
           __syncwarp();
           if (remaining < tiles) load_v();
-          v_stage = stage;
-          v_phase = phase;
+          v_ring = {k_ring.stage, k_ring.phase};
           v_tile = tile;
           --remaining;
-          if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-          }
+          k_ring.advance();
         };
 
         while (__any_sync(~0u, remaining > 0)) {
@@ -253,33 +253,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         load_v();
       }
-    } else if (warp == 4 * kConsumers + 2) {
+    } else if (warp == kQueryLoader) {
       // The loader of Q: as soon as a tile of work is known and there is room, so that K never waits behind it.
       if (lane == 0) prefetch_map(q_map);
-      int slot = 0, q_stage = 0;
-      uint32_t work_phase = 0, q_phase = 0;
+      WorkRing work_ring;
+      QRing q_ring;
       while (true) {
-        wait(kWorkFull + 8 * slot, work_phase);
-        const Place work = shared_at<Place>(kWork + slot * sizeof(Work));
+        work_ring.wait();
+        const Place work = shared_at<Place>(kWork + work_ring.stage * sizeof(Work));
         __syncwarp();
-        if (lane == 0) arrive(kWorkEmpty + 8 * slot);
-        slot ^= 1;
-        work_phase ^= slot == 0;
+        if (lane == 0) work_ring.release();
+        work_ring.advance();
         if (__any_sync(~0u, work.tiles < 0)) break;
 
-        wait(kQEmpty + 8 * q_stage, q_phase ^ 1);
+        q_ring.acquire();
         if (lane == 0) {
-          arrive_expecting(kQFull + 8 * q_stage, kQBytes);
+          q_ring.arrive_expecting(kQBytes);
           for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-            load_box(kQ + q_stage * kQBytes + column * kBlockM * 2, q_map, kQFull + 8 * q_stage, column, work.h,
+            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * 2, q_map, q_ring.full(), column, work.h,
                      work.q_start, work.b);
           }
         }
         __syncwarp();
-        if (++q_stage == kQStages) {
-          q_stage = 0;
-          q_phase ^= 1;
-        }
+        q_ring.advance();
       }
     }
   } else {
@@ -315,40 +311,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
-    const auto sync_group = [&] { named_sync(1 + warpgroup, 128); };
+    const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
     // Ping-pong: consumers take turns at the tensor cores, so that one's softmax runs under the products of another.
-    const auto take_turn = [&] { named_sync(1 + kConsumers + warpgroup, 256); };
-    const auto pass_turn = [&] { named_arrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 256); };
+    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
+    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
     if (warpgroup == kConsumers - 1) pass_turn();
-    int slot = 0, q_stage = 0, k_stage = 0, v_stage = 0, tile_info = 0;
+    WorkRing work_ring;
+    QRing q_ring;
+    KRing k_ring;
+    VRing v_ring;
+    int tile_info = 0;
     int left = 0;  // tiles of K that are still to come, this one included
-    uint32_t work_phase = 0, q_phase = 0, k_phase = 0, v_phase = 0;
     const auto release_k = [&] {
-      if (leader) arrive(kKEmpty + 8 * k_stage);
-      if (++k_stage == kStages) {
-        k_stage = 0;
-        k_phase ^= 1;
-      }
+      if (leader) k_ring.release();
+      k_ring.advance();
     };
-    const auto wait_v = [&] { wait(kVFull + 8 * v_stage, v_phase); };
+    const auto wait_v = [&] { v_ring.wait(); };
     const auto release_v = [&] {
-      if (leader) arrive(kVEmpty + 8 * v_stage);
-      if (++v_stage == kStages) {
-        v_stage = 0;
-        v_phase ^= 1;
-      }
+      if (leader) v_ring.release();
+      v_ring.advance();
     };
     const auto wait_k = [&] {
-      wait(kKFull + 8 * k_stage, k_phase);
-      tile_info = shared_at<int>(kTileInfo + 4 * k_stage);
+      k_ring.wait();
+      tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
     };
     const auto next_work = [&] {
-      wait(kWorkFull + 8 * slot, work_phase);
-      const Place work = shared_at<Place>(kWork + slot * sizeof(Work));
+      work_ring.wait();
+      const Place work = shared_at<Place>(kWork + work_ring.stage * sizeof(Work));
       __syncwarp();
-      if (lane == 0) arrive(kWorkEmpty + 8 * slot);
-      slot ^= 1;
-      work_phase ^= slot == 0;
+      if (lane == 0) work_ring.release();
+      work_ring.advance();
       return work;
     };
 
@@ -356,13 +348,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     bool more = __any_sync(~0u, work.tiles > 0);
     left = work.tiles;
     const auto wait_operands = [&] {
-      wait(kQFull + 8 * q_stage, q_phase);
+      q_ring.wait();
       wait_k();
     };
     const auto start = [&] {
       wait_operands();
       take_turn();
-      issue_qk(k_stage, q_stage);
+      issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
       settle(s);
@@ -374,8 +366,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const float scale_log2e = softmax_scale * kLog2e;
       // The sink of each of the two rows, a logit without a value, in units of log2. It is loaded long before it is used.
       float sink[2];
-      const float sinks_h = sinks_ptr[static_cast<long long>(work.h)];
-      sink[0] = sink[1] = sinks_h * kLog2e;
+      const float u_sinks_h = u_sinks[static_cast<long long>(work.h)];
+      sink[0] = sink[1] = u_sinks_h * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -419,9 +411,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       while (__any_sync(~0u, --left > 0)) {
         wait_k();
         take_turn();
-        issue_qk(k_stage, q_stage);
+        issue_qk(k_ring.stage, q_ring.stage);
         wait_v();
-        issue_pv(v_stage);
+        issue_pv(v_ring.stage);
         pass_turn();
         wait_products<1>();
         settle(s);
@@ -450,11 +442,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         row_sum[1] += sum[1];
       }
 
-      if (leader) arrive(kQEmpty + 8 * q_stage);
-      if (++q_stage == kQStages) {
-        q_stage = 0;
-        q_phase ^= 1;
-      }
+      if (leader) q_ring.release();
+      q_ring.advance();
       float normalize[2];
       finish_sum(sink, reference, row_sum, normalize);
 
@@ -502,8 +491,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       if (more) wait_operands();
       wait_v();
       take_turn();
-      issue_pv(v_stage);
-      issue_qk(k_stage, q_stage);
+      issue_pv(v_ring.stage);
+      issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       free_out();
       wait_products<1>();
