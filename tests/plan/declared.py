@@ -21,8 +21,8 @@ def forward(
     found = _plan("forward", 128)
     assert found.structure is not None
     roles = replace(
-        found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips, specialized=specialized,
-        persistent=specialized,
+        found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
+        specialized=specialized, persistent=specialized,
     )  # fmt: skip
     m, n = found.tile_m, found.tile_n
     return forward_pipes(roles, driver="ranges", tile_m=m, tile_n=n, stages=stages, qk=128, v=128, warps=warps)
