@@ -21,7 +21,7 @@ from tests.render.test_sources import with_scalar
 
 MAX_BYTES = 40_000
 #: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
-MAX_LINE = 300
+MAX_LINE = 320
 
 both = pytest.mark.parametrize("spec", SPECS)
 
@@ -201,7 +201,7 @@ def collisions(spec: KernelSpec) -> set[str]:
     """Return the names of a source that a scalar may have, and that the source says more or less often then."""
     own = {declared.name for declared in (*spec.variant.scalars, *spec.variant.tensors)}
     free = identifiers(render(plan(with_scalar(spec, "unheard_of"))).text)
-    names = {name for name in free if is_legal(name)} - own
+    names = {name for name in free if is_legal(name) and "unheard_of" not in name} - own
     return {name for name in names if identifiers(render(plan(with_scalar(spec, name))).text)[name] != free[name]}
 
 
