@@ -124,7 +124,7 @@ def test_what_depends_on_the_head_is_computed_for_each_row() -> None:
         text = render(planned("own", backend="cuda", declared=declared, pack_gqa=str(packed).lower())).text
         work = text.partition("while (more) {")[2].partition("const auto finish_logits")[0]
         element = text.partition("const auto finish_logits")[2].partition("// The first tile.")[0]
-        for name in ("limit_ptr[", "gain_ptr["):
+        for name in ("u_limit[", "u_gain["):
             assert (name in element) == packed
             assert (name in work) == (not packed)
         # the first thing that is declared for a row of an element
