@@ -15,8 +15,8 @@ from attngen.plan import Plan, plan, symbols
 from attngen.render import Source, render
 from attngen.resources import templates_dir
 from attngen.runtime import dispatch, operators
-from attngen.schema import expand, load_spec_text
-from attngen.schema.names import check_symbol
+from attngen.spec import expand, load_spec_text
+from attngen.spec.names import check_symbol
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
 
@@ -110,22 +110,21 @@ def in_groups(names: list[str], size: int = 24) -> list[list[str]]:
 WORDS = legal([*CPP, *NVRTC])
 OWN = legal(OURS)
 #: Some of each, for every run: words of C++, macros, types, what headers and templates define, names of the namespace.
-SOME = [
-    "nullptr",
-    "long",
-    "struct",
-    "xor",
-    "NULL",
-    "D1",
-    "std",
-    "float2",
-    "threadIdx",
-    "first",
-    "stage",
-    "choose",
+SOME = ["nullptr", "long", "struct", "xor", "NULL", "D1", "std", "float2", "threadIdx", "first", "stage", "choose"]
+SOME += [
     "Work",
+    "kBlockM",
+    "row_max",
+    "acc",
+    "tl",
+    "triton",
+    "lse_ptr",
+    "visible_lo",
+    "window_1",
+    "u",
+    "u_first",
+    "void",
 ]
-SOME += ["kBlockM", "row_max", "acc", "tl", "triton", "lse_ptr", "visible_lo", "window_1", "u", "u_first", "void"]
 
 
 def test_names_of_the_kernels_are_found_and_free() -> None:

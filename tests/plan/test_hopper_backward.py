@@ -288,10 +288,10 @@ def test_what_a_score_asks_for(variant: str, fields: dict[str, object], overlap:
 def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_share() -> None:
     text = render(backward("softcap", head_dim=128)).text
     element = text.split("float& x = s[4 * i + 2 * row + j];")[1]
-    before, after = element.split("x = element_value;", maxsplit=1)
-    assert "const float derivative = 1.0f - element_value * element_value;" in before
+    before, after = element.split("x = u_element_value;", maxsplit=1)
+    assert "const float derivative = 1.0f - u_element_value * u_element_value;" in before
     assert "if (8 * row >= visible_to) x = kMasked;" in after
-    assert "store_rows(dk, softmax_scale / cap * cap, " in text
+    assert "store_rows(dk, softmax_scale / u_cap * u_cap, " in text
     of_heads = render(backward("own", **declared("s * slope[h]"))).text
     assert "store_rows(dk, 1.0f, " in of_heads  # dK sums over heads whose derivatives differ
 
