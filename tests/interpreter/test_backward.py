@@ -11,7 +11,7 @@ import pytest
 from attngen.schema import preset_names
 from attngen.tools.cases import Case
 from tests.interpreter.process import Interpreter
-from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES
+from tests.interpreter.test_numerics import DRIVEN, HALVES, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES
 from tests.sampling import sampled
 
 
@@ -23,14 +23,16 @@ def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str
     return f"{declared}kernels:\n  - variant: {variant}\n{lines}"
 
 
-@sampled(name=preset_names(), layout=LAYOUTS[::-1])  # each in the layout that the forwards are not sampled in
-def test_every_preset(interpreter: Interpreter, name: str, layout: str) -> None:
-    assert interpreter.call("gradient_problems", spec(name, layout=layout), 21) == ()
+@sampled(
+    name=preset_names(), layout=LAYOUTS[::-1], half=HALVES
+)  # each in the layout that the forwards are not sampled in
+def test_every_preset(interpreter: Interpreter, name: str, layout: str, half: int) -> None:
+    assert interpreter.call("gradient_problems", spec(name, layout=layout), 21, half) == ()
 
 
-@sampled(head_dim=["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", *ODD_HEAD_DIMS], loads=LOADS)
-def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str) -> None:
-    assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22) == ()
+@sampled(head_dim=["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", *ODD_HEAD_DIMS], loads=LOADS, half=HALVES)
+def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, half: int) -> None:
+    assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22, half) == ()
 
 
 @sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS)
@@ -55,16 +57,16 @@ def test_drivers(interpreter: Interpreter, variant: str, tile_map: str, layout: 
     assert interpreter.call("gradient_problems", spec(variant, tile_map=tile_map, layout=layout), 25) == ()
 
 
-@sampled(mask=MASKS, layout=LAYOUTS[::-1])
-def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str) -> None:
+@sampled(mask=MASKS, layout=LAYOUTS[::-1], half=HALVES)
+def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str, half: int) -> None:
     declared = f'variants:\n  odd: {{mask: "{mask}"}}\n'
-    assert interpreter.call("gradient_problems", spec("odd", declared=declared, layout=layout), 26) == ()
+    assert interpreter.call("gradient_problems", spec("odd", declared=declared, layout=layout), 26, half) == ()
 
 
-@pytest.mark.parametrize("fields", SCORES.values(), ids=SCORES.keys())
-def test_scores_of_all_kinds(interpreter: Interpreter, fields: str) -> None:
+@sampled(fields=SCORES, half=HALVES)
+def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, half: int) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
-    assert interpreter.call("gradient_problems", spec("odd", declared=declared), 27) == ()
+    assert interpreter.call("gradient_problems", spec("odd", declared=declared), 27, half) == ()
 
 
 LEARNED = {

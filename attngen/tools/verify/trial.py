@@ -28,6 +28,9 @@ GradientLaunch = Callable[[Call, GradientBuffers], None]
 _CALM = (1.0, 0.5, 0.0)
 
 
+_ALL = slice(None)
+
+
 @dataclass(frozen=True, slots=True)
 class CaseResult:
     """What one case gave: a deviation, or the reason why there is none."""
@@ -86,17 +89,19 @@ class Trial:
         return tuple(lines)
 
 
-def try_kernel(kernel: Kernel, launch: Launch, device: torch.device | str, seed: int, *, small: bool) -> Trial:
-    """Run a kernel on every case of its layout; ``small`` picks those that suit an interpreter."""
-    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
+def try_kernel(
+    kernel: Kernel, launch: Launch, device: torch.device | str, seed: int, *, small: bool, part: slice = _ALL
+) -> Trial:
+    """Run a kernel on the cases of its layout, or a part of them; ``small`` picks those that suit an interpreter."""
+    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)[part]
     return _trial(_try_case(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
 
 
 def try_backward(
-    kernel: Kernel, launch: GradientLaunch, device: torch.device | str, seed: int, *, small: bool
+    kernel: Kernel, launch: GradientLaunch, device: torch.device | str, seed: int, *, small: bool, part: slice = _ALL
 ) -> Trial:
     """Run a backward on every case of its layout, as ``try_kernel`` does a forward."""
-    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
+    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)[part]
     return _trial(_try_gradients(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
 
 
