@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 
 import pytest
+from attngen.spec import expand, load_spec_text
+from attngen.spec.names import check_symbol
 
 from attngen.compile import compile_source
 from attngen.errors import CompileError
@@ -15,8 +17,6 @@ from attngen.plan import Plan, plan, symbols
 from attngen.render import Source, render
 from attngen.resources import templates_dir
 from attngen.runtime import dispatch, operators
-from attngen.spec import expand, load_spec_text
-from attngen.spec.names import check_symbol
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
 
