@@ -3,38 +3,42 @@
 Names of scalars, tensors and ``let`` values, and of the temporaries of a user's expressions, begin with ``PREFIX``.
 Nothing that a template, a header or a compiler defines does, so that no name of a spec meets another meaning: no name
 of a kernel, no macro, no word of C++ or Python. What belongs to a tensor follows the rule by which kernels name what
-belongs to theirs: as ``stride_q_h``, so ``stride_u_doc_0``.
+belongs to theirs: as ``stride_q_h``, so ``stride_u_doc_0``. The rate and the state of dropout are arguments that no
+spec names, and templates do: these keep the names that kernels give to their own.
 """
 
 from __future__ import annotations
 
+from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Tensor
 
 #: What every name of a user begins with in a kernel.
 PREFIX = "u_"
 
+_OF_KERNELS = frozenset({DROPOUT_P.name, RNG_STATE.name})
+
 
 def argument_name(name: str) -> str:
     """Return the name of a variant's scalar in the kernel."""
-    return f"{PREFIX}{name}"
+    return name if name in _OF_KERNELS else f"{PREFIX}{name}"
 
 
 def pointer_name(tensor: str) -> str:
     """Return the name of the argument that holds a tensor's address."""
-    return f"{PREFIX}{tensor}"
+    return f"{tensor}_ptr" if tensor in _OF_KERNELS else f"{PREFIX}{tensor}"
 
 
 def strides(tensor: Tensor) -> list[str]:
     """Return the stride of each axis as kernels write it: the last one is contiguous, so that loads are vectors."""
     rank = len(tensor.shape)
-    return [f"stride_{PREFIX}{tensor.name}_{axis}" for axis in range(rank - 1)] + ["1"] * (rank > 0)
+    return [f"stride_{argument_name(tensor.name)}_{axis}" for axis in range(rank - 1)] + ["1"] * (rank > 0)
 
 
 def extent_name(tensor: Tensor, axis: int) -> str:
     """Return the name of the argument that holds a tensor's extent."""
-    return f"extent_{PREFIX}{tensor.name}_{axis}"
+    return f"extent_{argument_name(tensor.name)}_{axis}"
 
 
 def gradient_pointer(tensor: str) -> str:
     """Return the name of the argument that holds the address of a tensor's gradient."""
-    return f"gradient_{PREFIX}{tensor}"
+    return f"gradient_{argument_name(tensor)}"

@@ -184,15 +184,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
-    const int* seqused_k_ptr, uint32_t* tile_counter, const long long* u_rng_state,
+    const int* seqused_k_ptr, uint32_t* tile_counter, const long long* rng_state_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int extent_u_rng_state_0,
+    int extent_rng_state_0,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
-    float u_dropout_p,
+    float dropout_p,
     int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows

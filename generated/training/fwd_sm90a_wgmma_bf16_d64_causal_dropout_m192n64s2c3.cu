@@ -105,13 +105,14 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_causal_dropout_m192n64s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const long long* u_rng_state,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    const long long* rng_state_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int extent_u_rng_state_0,
+    int extent_rng_state_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
-    float u_dropout_p,
+    float dropout_p,
     int write_lse, int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
