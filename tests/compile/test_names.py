@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 
 import pytest
-from attngen.spec import expand, load_spec_text
-from attngen.spec.names import check_symbol
+from attngen.schema import expand, load_spec_text
+from attngen.schema.names import check_symbol
 
 from attngen.compile import compile_source
 from attngen.errors import CompileError

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from attngen.tools.contract import Tally, deviation
-from attngen.tools.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
-from attngen.tools.inputs import Inputs
-from attngen.tools.trial import prepare_case
+from attngen.tools.verify.contract import Tally, deviation
+from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
+from attngen.tools.verify.inputs import Inputs
+from attngen.tools.verify.trial import prepare_case
 from torch import Tensor
 
 from attngen.lang.check import compile_variant
