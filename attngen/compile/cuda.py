@@ -47,6 +47,7 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
             **launch.to_dict(),
             "parameters": _parameters(plan.name, launch, cubin),
             "resources": {"registers": found[launch.name].registers, "shared_memory": launch.shared_bytes},
+            "sha256": manifest["sha256"],
         }
         for launch in plan.launches
     ]

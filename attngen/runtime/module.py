@@ -217,13 +217,13 @@ def _launch_of(launches: Sequence[Launch], name: str, origin: str) -> Launch:
     for launch in launches:
         if launch.name == name:
             return launch
-    raise LoadError(f"{origin}: the manifest has no launch '{name}', its main one; {REMEDY}")
+    raise LoadError(f"{origin}: the manifest has no launch '{name[:40]}', its main one; {REMEDY}")
 
 
 def _arch(name: str, origin: str) -> Arch:
     if name not in ARCHES:
         raise LoadError(
-            f"{origin}: it is built for {name}, which attngen {VERSION} does not know; it knows {', '.join(ARCHES)}"
+            f"{origin}: it is built for {name[:40]}, which attngen {VERSION} does not know; it knows {', '.join(ARCHES)}"
         )
     return ARCHES[name]
 
@@ -232,7 +232,7 @@ def _element_bytes(name: str, origin: str) -> int:
     try:
         return dtype_row(name).bytes
     except KeyError:
-        raise LoadError(f"{origin}: the manifest's dtype '{name}' is not known to attngen {VERSION}") from None
+        raise LoadError(f"{origin}: the manifest's dtype '{name[:40]}' is not known to attngen {VERSION}") from None
 
 
 def _number(value: Any) -> bool | int | float:

@@ -169,7 +169,9 @@ def test_no_path_of_this_machine_is_in_the_cubin() -> None:
 def test_a_source_that_is_no_cuda_is_refused_with_the_log() -> None:
     plan = planned(backend="cuda")
     source = render(plan)
-    broken = replace(source, text=source.text.replace("int slot = 0", "int slot = nothing_of_that_name"))
+    broken = replace(
+        source, text=source.text.replace("const int lane = threadIdx.x % 32", "const int lane = nothing_of_that_name")
+    )
     with pytest.raises(CompileError) as caught:
         compile_source(plan, broken)
     message = str(caught.value)
@@ -223,11 +225,12 @@ def test_another_number_of_products_than_planned_is_refused(monkeypatch: pytest.
 def test_other_parameters_than_planned_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = compiled("causal", 128)
     with_log(monkeypatch, plan, CLEAN)
-    fewer = replace(plan, arguments=plan.arguments[:-1])
+    (launch,) = plan.launches
+    fewer = plan.with_launches(replace(launch, arguments=plan.arguments[:-1]))
     with pytest.raises(CompileError, match=r"\d+ parameters were planned, but the cubin has \d+"):
         compile_source(fewer, render(plan))
     first, *rest = plan.arguments
-    swapped = replace(plan, arguments=(*rest, first))
+    swapped = plan.with_launches(replace(launch, arguments=(*rest, first)))
     with pytest.raises(CompileError, match=r"parameter '\w+' takes \d+ B, but \d+ B in the cubin"):
         compile_source(swapped, render(plan))
 

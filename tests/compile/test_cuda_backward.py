@@ -76,5 +76,5 @@ def test_what_would_be_slow_is_refused_with_the_way_out(head_dim: int, resources
     with pytest.raises(
         ChoiceError, match=rf"{reason}.*leave tile, stages and warps to the plan, .*'allow: \["
     ) as caught:
-        cuda._check(plan, b"", resources)
+        cuda._check(plan, b"", {launch.name: resources for launch in plan.launches})
     assert caught.value.slow == (resources.serialized_wgmma, resources.spills)

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable
 
 import pytest
-from attngen.schema import expand, load_spec_text
-from attngen.schema.names import check_symbol
 
 from attngen.compile import compile_source
 from attngen.errors import CompileError
@@ -17,6 +15,8 @@ from attngen.plan import Plan, plan, symbols
 from attngen.render import Source, render
 from attngen.resources import templates_dir
 from attngen.runtime import dispatch, operators
+from attngen.schema import expand, load_spec_text
+from attngen.schema.names import check_symbol
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
 
@@ -129,7 +129,7 @@ SOME += [
 
 def test_names_of_the_kernels_are_found_and_free() -> None:
     assert {"nullptr", "xor", "bitand", "compl", "NULL", "long", "struct", "register", "threadIdx"} <= set(WORDS)
-    assert {"choose", "TensorMap", "pack", "D1", "row_max", "acc", "k_stage", "visible_word", "tl"} <= set(OWN)
+    assert {"choose", "TensorMap", "pack", "D1", "row_max", "acc", "k_ring", "visible_word", "tl"} <= set(OWN)
     assert legal(SOME) == SOME
 
 

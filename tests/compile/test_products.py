@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
 @cache
 def kernel() -> Kernel:
     artifact = compile_source(DESCRIPTOR, Source(DESCRIPTOR.name))  # type: ignore[arg-type]
-    return Kernel(artifact.texts["ptx"], disassemble(artifact.cubin), artifact.manifest["parameters"])
+    return Kernel(artifact.texts["ptx"], disassemble(artifact.cubin), artifact.manifest["launches"][0]["parameters"])
 
 
 def test_a_compiled_kernel_is_right() -> None:

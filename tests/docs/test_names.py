@@ -32,7 +32,10 @@ OTHERS = {
     "FlopCounterMode": "torch's",
     "position_ids": "transformers'",
     "attngen.kernels": "a group of entry points",
-    "attngen.schema": "what attngen.schema was",
+    "attngen.spec": "what attngen.schema was",
+    "u_window": "a scalar of a spec, in a kernel",
+    "extent_u_doc_1": "an extent of a tensor of a spec, in a kernel",
+    "gradient_u_slope": "the gradient of a tensor of a spec, in a kernel",
     "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2": "an example of a kernel's name",
 }
 

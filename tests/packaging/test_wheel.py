@@ -110,11 +110,11 @@ def test_the_same_spec_gives_the_same_bytes_wherever_it_is_built(
     assert "attngen_real/include/wgmma.cuh" in files
     cubins = [data for name, data in files.items() if name.endswith("kernel.cubin")]
     assert [data[:4] for data in cubins] == [b"\x7fELF"] * 3
-    assert parts_of(files, "attngen_real") == {"preprocess", "dkdv", "dq"}
+    assert launches_of(files, "attngen_real") == {"forward", "preprocess", "dkdv", "dq"}
 
 
-def parts_of(files: dict[str, bytes], module: str) -> set[str]:
-    """Return the names of all kernels of backwards; each must have the cubin that its row of the manifest is of."""
+def launches_of(files: dict[str, bytes], module: str) -> set[str]:
+    """Return the names of all launches; each must have the cubin that its row of the manifest is of."""
     names = set()
     for name, data in files.items():
         if name.startswith(f"{module}/kernels/") and name.endswith("/manifest.json"):

@@ -290,7 +290,7 @@ def test_what_a_call_holds_beside_its_results(monkeypatch: pytest.MonkeyPatch) -
 
 
 def tiles(plan: Plan, m: int, n: int) -> Plan:
-    return replace(plan, parts=tuple(replace(part, tile_m=m, tile_n=n) for part in plan.launches))
+    return plan.with_launches(*(replace(launch, tile_m=m, tile_n=n) for launch in plan.launches))
 
 
 def test_the_bound_by_hand(team: Team) -> None:

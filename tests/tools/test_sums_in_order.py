@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from attngen.tools.verify.contract import Tally, deviation
-from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
-from attngen.tools.verify.inputs import Inputs
-from attngen.tools.verify.trial import prepare_case
 from torch import Tensor
 
 from attngen.lang.check import compile_variant
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.tools.cases import Case
+from attngen.tools.verify.contract import Tally, deviation
+from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
+from attngen.tools.verify.inputs import Inputs
+from attngen.tools.verify.trial import prepare_case
 
 FULL = compile_variant("x", None, None)
 
@@ -70,7 +70,7 @@ def backward(call: Call, inputs: Inputs, wanted: ExpectedGradients, *, rough: bo
         dk[b, :, hk] = product(ds.T, rows, rough=rough)
         dv[b, :, hk] = product(p.T, above, rough=rough)
     return GradientBuffers(
-        q, k, v, wanted.out, wanted.lse, wanted.dout, wanted.dlse, dq=dq, dk=dk, dv=dv, rows=torch.zeros(0)
+        q, k, v, wanted.out, wanted.lse, wanted.dout, wanted.dlse, dq=dq, dk=dk, dv=dv, workspaces={}
     )  # fmt: skip
 
 

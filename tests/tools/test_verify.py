@@ -116,7 +116,9 @@ BREAKS = {
 def broken(kernel: Prepared, name: str, text: str) -> Prepared:
     """Return a kernel under another name and with another source."""
     source = replace(kernel.source, name=name, text=text.replace(kernel.plan.name, name))
-    return replace(kernel, plan=replace(kernel.plan, name=name), source=source)
+    (launch,) = kernel.plan.launches
+    plan = replace(kernel.plan, name=name).with_launches(replace(launch, symbol=name))
+    return replace(kernel, plan=plan, source=source)
 
 
 def test_broken_kernels_fail(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
