@@ -223,7 +223,8 @@ def _launch_of(launches: Sequence[Launch], name: str, origin: str) -> Launch:
 def _arch(name: str, origin: str) -> Arch:
     if name not in ARCHES:
         raise LoadError(
-            f"{origin}: it is built for {name[:40]}, which attngen {VERSION} does not know; it knows {', '.join(ARCHES)}"
+            f"{origin}: it is built for {name[:40]}, which attngen {VERSION} does not know; "
+            f"it knows {', '.join(ARCHES)}"
         )
     return ARCHES[name]
 
