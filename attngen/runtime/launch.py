@@ -153,16 +153,18 @@ class PreparedLaunches:
             *self.sizes,
             *(f"tile_map:{owner}" for owner in self.maps),
         )
-        groups: tuple[list[PreparedKernel], list[PreparedKernel]] = [], []
+        kernels: list[PreparedKernel] = []
+        classifiers: list[PreparedKernel] = []
         for launch, geometry in zip(kernel.launches, found, strict=True):
             if blocks := geometry.blocks(driver, device):
                 position = {name: i for i, name in enumerate(self.names)}
                 if geometry.map is not None:
                     position["tile_map"] = position[f"tile_map:{launch.map_owner}"]
                 prepared = PreparedKernel(launch.entry, blocks, geometry, position, driver, device)
-                groups[launch.classifies and not backward].append(prepared)
-        first, *others = (PreparedLaunch(group, len(self.names), driver, device) if group else None for group in groups)
-        self._launch, self._classify = first, others[0]
+                (classifiers if launch.classifies and not backward else kernels).append(prepared)
+        count = len(self.names)
+        self._launch = PreparedLaunch(kernels, count, driver, device) if kernels else None
+        self._classify = PreparedLaunch(classifiers, count, driver, device) if classifiers else None
         self._counted = any(launch.counted for launch in kernel.launches)
         self._driver, self._device = driver, device
 

@@ -92,7 +92,8 @@ class PreparedCall:
         arguments: Mapping[str, Any],
         tile_map: TileMap | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the call. ``addresses`` as a launch takes them, with those of the results and of the map still 0."""
+        """Run the call. ``addresses`` as launches take them: those of the results are 0, and what follows those of the
+        variant's tensors is missing."""
         scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
         scalars = self.scalars(arguments)
         out, lse = self._nothing() if self._launch is None else self._run(q, addresses, scale, scalars, tile_map)
@@ -129,11 +130,12 @@ class PreparedCall:
         """Return the words of the tile map, the caller's or those that are computed now, and append their address."""
         assert self._kernel is not None
         assert self._map_shape is not None
+        assert self._launch is not None
+        addresses += [0] * (len(self._launch.names) - 1 - len(addresses))  # of workspaces that no call has made yet
         if tile_map is not None:
             words = tile_map.check(self._kernel, self._call, self._map_shape)
             addresses.append(words.data_ptr())
             return words
-        assert self._launch is not None
         if not self._launch.classifies:
             raise NoKernelError(f"{self._kernel.full_name} needs a tile map and has no classifier; pass tile_map=")
         words = torch.empty(self._map_shape, dtype=torch.int32, device=self._device)

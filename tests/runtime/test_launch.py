@@ -15,7 +15,16 @@ from attngen.runtime import dispatch
 from attngen.runtime import launch as launches
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import package_of_kernels, registry
-from tests.runtime.support import FakeDriver, bias_variant, kernel, main_of, variant, window_variant
+from tests.runtime.support import (
+    FakeDriver,
+    bias_variant,
+    kernel,
+    kernel_of,
+    main_of,
+    manifest_of,
+    variant,
+    window_variant,
+)
 
 
 def install(*kernels: Any) -> None:
@@ -260,6 +269,17 @@ def test_head_dims_that_differ(gpu: FakeDriver) -> None:
     q, k, v = tensors()
     both(q, k, v[..., :32], variant="causal")
     assert attngen.tile_map(q, k, variant="causal").words is None
+
+
+def test_a_map_alone_makes_no_workspace(gpu: FakeDriver) -> None:
+    manifest = manifest_of(variant(), tile_map=(True, False))
+    workspace = {"name": "sums", "dtype": "fp32", "terms": [["lse_rows", 2]]}
+    install(kernel_of({**manifest, "workspaces": [workspace]}))
+    q, k, v = tensors()
+    made = attngen.tile_map(q, k, variant="causal")
+    assert made.words is not None
+    both(q, k, v, variant="causal")
+    both(q, k, v, variant="causal", tile_map=made)
 
 
 def test_a_manifest_that_names_what_is_not_there(gpu: FakeDriver) -> None:
