@@ -74,12 +74,16 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) ->
     try:
         nvrtc.compileProgram(program, nvrtc_options(arch))
     except nvrtc.NVRTCError as error:
-        raise ChoiceError(f"{name}: NVRTC refused the source: {error}\n{nvrtc.getProgramLog(program)}") from None
+        raise ChoiceError(f"{name}: NVRTC refused the source: {error}\n{_log(nvrtc, program)}") from None
     else:
         # CuPy takes the image for a string, and drops its last byte, which is part of the padding of an ELF file.
-        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+        return nvrtc.getCUBIN(program) + b"\0", _log(nvrtc, program)
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    return nvrtc.getProgramLog(program).rstrip("\0\n")  # a string of C, with its end
 
 
 def nvrtc_version() -> tuple[int, int]:

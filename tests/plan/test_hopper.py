@@ -341,6 +341,16 @@ def test_a_consumer_without_room_for_its_tile_is_refused_with_the_sum() -> None:
     assert needs > has
 
 
+@pytest.mark.parametrize(("v", "refused"), [(192, False), (200, True)])
+def test_three_consumers_have_too_few_registers_for_wide_products(v: int, refused: bool) -> None:
+    fields = {"head_dim": f"{{qk: 64, v: {v}}}", "tile": "{n: 16}", "warps": "{consumer: 3}"}
+    if not refused:
+        assert on_hopper(**fields).tile_m == 192  # type: ignore[arg-type]
+        return
+    with pytest.raises(PlanError, match="warps: a launch of 512 threads reserves 128 registers each, and a wgmma of 200"):
+        on_hopper(**fields)  # type: ignore[arg-type]
+
+
 def test_more_shared_memory_than_there_is_is_refused_with_its_sum() -> None:
     with pytest.raises(PlanError) as caught:
         on_hopper(head_dim=128, tile="{m: 128, n: 128}", pipeline="{stages: 4}")

@@ -35,6 +35,8 @@ _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
 #: Of a thread without roles, which an instruction can name.
 _MOST_REGISTERS = 255
+#: ptxas takes a wgmma of more columns than these only where threads begin with so many registers (its error C7602).
+_COLUMNS_OF_FEW_REGISTERS, _REGISTERS_OF_MORE_COLUMNS = 192, 142
 
 
 #: Time of a tile of work by its consumers, as far as it decides between tiles: docs/performance.md, "Packed heads".
@@ -363,6 +365,13 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
             f"reserves {launch} each, {pool} in all, which the producer gives up and the consumers take",
         )
     _check_registers(spec, consumer, tile_n, width_v)
+    if max(tile_n, width_v) > _COLUMNS_OF_FEW_REGISTERS and launch < _REGISTERS_OF_MORE_COLUMNS:
+        raise refuse(
+            spec,
+            "warps",
+            f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
+            f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
+        )
     return producer, consumer
 
 
