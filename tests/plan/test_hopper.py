@@ -122,8 +122,8 @@ def test_every_head_dim_has_a_tile_that_fits(variant: str, dtype: str) -> None:
     "warps", ["{producer: 0}", "{producer: 0, overlap: false}", "{consumer: 1}", "{consumer: 2}", "{consumer: 3}"]
 )
 def test_roles_of_a_spec_leave_no_head_dim_without_a_tile(warps: str) -> None:
-    """Keys that nobody asked for are not what fails: but three consumers cannot keep outputs of 256 columns."""
-    for head_dim in HEAD_DIMS[:-4] if "3" in warps else HEAD_DIMS:
+    """Keys that nobody asked for are not what fails: but three consumers take no products of more than 192 columns."""
+    for head_dim in [d for d in HEAD_DIMS if d <= 192] if "3" in warps else HEAD_DIMS:
         plan = on_hopper(head_dim=head_dim, warps=warps)
         assert roles_of(plan).shared_bytes <= plan.arch.shared_memory, plan.name
         assert plan.tile_n <= on_hopper(head_dim=head_dim).tile_n
@@ -347,7 +347,7 @@ def test_three_consumers_have_too_few_registers_for_wide_products(v: int, refuse
     if not refused:
         assert on_hopper(**fields).tile_m == 192  # type: ignore[arg-type]
         return
-    with pytest.raises(PlanError, match="warps: a launch of 512 threads reserves 128 registers each, and a wgmma of 200"):
+    with pytest.raises(PlanError, match="warps: a launch of 512 threads reserves 128 registers each"):
         on_hopper(**fields)  # type: ignore[arg-type]
 
 
