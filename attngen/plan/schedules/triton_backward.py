@@ -88,6 +88,8 @@ _SMALLER_GRADIENTS = (
     (Tile(32, 32, 1, 4), Tile(32, 32, 1, 4)),
     (Tile(16, 32, 1, 4), Tile(32, 16, 1, 4)),
     (Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    # 32 keys or queries to sum over: what tensors of bytes ask of Triton before 3.9 (compile/layouts.py)
+    (Tile(32, 16, 1, 8), Tile(32, 32, 1, 8)),
 )
 
 #: Query rows of a block that computes the sums of rows, and its warps by the bytes of an element.
