@@ -18,7 +18,7 @@ from attngen.render.cuda_math import Steps, Tiles, elements, tiles
 from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
-from attngen.render.views.hopper_forward import RegionView, argument_lines, padding
+from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionView, argument_lines, padding
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
@@ -137,7 +137,9 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     dq_factor_lines, dq_factor = factor(plan.of_launch(rounding) if rounding else dkdv, code.factor)
     steps = reads([*code.partial.all, *code.full.all, code.exponent])
     spans = reads([*found.lines, *found.values.values(), *listed])
-    end_qk, end_v = (-(-each // roles.box_columns) * roles.box_columns for each in (plan.head_dim_qk, plan.head_dim_v))
+    box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
+    end_qk, end_v = (-(-each // box) * box for each in (plan.head_dim_qk, plan.head_dim_v))
+    out = plan.operands.shared("out", "dout")
     return CudaBackwardView(
         template=template,
         command=command(plan),
@@ -158,12 +160,12 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         pipes=_pipes(plan, roles),
         last_tile=(MAX_SEQLEN - 1) // plan.tile_m,
         piece_bytes=PIECE_BYTES,
-        swizzle={64: 1, 32: 2}[roles.box_columns],
-        swizzled_row="(row % 8)" if roles.box_columns == 64 else "(row / 2 % 4)",
+        swizzle=SWIZZLES[roles.box_bytes],
+        swizzled_row=SWIZZLED_ROWS[roles.box_bytes],
         preprocess=parts["preprocess"],
         preprocess_lines=_lines(plan, parts["preprocess"]),
-        lanes_of_row=row_lanes(plan.head_dim_v),
-        chunks_of_row=plan.head_dim_v // 8,
+        lanes_of_row=row_lanes(plan.head_dim_v, out),
+        chunks_of_row=plan.head_dim_v // out.chunk_elements,
         row_of_out=_row(plan, "out", "row"),
         row_of_dout=_row(plan, "dout", "row"),
         dkdv=parts["dkdv"],
