@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from attngen.dtypes import DType
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Launch, Plan
@@ -64,6 +65,8 @@ class CudaBackwardView:
     command: str
     summary: str
     uses_expressions: bool
+    element: DType  # of q, k, v, dout, p and ds
+    gradient: DType  # of dq, dk and dv
     width_qk: int
     padding_qk: str
     width_v: int
@@ -145,6 +148,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         command=command(plan),
         summary=summary(plan),
         uses_expressions=plan.variant.masked or plan.variant.score is not None,
+        element=plan.operands.shared("q", "k", "v", "dout", "p", "ds"),
+        gradient=plan.operands.shared("dq", "dk", "dv"),
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,

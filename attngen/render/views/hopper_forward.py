@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from attngen.dtypes import dtype
+from attngen.dtypes import DType, dtype
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Argument, Columns, Plan
@@ -59,6 +59,7 @@ class CudaView:
     command: str
     summary: str
     uses_expressions: bool
+    element: DType  # of q, k, v and p
     width_qk: int
     padding_qk: str
     width_v: int
@@ -135,6 +136,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         command=command(plan),
         summary=summary(plan),
         uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
+        element=plan.operands.shared("q", "k", "v", "p"),
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
