@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS, dtype
+from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.lang.bands import Axis
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
+from attngen.plan.operands import operands_of
 from attngen.plan.traits import bands_of, reads_data_per_key
 from attngen.schema.expand import KernelSpec
 
@@ -27,7 +28,8 @@ def refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
 
 def check_head_dims(spec: KernelSpec) -> None:
     """Raise PlanError for a head dimension that kernels are not made for: rows are whole chunks of 16 bytes."""
-    step = max(HEAD_DIM_STEP, dtype(spec.dtype).chunk_elements)
+    given = operands_of(spec)
+    step = max(HEAD_DIM_STEP, *(given.of(name).chunk_elements for name in ("q", "k", "v", "out")))
     allowed = [head_dim for head_dim in HEAD_DIMS if head_dim % step == 0]
     for head_dim in (spec.head_dim_qk, spec.head_dim_v):
         if head_dim not in allowed:

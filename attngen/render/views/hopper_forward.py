@@ -241,7 +241,8 @@ def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str
         name = argument.type.removeprefix("*")
         tensor = (argument.of or "").removeprefix("tensor:")
         name = next((own.dtype for own in plan.variant.tensors if own.name == tensor), name)
-        element = _TYPES.get(name) or dtype(name).cuda
+        operand = argument.of if argument.of in plan.operands.to_dict() else None
+        element = plan.operands.of(operand).cuda if operand else _TYPES.get(name) or dtype(name).cuda
         return f"{'' if argument.of in written else 'const '}{element}* {argument.name},"
     return f"{_TYPES[argument.type]} {argument.name},"
 

@@ -1,0 +1,141 @@
+"""CUDA kernels take bytes of elements, K of products and columns of copies from their operands.
+
+Their texts are rendered with operands of two bytes and of one, and what these say of bytes is compared with the plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from attngen.dtypes import DTYPES
+from attngen.plan import Plan
+from attngen.plan.schedules.structures import HopperForward
+from attngen.render import render
+from tests.plan.one_byte import use_one_byte
+from tests.plan.specs import planned
+from tests.render.operand_bytes import asserted, constants, copies, evaluate, offset, product_loops
+
+FORWARD, BACKWARD = {"backend": "cuda"}, {"passes": "backward", "backward": "{backend: cuda}"}
+KERNELS = {
+    "forward": {**FORWARD, "head_dim": 128},
+    "forward of 64 bytes a copy": {**FORWARD, "head_dim": 96},
+    "skips": {**FORWARD, "variant": "sliding_window", "head_dim": 64},
+    "varlen": {**FORWARD, "head_dim": 128, "layout": "varlen"},
+    "packed heads": {**FORWARD, "head_dim": 128, "pack_gqa": "true"},
+    "direct": {**FORWARD, "head_dim": 64, "epilogue": "direct"},
+    "two head dims": {**FORWARD, "head_dim": "{qk: 192, v: 128}"},
+    "unified": {**FORWARD, "head_dim": 128, "warps": "{producer: 0}"},
+    "pingpong": {**BACKWARD, "head_dim": 64},
+    "gradients": {**BACKWARD, "head_dim": 128},
+    "dk": {**BACKWARD, "variant": "alibi", "head_dim": 128},
+    "nothing": {**BACKWARD, "variant": "causal_dropout", "head_dim": 128},
+    "varlen backward": {**BACKWARD, "head_dim": 128, "layout": "varlen"},
+    "cluster": {**BACKWARD, "head_dim": 192},
+    "cluster of parts": {**BACKWARD, "head_dim": 256},
+}
+DROPOUT = 'variants:\n  causal_dropout: {mask: "kv <= q_pos", dropout: true}\n'
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> dict[str, object]:
+    fields = KERNELS[request.param]
+    return {**fields, "declared": DROPOUT} if fields.get("variant") == "causal_dropout" else dict(fields)
+
+
+@pytest.fixture(params=[2, 1], ids=["two bytes", "one byte"])
+def found(request: pytest.FixtureRequest, kernel: dict[str, object]) -> Iterator[tuple[Plan, str, dict[str, int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == 1:
+            use_one_byte(patch)
+        plan = planned(**kernel)  # type: ignore[arg-type]
+        assert plan.operands.q.bytes == request.param
+        text = render(plan).text
+        yield plan, text, constants(text, {row.cuda: row.bytes for row in DTYPES.values()})
+
+
+def boxes(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    """Return rows, columns and bytes of an element of the box of each tensor map."""
+    maps = [a for launch in plan.launches for a in launch.arguments if a.kind == "descriptor"]
+    rows = {a.of: (a.box[-3], a.box[-1], plan.operands.of(a.of).bytes) for a in maps if a.of and a.box}
+    for name in ("out", "q") if plan.pack_gqa else ():
+        assert rows[name][0] in (64, plan.tile_m)
+    return rows
+
+
+def test_constants_are_those_of_the_operands(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, _, numbers = found
+    operands, structure = plan.operands, plan.structure
+    assert numbers["kMmaK"] == operands.q.mma_k
+    assert numbers["kElementBytes"] == operands.q.bytes
+    assert numbers["kBoxBytes"] == structure.box_bytes
+    assert numbers["kBoxColumns"] == structure.box_bytes // operands.q.bytes
+    if isinstance(structure, HopperForward):
+        assert numbers["kPacked"] == operands.p.register_elements
+        assert numbers["kOutChunk"] == operands.out.chunk_elements
+    else:
+        assert (numbers["kChunk"], numbers["kGradChunk"]) == (operands.dout.chunk_elements, operands.dq.chunk_elements)
+
+
+def test_matrices_fill_the_memory_that_is_planned(found: tuple[Plan, str, dict[str, int]]) -> None:
+    _, text, numbers = found
+    equations = asserted(text)
+    assert len(equations) >= 2
+    for equation in equations:
+        assert evaluate(equation, numbers), equation
+
+
+def test_copies_go_where_products_look(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    shapes, seen = boxes(plan), set()
+    for tensor, where, step in copies(text):
+        names = [tensor] if tensor else ["k", "v"]  # a cluster's loader has a function for both
+        columns = evaluate(step, numbers)
+        for rows, width, size in (shapes[name] for name in names):
+            start = evaluate(where, {**numbers, "column": 0})
+            assert evaluate(where, {**numbers, "column": width}) - start == width * rows * size, (tensor, where)
+            assert columns in (width, 2 * width), (tensor, step)  # a block of a cluster brings every second one
+        seen.update(names)
+    assert seen == set(shapes)
+
+
+def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    element, count = plan.operands.q, 0
+    boxes_of_rows = ((numbers["kBoxColumns"], numbers["kBoxBytes"]), (64, 64 * element.bytes))  # and those of dS
+    sides = {numbers[name] for name in ("kBlockM", "kBlockN", "kKeys") if name in numbers}
+    for loop in product_loops(text, numbers):
+        assert loop.step == element.mma_k
+        values = range(0, loop.end, loop.step)
+        # 32 bytes further in a row of a box, from box to box; or so many rows further
+        expected = [
+            [value // columns * rows * size + value % columns * element.bytes for value in values]
+            for columns, size in boxes_of_rows
+            for rows in sides
+        ] + [[value * size for value in values] for _, size in boxes_of_rows]
+        for expression in loop.offsets:
+            assert [offset(loop, expression, value, numbers) for value in values] in expected, expression
+            part = offset(loop, expression, 0, numbers, part=1)
+            width = numbers.get("kQkPart", 0)
+            assert part in {0, *(width * rows * element.bytes for rows in sides)}, expression
+            count += 1
+    assert count >= 2
+
+
+def test_offsets_of_columns_count_bytes_of_rows(found: tuple[Plan, str, dict[str, int]]) -> None:
+    """In operands that products find some columns on: the parts of a cluster."""
+    plan, text, numbers = found
+    size = plan.operands.q.bytes
+    for expression in _arguments(text, ("kK", "kV", "kOtherK")):
+        start = evaluate(expression, numbers)
+        for variable, columns in (("column", 1), ("part", numbers.get("kVPart", 0))):
+            moved = evaluate(expression, {**numbers, variable: 1}) - start
+            assert moved in {0, *(columns * numbers[rows] * size for rows in ("kBlockN", "kKeys") if rows in numbers)}
+
+
+def _arguments(text: str, regions: tuple[str, ...]) -> list[str]:
+    """Return the sums that begin with a region of shared memory and count columns or parts."""
+    found = re.findall(rf"\b((?:{'|'.join(regions)}) \+ [^;{{}}]*?)(?:, \d|, \w+_map|\);)", text)
+    return [one for one in found if re.search(r"\b(column|part)\b", one) and one.count("(") == one.count(")")]
