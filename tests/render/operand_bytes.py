@@ -16,6 +16,7 @@ class Loop:
     variable: str
     end: int
     step: int
+    products: int
     offsets: tuple[str, ...]
     names: Mapping[str, str]  # of offsets, by expressions
 
@@ -61,7 +62,7 @@ def copies(text: str) -> Iterator[tuple[str, str, str]]:
 
 def product_loops(text: str, numbers: Numbers) -> Iterator[Loop]:
     """Yield the loops whose bodies issue products."""
-    head = re.compile(r"for \(int (\w+) = 0; \1 < (\w+); \1 \+= (\w+)\) \{")
+    head = re.compile(r"for \(int (\w+) = 0; \1 < (\w+); \1 \+= ([^{]*)\) \{")
     for match in head.finditer(text):
         body = _inside(text, match.end(), "{}")
         if "Product<" not in body or head.search(body):
@@ -69,7 +70,19 @@ def product_loops(text: str, numbers: Numbers) -> Iterator[Loop]:
         names = dict(one.split(" = ") for line in re.findall(r"const uint32_t (.*?);", body) for one in _split(line))
         offsets = [_inside(body, at.end()) for at in re.finditer(r"\.at\(", body)]
         variable, end, step = match.groups()
-        yield Loop(variable, evaluate(end, numbers), evaluate(step, numbers), tuple(offsets), names)
+        yield Loop(
+            variable, evaluate(end, numbers), evaluate(step, numbers), body.count("Product<"), tuple(offsets), names
+        )
+
+
+def places(text: str) -> Iterator[str]:
+    """Yield the addresses of shared memory that are not those of copies: of matrices, and of what leaves registers."""
+    calls = r"\b(?:store_blocks|store_transposed|shared_at<u?int4>|(?:Matrix|Rows|Columns|[QKV]Matrix) \w+)\("
+    for match in re.finditer(calls, text):
+        place = _split(_inside(text, match.end()))[0]
+        if not re.search(r"\w\(", place):  # of a function, which is one of those below
+            yield place
+    yield from re.findall(r"(?:const uint32_t \w+ =|return) (k[A-Z]\w* \+[^;]*|warpgroup \* [^;]*);", text)
 
 
 def offset(loop: Loop, expression: str, value: int, numbers: Numbers, **others: int) -> int:

@@ -16,7 +16,7 @@ from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
 from tests.plan.one_byte import use_one_byte
 from tests.plan.specs import planned
-from tests.render.operand_bytes import asserted, constants, copies, evaluate, offset, product_loops
+from tests.render.operand_bytes import asserted, constants, copies, evaluate, offset, places, product_loops
 
 FORWARD, BACKWARD = {"backend": "cuda"}, {"passes": "backward", "backward": "{backend: cuda}"}
 KERNELS = {
@@ -103,7 +103,7 @@ def test_copies_go_where_products_look(found: tuple[Plan, str, dict[str, int]]) 
 
 def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> None:
     plan, text, numbers = found
-    element, count = plan.operands.q, 0
+    element, seen = plan.operands.q, 0
     boxes_of_rows = ((numbers["kBoxColumns"], numbers["kBoxBytes"]), (64, 64 * element.bytes))  # and those of dS
     sides = {numbers[name] for name in ("kBlockM", "kBlockN", "kKeys") if name in numbers}
     for loop in product_loops(text, numbers):
@@ -115,13 +115,51 @@ def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> N
             for columns, size in boxes_of_rows
             for rows in sides
         ] + [[value * size for value in values] for _, size in boxes_of_rows]
+        seen += loop.products
         for expression in loop.offsets:
             assert [offset(loop, expression, value, numbers) for value in values] in expected, expression
             part = offset(loop, expression, 0, numbers, part=1)
             width = numbers.get("kQkPart", 0)
             assert part in {0, *(width * rows * element.bytes for rows in sides)}, expression
-            count += 1
-    assert count >= 2
+    assert seen == len(re.findall(r"\b[sr]s<\d(?:, \d)?>\(", text)) >= 2
+
+
+def test_descriptors_have_boxes_of_the_bytes_that_are_swizzled(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    rows_of_boxes = {plan.structure.box_bytes, 64 * plan.operands.q.bytes}
+    sides = {numbers[name] for name in ("kBlockM", "kBlockN", "kKeys") if name in numbers}
+    matrices = re.findall(r"using \w+ = Matrix<(.*?), (.*?), (\d)>;", text)
+    assert len(matrices) >= 3
+    for leading, stride, _ in matrices:
+        size, rest = divmod(evaluate(stride, numbers), 8)  # rows
+        assert rest == 0
+        assert size in rows_of_boxes, stride
+        assert evaluate(leading, numbers) in {16, *(rows * size for rows in sides)}, leading
+
+
+def test_places_in_shared_memory_count_bytes_of_rows(found: tuple[Plan, str, dict[str, int]]) -> None:
+    """Rows of a box follow each other, 64 of a consumer; dS has boxes of the 64 keys of a consumer."""
+    plan, text, numbers = found
+    box, size = plan.structure.box_bytes, plan.operands.q.bytes
+    of_dq = numbers.get("kDqColumns", 0) * numbers["kBlockN"] * size
+    consumers = {numbers[name] for name in ("kOutBytes", "kDqBytes") if name in numbers} | {64 * box, of_dq}
+    moves = {
+        "warpgroup": (1, consumers | {rows * 64 * size for rows in (64, numbers["kBlockM"])}),
+        "row": (8, {8 * box}),
+        "q": (8, {8 * 64 * size}),
+        "i": (1, {16 * 64 * size, 16}),
+        "column": (box // plan.operands.out.bytes, {64 * box}),
+    }
+    seen = set()
+    for place in places(text):
+        for name, (count, allowed) in moves.items():
+            if "kChunks" in place or not re.search(rf"\b{name}\b", place):
+                continue  # dK and dV fill what they need, whatever their rows take
+            if name == "column" and "out_rows" not in place:
+                continue  # of operands: below
+            assert evaluate(place, {**numbers, name: count}) - evaluate(place, numbers) in allowed, place
+            seen.add(name)
+    assert seen or plan.structure.cluster > 1 or not plan.structure.staged
 
 
 def test_offsets_of_columns_count_bytes_of_rows(found: tuple[Plan, str, dict[str, int]]) -> None:
