@@ -77,7 +77,7 @@ def test_a_kernel_of_one_byte_operands_compiles_as_planned(warps: str) -> None:
     assert "using OutElement = bf16;" in source.text
     cubin, _ = compile_text(one.name, source.text, source.headers, "sm90a")
     products = one.launch("forward").products
-    assert count_instructions(cubin, "QGMMA") == products
+    assert count_instructions(cubin, "QGMMA") == count_instructions(cubin, "[HQ]GMMA") == products
     assert 2 * products == two.launch("forward").products
 
 

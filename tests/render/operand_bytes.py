@@ -77,12 +77,12 @@ def product_loops(text: str, numbers: Numbers) -> Iterator[Loop]:
 
 def places(text: str) -> Iterator[str]:
     """Yield the addresses of shared memory that are not those of copies: of matrices, and of what leaves registers."""
-    calls = r"\b(?:store_blocks|store_transposed|shared_at<u?int4>|(?:Matrix|Rows|Columns|[QKV]Matrix) \w+)\("
+    calls = r"\b(?:store_blocks|store_transposed|shared_at<u?int4>|\w*(?:Matrix|Rows|Columns) \w+|issue_dq)\("
     for match in re.finditer(calls, text):
-        place = _split(_inside(text, match.end()))[0]
-        if not re.search(r"\w\(", place):  # of a function, which is one of those below
-            yield place
-    yield from re.findall(r"(?:const uint32_t \w+ =|return) (k[A-Z]\w* \+[^;]*|warpgroup \* [^;]*);", text)
+        for place in _split(_inside(text, match.end())):
+            if re.match(r"(here \+ )?(k[A-Z]|out_rows|to\b)", place):
+                yield place
+    yield from re.findall(r"(?:const uint32_t \w+ =|return) ((?:here \+ )?k[A-Z]\w* \+[^;]*|warpgroup \* [^;]*);", text)
 
 
 def offset(loop: Loop, expression: str, value: int, numbers: Numbers, **others: int) -> int:

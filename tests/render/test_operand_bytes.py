@@ -12,6 +12,7 @@ import pytest
 
 from attngen.dtypes import DTYPES
 from attngen.plan import Plan
+from attngen.plan.operands import fragment_registers
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
 from tests.plan.one_byte import use_one_byte
@@ -105,7 +106,7 @@ def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> N
     plan, text, numbers = found
     element, seen = plan.operands.q, 0
     boxes_of_rows = ((numbers["kBoxColumns"], numbers["kBoxBytes"]), (64, 64 * element.bytes))  # and those of dS
-    sides = {numbers[name] for name in ("kBlockM", "kBlockN", "kKeys") if name in numbers}
+    sides = {numbers["kBlockM"], numbers.get("kKeys", numbers["kBlockN"])}
     for loop in product_loops(text, numbers):
         assert loop.step == element.mma_k
         values = range(0, loop.end, loop.step)
@@ -127,7 +128,7 @@ def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> N
 def test_descriptors_have_boxes_of_the_bytes_that_are_swizzled(found: tuple[Plan, str, dict[str, int]]) -> None:
     plan, text, numbers = found
     rows_of_boxes = {plan.structure.box_bytes, 64 * plan.operands.q.bytes}
-    sides = {numbers[name] for name in ("kBlockM", "kBlockN", "kKeys") if name in numbers}
+    sides = {numbers["kBlockM"], numbers.get("kKeys", numbers["kBlockN"])}
     matrices = re.findall(r"using \w+ = Matrix<(.*?), (.*?), (\d)>;", text)
     assert len(matrices) >= 3
     for leading, stride, _ in matrices:
@@ -141,39 +142,68 @@ def test_places_in_shared_memory_count_bytes_of_rows(found: tuple[Plan, str, dic
     """Rows of a box follow each other, 64 of a consumer; dS has boxes of the 64 keys of a consumer."""
     plan, text, numbers = found
     box, size = plan.structure.box_bytes, plan.operands.q.bytes
-    of_dq = numbers.get("kDqColumns", 0) * numbers["kBlockN"] * size
-    consumers = {numbers[name] for name in ("kOutBytes", "kDqBytes") if name in numbers} | {64 * box, of_dq}
-    moves = {
-        "warpgroup": (1, consumers | {rows * 64 * size for rows in (64, numbers["kBlockM"])}),
-        "row": (8, {8 * box}),
-        "q": (8, {8 * 64 * size}),
-        "i": (1, {16 * 64 * size, 16}),
-        "column": (box // plan.operands.out.bytes, {64 * box}),
+    keys = numbers.get("kKeys", numbers["kBlockN"])
+    consumer = {
+        "kDs": {rows * 64 * size for rows in (64, numbers["kBlockM"])},
+        "kDq": {numbers.get("kDqBytes")},
+        "kOut": {numbers.get("kOutBytes")},
+        "kK": {numbers.get("kDqColumns", 0) * keys * size},
+        "": {64 * box},
     }
-    seen = set()
     for place in places(text):
+        region = next((name for name in ("kDs", "kDq", "kOut", "kK") if re.search(rf"\b{name}\b", place)), "")
+        moves = {
+            "warpgroup": (1, consumer[region]),
+            "row": (8, {8 * box}),
+            "q": (8, {8 * 64 * size}),
+            "i": (1, {16 * 64 * size}),
+            "part": (1, {numbers.get("kVPart", 0) * keys * size}),
+            "column": (box // plan.operands.out.bytes, {64 * box}) if "out_rows" in place else (1, {keys * size}),
+        }
         for name, (count, allowed) in moves.items():
-            if "kChunks" in place or not re.search(rf"\b{name}\b", place):
-                continue  # dK and dV fill what they need, whatever their rows take
-            if name == "column" and "out_rows" not in place:
-                continue  # of operands: below
-            assert evaluate(place, {**numbers, name: count}) - evaluate(place, numbers) in allowed, place
-            seen.add(name)
-    assert seen or plan.structure.cluster > 1 or not plan.structure.staged
+            if "kChunks" not in place and re.search(rf"\b{name}\b", place):  # dK and dV fill what they need
+                moved = evaluate(place, {**numbers, name: count}) - evaluate(place, numbers)
+                assert moved in allowed, (place, name)
 
 
-def test_offsets_of_columns_count_bytes_of_rows(found: tuple[Plan, str, dict[str, int]]) -> None:
-    """In operands that products find some columns on: the parts of a cluster."""
+def test_copies_announce_the_bytes_that_they_bring(found: tuple[Plan, str, dict[str, int]]) -> None:
     plan, text, numbers = found
     size = plan.operands.q.bytes
-    for expression in _arguments(text, ("kK", "kV", "kOtherK")):
-        start = evaluate(expression, numbers)
-        for variable, columns in (("column", 1), ("part", numbers.get("kVPart", 0))):
-            moved = evaluate(expression, {**numbers, variable: 1}) - start
-            assert moved in {0, *(columns * numbers[rows] * size for rows in ("kBlockN", "kKeys") if rows in numbers)}
+    announced = {
+        evaluate(one, {**numbers, "inside": 1}) for one in re.findall(r"arrive_expecting\((?!int)(.*?)\);", text)
+    }
+    stage = {region.name: region.bytes for region in plan.structure.shared}
+    rings = {"q": "QRing_kStages", "k": "KRing_kStages", "v": "VRing_kStages", "dout": "DoutRing_kStages"}
+    wanted = {stage[name] // numbers[ring] for name, ring in rings.items() if name in stage and ring in numbers}
+    if plan.structure.consumers and plan.direction == "backward":
+        wanted = {stage[name] // numbers[rings[name]] for name in ("q", "dout")}
+        if plan.structure.cluster > 1:
+            wanted |= {stage["other_ds"] // 2, numbers["kKeys"] * size}  # of one column
+        else:
+            wanted |= {stage["k"] + stage["v"], numbers["kPieceBytes"]}
+    assert announced == wanted
 
 
-def _arguments(text: str, regions: tuple[str, ...]) -> list[str]:
-    """Return the sums that begin with a region of shared memory and count columns or parts."""
-    found = re.findall(rf"\b((?:{'|'.join(regions)}) \+ [^;{{}}]*?)(?:, \d|, \w+_map|\);)", text)
-    return [one for one in found if re.search(r"\b(column|part)\b", one) and one.count("(") == one.count(")")]
+def test_chunks_are_16_bytes(found: tuple[Plan, str, dict[str, int]]) -> None:
+    """What a lane reads, what swizzles exchange, and what a loader clears."""
+    plan, text, numbers = found
+    read = plan.operands.dout.chunk_elements
+    for expression in re.findall(r"<const int4\*>\(\w+ \+ .* \+ (\S+ \* chunk)\)", text):
+        assert evaluate(expression, {**numbers, "chunk": 1}) == read
+    for expression in re.findall(r"const int chunk = (column [^,;]*)", text):
+        columns = plan.structure.box_bytes // plan.operands.out.bytes
+        chunks = [evaluate(expression, {**numbers, "column": column}) for column in range(0, 2 * columns, 8)]
+        assert chunks == 2 * list(range(columns // plan.operands.out.chunk_elements))
+    for expression in re.findall(r"int i = (inside [^;]*?) \+ lane|i < (columns [^;]*);", text):
+        cleared = evaluate("".join(expression), {**numbers, "inside": 32, "columns": 32})
+        assert 16 * cleared == 32 * numbers["kKeys"] * plan.operands.k.bytes
+
+
+def test_probabilities_take_their_registers(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    if plan.direction == "backward":
+        return  # in pairs, as the kernel asserts
+    registers = [evaluate(one, numbers) for one in re.findall(r"uint32_t p\[(.*?)\];", text)]
+    assert registers == [fragment_registers(plan.tile_n, plan.operands.p)]
+    (step,) = re.findall(r"\(acc, p \+ (.*?), v\.at", text)
+    assert evaluate(step, {**numbers, "key": plan.operands.p.mma_k}) == 4
