@@ -12,9 +12,12 @@ import pytest
 
 from attngen.dtypes import DTYPES
 from attngen.plan import Plan
+from attngen.plan.arguments import STRIDED
 from attngen.plan.operands import fragment_registers
+from attngen.plan.schedules import schedules
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
+from attngen.resources import root
 from tests.plan.one_byte import use_one_byte
 from tests.plan.specs import planned
 from tests.render.operand_bytes import asserted, constants, copies, evaluate, offset, places, product_loops
@@ -206,3 +209,23 @@ def test_probabilities_take_their_registers(found: tuple[Plan, str, dict[str, in
     assert registers == [fragment_registers(plan.tile_n, plan.operands.p)]
     (step,) = re.findall(r"\(acc, p \+ (.*?), v\.at", text)
     assert evaluate(step, {**numbers, "key": plan.operands.p.mma_k}) == 4
+
+
+def test_every_schedule_and_layout_is_among_them() -> None:
+    plans = [planned(**fields, declared=DROPOUT) for fields in KERNELS.values()]  # type: ignore[arg-type]
+    rows = [row for direction in ("forward", "backward") for row in schedules(direction, backend="cuda")]
+    assert {plan.schedule for plan in plans} == {row.name for row in rows}
+    assert {plan.layout for plan in plans} == set(STRIDED)
+
+
+#: What rendered kernels may not show, since no plan here takes that line: sizes, boxes and steps of two bytes.
+_OF_TWO_BYTES = re.compile(
+    r"\* 2[,)]* *(?:\w+_)?map\b|% kBoxColumns \* 2|\bk\w*Bytes = [^;]* \* 2;|2 \* kBoxColumns;|\+= 16\)"
+)
+
+
+def test_no_line_of_a_template_takes_two_bytes_for_granted() -> None:
+    folder = root() / "templates" / "cuda"
+    for path in sorted(folder.glob("*/*.j2")):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            assert not _OF_TWO_BYTES.search(line), f"{path.relative_to(folder)}:{number}: {line.strip()}"
