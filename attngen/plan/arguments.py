@@ -76,9 +76,10 @@ def classifier_signature(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) 
 
 
 def pointer(plan: Plan, of: str) -> Argument:
-    """Return the address of a tensor of the plan's dtype."""
-    divisibility = plan.alignment if plan.alignment > plan.dtype.bytes else 0
-    return Argument(f"{of}_ptr", "pointer", f"*{plan.dtype.triton}", of=of, divisibility=divisibility)
+    """Return the address of an operand."""
+    element = plan.operands.of(of)
+    divisibility = plan.alignment if plan.alignment > element.bytes else 0
+    return Argument(f"{of}_ptr", "pointer", f"*{element.triton}", of=of, divisibility=divisibility)
 
 
 def row_pointer(of: str) -> Argument:
@@ -92,13 +93,15 @@ def descriptor(plan: Plan, of: str, name: str, rows: int, block: Columns, window
     if window is not None:
         box = (*box[:-3], 1, *box[-3:])
     shape = ",".join(map(str, box))
-    return Argument(name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box, window=window)
+    form = f"tensordesc<{plan.operands.of(of).triton}[{shape}]>"
+    return Argument(name, "descriptor", form, of=of, box=box, window=window)
 
 
 def tensor_map(
-    plan: Plan, of: str, rows: int, columns: int, *, window: int | None = None, packed: bool = False
+    plan: Plan, of: str, rows: int, box_bytes: int, *, window: int | None = None, packed: bool = False
 ) -> Argument:
-    """Return the tensor map of a CUDA kernel, whose box is ``rows`` rows of the ``columns`` that one copy brings."""
+    """Return the tensor map of a CUDA kernel, whose box is ``rows`` rows of ``box_bytes``, swizzled over these."""
+    columns = box_bytes // plan.operands.of(of).bytes
     box = (rows, 1, columns) if window is None else (1, rows, 1, columns)
     if not plan.varlen:
         box = (1, *box)
@@ -108,7 +111,7 @@ def tensor_map(
         "tensor_map",
         of=of,
         box=box,
-        swizzle=columns * plan.dtype.bytes,
+        swizzle=box_bytes,
         window=window,
         packed=packed,
     )
@@ -142,9 +145,9 @@ def map_strides(rows: str) -> Iterator[Argument]:
 
 
 def strides_of(plan: Plan, names: Iterable[str], *, promised: bool = True) -> Iterator[Argument]:
-    """Yield the strides of tensors of the plan's dtype, multiples of its alignment if that is ``promised``."""
-    elements = plan.alignment // plan.dtype.bytes if promised else 1
+    """Yield the strides of operands, multiples of the plan's alignment if that is ``promised``."""
     for name in names:
+        elements = plan.alignment // plan.operands.of(name).bytes if promised else 1
         for axis in STRIDED[plan.layout]:
             yield Argument(
                 f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis,

@@ -237,8 +237,8 @@ def _descriptor(
         raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
     described = geometry.views[of]
     tensor_map = TensorMap(
-        driver, device, geometry.launch.dtype, described.shape, described.strides, parameter.box, parameter.swizzle,
-        parameter.window, group_of(geometry.call) if parameter.packed else None,
+        driver, device, geometry.launch.dtype_of(of).name, described.shape, described.strides, parameter.box,
+        parameter.swizzle, parameter.window, group_of(geometry.call) if parameter.packed else None,
     )  # fmt: skip
     return tensor_map, position[of]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.addresses import LSE, OUT
-from attngen.runtime.arguments import Call, Number, contiguous_view, default_scale, softmax_scale_of
+from attngen.runtime.arguments import TORCH_DTYPES, Call, Number, contiguous_view, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.launch import PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
@@ -69,7 +69,7 @@ class PreparedCall:
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
         self.sinks_only = kernel is None and call.return_lse and call.variant.sink is not None
         self._device, self._scale = call.device, default_scale(call.head_dim_qk)
-        self._dtype = getattr(torch, _TORCH_DTYPES[call.dtype])
+        self._dtype = TORCH_DTYPES[call.dtype]
         self.scalars = Scalars(call)
         self._call = call.without_tensors()
         self._launch: PreparedLaunches | None = None
@@ -155,6 +155,3 @@ class PreparedCall:
         """What ran the forward, as messages name it."""
         assert self._kernel is not None
         return self._kernel.full_name
-
-
-_TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

@@ -25,7 +25,9 @@ def forward(
         specialized=specialized, persistent=specialized,
     )  # fmt: skip
     m, n = found.tile_m, found.tile_n
-    return forward_pipes(roles, driver="ranges", tile_m=m, tile_n=n, stages=stages, qk=128, v=128, warps=warps)
+    return forward_pipes(
+        roles, driver="ranges", tile_m=m, tile_n=n, stages=stages, qk=128, v=128, operands=found.operands, warps=warps
+    )
 
 
 @cache
@@ -34,7 +36,9 @@ def backward(q_stages: int, stages: int, warps: int, overlap: str) -> Pipes:
     found = _plan("backward", 128)
     assert found.structure is not None
     roles = replace(found.structure, q_stages=q_stages, overlap=overlap)
-    return backward_pipes(roles, tile_m=found.tile_m, stages=stages, qk=128, v=128, warps=warps)
+    return backward_pipes(
+        roles, tile_m=found.tile_m, stages=stages, qk=128, v=128, operands=found.operands, warps=warps
+    )
 
 
 @cache
@@ -43,7 +47,7 @@ def cluster(q_stages: int, stages: int, warps: int, *, ordered: bool) -> Pipes:
     found = _plan("backward", 256)
     assert found.structure is not None
     roles = replace(found.structure, q_stages=q_stages, ordered=ordered)
-    return cluster_pipes(roles, tile_m=found.tile_m, stages=stages, qk=256, v=256, warps=warps)
+    return cluster_pipes(roles, tile_m=found.tile_m, stages=stages, qk=256, v=256, operands=found.operands, warps=warps)
 
 
 @cache

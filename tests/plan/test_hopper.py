@@ -147,7 +147,7 @@ def test_regions_of_shared_memory_follow_each_other(head_dim: int, layout: str) 
     assert roles_of(plan).shared_bytes == end
     assert [region.name for region in regions][:4] == list(MATRICES)
     size = {region.name: region.bytes for region in regions}
-    width = widths(head_dim).width
+    width = widths(head_dim, plan.operands.q).width
     assert size["k"] == plan.stages * plan.tile_n * width * 2
     assert size["q"] == roles_of(plan).q_stages * plan.tile_m * width * 2
     assert size["k_full"] == size["v_empty"] == 8 * plan.stages
@@ -161,12 +161,13 @@ def test_padded_head_dims(head_dim: int) -> None:
     assert (columns.start, columns.used) == (0, head_dim)
     assert columns.width % 32 == 0
     assert 0 <= columns.width - head_dim < 32
-    assert columns.width % roles.box_columns == 0
-    assert columns.width - head_dim < roles.box_columns  # no copy lies outside of a windowed descriptor
+    box = roles.box_bytes // plan.operands.q.bytes
+    assert columns.width % box == 0
+    assert columns.width - head_dim < box  # no copy lies outside of a windowed descriptor
     assert columns.width % roles.out_columns == 0
     boxes = {a.of: (a.box, a.swizzle, a.window) for a in plan.arguments if a.kind == "descriptor"}
-    assert boxes["q"] == ((1, plan.tile_m, 1, roles.box_columns), 2 * roles.box_columns, None)
-    assert boxes["v"] == ((1, 1, plan.tile_n, 1, roles.box_columns), 2 * roles.box_columns, plan.tile_n)
+    assert boxes["q"] == ((1, plan.tile_m, 1, box), roles.box_bytes, None)
+    assert boxes["v"] == ((1, 1, plan.tile_n, 1, box), roles.box_bytes, plan.tile_n)
 
 
 @pytest.mark.parametrize(("variant", "driver"), [("allowed", "tile_map"), ("dilated", "classified")])

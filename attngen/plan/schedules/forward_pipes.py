@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attngen.dtypes import dtype
 from attngen.plan.model import Plan
+from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperForward
 
@@ -17,13 +17,14 @@ _ORDER = ("q", "k", "v", "out", "work", "barriers", "tile_info")
 
 
 def forward_pipes(
-    roles: HopperForward, *, driver: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int, warps: int = WARPGROUP
-) -> Pipes:
+    roles: HopperForward, *, driver: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands,
+    warps: int = WARPGROUP,
+) -> Pipes:  # fmt: skip
     """Return the pipes of a forward whose matrices have ``qk`` and ``v`` columns in shared memory.
 
     ``warps`` is the number of a consumer's warps, which a model may have fewer of.
     """
-    element, consumers = dtype("bf16").bytes, roles.consumers
+    consumers = roles.consumers
     each, loads = "each warpgroup", "the first warp"
     by_q = by_kv = loads
     if roles.specialized:
@@ -39,7 +40,7 @@ def forward_pipes(
         empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time")
         if roles.specialized
         else None,
-        stored=(("q", tile_m * qk * element),),
+        stored=(("q", tile_m * qk * operands.q.bytes),),
     )  # fmt: skip
     k = Ring(
         "k", stages, by_kv, each,
@@ -48,14 +49,14 @@ def forward_pipes(
         else "a tile of K stays until S is there",
         full=Signal(1, by_kv, f"a tile of K has landed{told}", bytes=True),
         empty=Signal(consumers, each, f"{done} K"),
-        stored=(("k", tile_n * qk * element), *tile_info),
+        stored=(("k", tile_n * qk * operands.k.bytes), *tile_info),
     )  # fmt: skip
     of_v = Ring(
         "v", stages, by_kv, each,
         guards="a tile of V stays until its product is added to O, one step behind K",
         full=Signal(1, by_kv, "a tile of V has landed", bytes=True),
         empty=Signal(consumers, each, f"{done} V"),
-        stored=(("v", tile_n * v * element),),
+        stored=(("v", tile_n * v * operands.v.bytes),),
     )  # fmt: skip
     work = Ring(
         "work", _SLOTS, "the scheduler", "the consumers and both loaders",
@@ -79,7 +80,7 @@ def forward_pipes(
         named=_named(roles, each),
         roles=_roles(roles),
         order=_ORDER,
-        others=(("out", tile_m * roles.out_columns * element),) if roles.staged else (),
+        others=(("out", tile_m * roles.out_columns * operands.out.bytes),) if roles.staged else (),
     )
 
 
@@ -88,7 +89,7 @@ def forward_pipes_of(plan: Plan) -> Pipes:
     assert isinstance(plan.structure, HopperForward)
     return forward_pipes(
         plan.structure, driver=plan.driver, tile_m=plan.tile_m, tile_n=plan.tile_n, stages=plan.stages,
-        qk=plan.columns_qk[0].width, v=plan.columns_v[0].width,
+        qk=plan.columns_qk[0].width, v=plan.columns_v[0].width, operands=plan.operands,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from attngen.arch import Arch
+from attngen.dtypes import SWIZZLE_BYTES, DType
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
 from attngen.plan import arguments
@@ -15,6 +16,7 @@ from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of
 from attngen.plan.schedules.structures import HopperForward
@@ -23,9 +25,12 @@ from attngen.schema.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
 _ROWS = 64  # query rows of a consumer: M of wgmma
-#: Bytes of a row that one wgmma sums over: K is 16 elements of 16 bits, 32 of 8 (PTX ISA, wgmma.mma_async).
-MMA_BYTES = 32
+#: Bytes of a row that one copy may bring, swizzled: as many as divide the rows of all operands. Rows are padded to
+#: the fewest.
+BOX_BYTES = (SWIZZLE_BYTES, 64)
 
+#: Keys that N of wgmma goes by in these kernels, at least.
+_LEAST_KEYS = 16
 #: Registers that a consumer needs beside S, P and O: addresses, references, indices and sums.
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
@@ -89,9 +94,15 @@ class HopperTile:
     roles: HopperForward
 
 
-def widths(head_dim: int) -> Columns:
-    """Return the columns that a head dim takes in shared memory: a multiple of 32, so that copies can be swizzled."""
-    return Columns(0, -(-head_dim // 32) * 32, head_dim)
+def widths(head_dim: int, element: DType, parts: int = 1) -> Columns:
+    """Return the columns that a head dim takes in shared memory: whole copies, of each of so many ``parts``."""
+    columns = parts * BOX_BYTES[-1] // element.bytes
+    return Columns(0, -(-head_dim // columns) * columns, head_dim)
+
+
+def widest_box(*row_bytes: int) -> int:
+    """Return the bytes of a row of one copy, of which operands with rows of so many bytes have a whole number."""
+    return next(box for box in BOX_BYTES if all(size % box == 0 for size in row_bytes))
 
 
 def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
@@ -113,6 +124,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
         raise refuse(
             spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
         )
+    operands = operands_of(spec)
     tile = hopper_tile(spec, arch, driver)
     roles = tile.roles
     warpgroups = roles.consumers + roles.specialized
@@ -132,8 +144,8 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
         ),
-        columns_qk=(widths(spec.head_dim_qk),),
-        columns_v=(widths(spec.head_dim_v),),
+        columns_qk=(widths(spec.head_dim_qk, operands.q),),
+        columns_v=(widths(spec.head_dim_v, operands.v),),
         backend="cuda",
         schedule=schedule,
         loads="descriptor",
@@ -164,7 +176,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
 
 def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    boxes = partial(arguments.tensor_map, plan, columns=roles.box_columns)
+    boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
     staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.varlen else []
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n),
@@ -184,8 +196,7 @@ def _products(planned: Plan, roles: HopperForward) -> int:
     Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own. Without a
     producer a block has one tile of work, and no Q K^T after it.
     """
-    depth = MMA_BYTES // planned.dtype.bytes
-    qk, pv = planned.columns_qk[0].width // depth, planned.tile_n // depth
+    qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
     if not roles.specialized:
         return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
@@ -196,7 +207,8 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
 
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
     """
-    qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
+    operands = operands_of(spec)
+    qk, v = widths(spec.head_dim_qk, operands.q).width, widths(spec.head_dim_v, operands.v).width
     families = _families(spec)
     choice = next(row for row in _TABLE if row.family in families and max(qk, v) <= row.head_dim)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n] if spec.roles and not spec.tile_n else []
@@ -209,13 +221,16 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
 
 def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: int) -> HopperTile:
     """Return the tile of so many keys."""
-    qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "p")
+    qk, v = widths(spec.head_dim_qk, element).width, widths(spec.head_dim_v, element).width
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
-    if tile_n % 16 or not 16 <= tile_n <= 256:
-        nearest = min(max(round(tile_n / 16) * 16, 16), 256)
-        raise refuse(spec, "tile.n", f"{tile_n} is no multiple of 16 from 16 to 256; nearest: {nearest}")
+    step = max(_LEAST_KEYS, element.mma_k)
+    if tile_n % step or not step <= tile_n <= 256:
+        nearest = min(max(round(tile_n / step) * step, step), 256)
+        raise refuse(spec, "tile.n", f"{tile_n} is no multiple of {step} from {step} to 256; nearest: {nearest}")
     specialized = roles.producer != 0
     if not specialized:
         _check_unified(spec, roles, driver)
@@ -226,7 +241,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
     stages = spec.stages or 2
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
-    box = 64 if qk % 64 == 0 and v % 64 == 0 else 32
+    box = widest_box(qk * element.bytes, v * element.bytes)
     softmax = spec.softmax or _SOFTMAXES[0]
     draft = HopperForward(
         specialized=specialized,
@@ -240,7 +255,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
         staged=spec.epilogue != "direct",
         skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - _ROWS,
         q_stages=1,
-        box_columns=box,
+        box_bytes=box,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
         redo_above=_REDO_ABOVE[spec.dtype],
@@ -248,7 +263,9 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
         softmax=softmax,
         shared=(),
     )
-    return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v))
+    return HopperTile(
+        tile_m, tile_n, stages, _with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
+    )
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -347,7 +364,7 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
         return 0, even
     default = _REGISTERS[consumers]
     busy = _searches(spec) or spec.pack_gqa is True
-    if busy and _needed_registers(tile_n, width_v) <= _SEARCHING_REGISTERS[consumers][1]:
+    if busy and _needed_registers(tile_n, width_v, operands_of(spec)) <= _SEARCHING_REGISTERS[consumers][1]:
         default = _SEARCHING_REGISTERS[consumers]
     producer = roles.producer_registers or default[0]
     consumer = roles.consumer_registers or default[1]
@@ -375,20 +392,28 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
     return producer, consumer
 
 
-def _needed_registers(tile_n: int, width_v: int) -> int:
+def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:
     """Return what logits, probabilities, outputs and the rest take of a thread."""
-    return tile_n // 2 + tile_n // 4 + width_v // 2 + _OTHER_REGISTERS
+    return sum(_fragments(tile_n, width_v, operands)) + _OTHER_REGISTERS
+
+
+def _fragments(tile_n: int, width_v: int, operands: Operands) -> tuple[int, int, int]:
+    """Return the registers of a thread that S, P and O take."""
+    logits, outputs = (fragment_registers(columns, operands.accumulator) for columns in (tile_n, width_v))
+    return logits, fragment_registers(tile_n, operands.p), outputs
 
 
 def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int) -> None:
     """Refuse a tile whose logits, probabilities and outputs a thread cannot hold."""
-    needed = _needed_registers(tile_n, width_v)
+    operands = operands_of(spec)
+    needed = _needed_registers(tile_n, width_v, operands)
     if needed > consumer and "spill" not in spec.allow:
+        s, p, o = _fragments(tile_n, width_v, operands)
         raise refuse(
             spec,
             "tile",
-            f"a consumer has {consumer} registers and needs {needed}: S {tile_n // 2} + P {tile_n // 4} + "
-            f"O {width_v // 2} + others {_OTHER_REGISTERS}; "
+            f"a consumer has {consumer} registers and needs {needed}: S {s} + P {p} + O {o} + "
+            f"others {_OTHER_REGISTERS}; "
             + ("a smaller tile.n needs less" if tile_n > min(_FEWER_KEYS) else "fewer consumers have more each"),
         )
 
@@ -408,13 +433,17 @@ def _with_memory(
     stages: int,
     qk: int,
     v: int,
+    operands: Operands,
 ) -> HopperForward:
     """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
-    parts = [columns for columns in (v // 2, 64, 32) if columns % draft.box_columns == 0 and v % columns == 0]
+    box = draft.box_bytes // operands.out.bytes
+    parts = [columns for columns in (v // 2, 64, 32) if columns % box == 0 and v % columns == 0]
     choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
-        pipes = forward_pipes(roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v)
+        pipes = forward_pipes(
+            roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands
+        )
         regions = pipes.regions
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:

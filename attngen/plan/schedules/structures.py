@@ -19,7 +19,7 @@ class HopperForward(Structure):
     longest_first: bool  # query tiles from the last to the first, head by head within a section
     staged: bool  # outputs leave through shared memory
     q_stages: int  # tiles of Q in flight
-    box_columns: int  # columns of one copy
+    box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once
     lookahead: int  # steps before the end of a tile at which the next one is taken
     redo_above: str  # literal; see docs/performance.md
@@ -46,7 +46,7 @@ class HopperBackward(Structure):
     rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
     rows_early: bool  # the loader asks for LSE and D of a step before it has a place for them
     q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
-    box_columns: int  # columns of one copy
+    box_bytes: int  # of a row of one copy, over which it is swizzled
     dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
     dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys behind its sums

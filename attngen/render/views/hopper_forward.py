@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from attngen.dtypes import dtype
+from attngen.dtypes import DType, dtype
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Argument, Columns, Plan
@@ -22,6 +22,9 @@ _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O on its way out",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
+#: How descriptors of wgmma name the swizzle of rows of so many bytes, and what it exchanges chunks by.
+SWIZZLES = {128: 1, 64: 2}
+SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
 _TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t"}
 
 
@@ -56,6 +59,7 @@ class CudaView:
     command: str
     summary: str
     uses_expressions: bool
+    element: DType  # of q, k, v and p
     width_qk: int
     padding_qk: str
     width_v: int
@@ -132,6 +136,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         command=command(plan),
         summary=summary(plan),
         uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
+        element=plan.operands.shared("q", "k", "v", "p"),
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
@@ -140,7 +145,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
             RegionView(constant(region.name), region.offset, _region_text(region.name, region.bytes))
             for region in hopper.shared
         ),
-        swizzle={64: 1, 32: 2}[hopper.box_columns],
+        swizzle=SWIZZLES[hopper.box_bytes],
         region_bytes={region.name: region.bytes for region in hopper.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
         tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
@@ -173,10 +178,10 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         first_head="0" if plan.pack_gqa else "work.h",
         query_box=_query_box(plan),
         seqlen_q="work.seqlen_q" if plan.varlen else "seqlen_q",
-        head_dim_v_chunks=plan.head_dim_v // 8,
+        head_dim_v_chunks=plan.head_dim_v // plan.operands.out.chunk_elements,
         out_row=f"(out_ptr + {head}{h} * stride_out_h + ({head_rows}) * stride_out_s)",
         lse_row=f"lse_ptr[{lse if plan.varlen else dense_lse}]",
-        swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
+        swizzled_row=SWIZZLED_ROWS[hopper.box_bytes],
         pending_stage="held.stage" if hopper.skips else "v_ring.stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
@@ -236,7 +241,8 @@ def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str
         name = argument.type.removeprefix("*")
         tensor = (argument.of or "").removeprefix("tensor:")
         name = next((own.dtype for own in plan.variant.tensors if own.name == tensor), name)
-        element = _TYPES.get(name) or dtype(name).cuda
+        operand = argument.of if argument.of in plan.operands.to_dict() else None
+        element = plan.operands.of(operand).cuda if operand else _TYPES.get(name) or dtype(name).cuda
         return f"{'' if argument.of in written else 'const '}{element}* {argument.name},"
     return f"{_TYPES[argument.type]} {argument.name},"
 

@@ -34,8 +34,8 @@ def memory_of(plan: Plan, launch: Launch) -> GradientMemory:
         stages=launch.stages,
         width_qk=padded_width(plan.columns_qk),
         width_v=padded_width(plan.columns_v),
-        element_bytes=plan.dtype.bytes,
-        names=("K", "V", "Q", "dO") if by_keys else ("Q", "dO", "K", "V"),
+        operands=plan.operands,
+        by_keys=by_keys,
     )
 
 

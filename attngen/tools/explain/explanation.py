@@ -397,7 +397,7 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
         stages=plan.stages,
         width_qk=padded_width(plan.columns_qk),
         width_v=padded_width(plan.columns_v),
-        element_bytes=plan.dtype.bytes,
+        operands=plan.operands,
     )
     scalars, visits = measured.of(plan)
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))

@@ -8,6 +8,7 @@ from typing import Any
 
 from attngen.plan.floors import ROWS, Floor, floor
 from attngen.plan.model import Plan
+from attngen.plan.operands import fragment_registers
 from attngen.plan.pipes import Pipes
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.structures import HopperForward
@@ -180,7 +181,9 @@ _SOFTMAX = {
 
 def _registers(plan: Plan, hopper: HopperForward) -> Registers:
     launch = min(plan.arch.registers // plan.threads // 8 * 8, 256)
-    s, p, o = plan.tile_n // 2, plan.tile_n // 4, plan.columns_v[0].width // 2
+    given = plan.operands
+    s, o = (fragment_registers(columns, given.accumulator) for columns in (plan.tile_n, plan.columns_v[0].width))
+    p = fragment_registers(plan.tile_n, given.p)
     producer, consumer = hopper.producer_registers, hopper.consumer_registers
     return Registers(
         producer=producer,

@@ -62,6 +62,7 @@ __device__ __forceinline__ void keep_references(
 template <typename Element, int kCount>
 __device__ __forceinline__ void exponentiate(
     const float (&s)[kCount], float scale, const float (&reference)[2], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
+  static_assert(sizeof(Element) == 2);  // pairs of an accumulator lie as the A operand wants them
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
     const float low = exp2_approx(fmaf(s[i], scale, -reference[row_of(i)]));
