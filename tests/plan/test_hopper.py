@@ -54,7 +54,7 @@ def test_every_choice_of_a_spec_lands_in_the_plan() -> None:
     )
     roles = roles_of(plan)
     assert (plan.tile_m, plan.tile_n, plan.stages, plan.softmax) == (128, 80, 3, "lazy")
-    assert (roles.producer_registers, roles.consumer_registers) == (24, 240)
+    assert (roles.registers_of("loader"), roles.registers_of("consumers")) == (24, 240)
     assert not roles.overlap
     assert not roles.persistent
     assert "tile_counter" not in [argument.name for argument in plan.arguments]
@@ -114,7 +114,7 @@ def test_every_head_dim_has_a_tile_that_fits(variant: str, dtype: str) -> None:
         assert roles.shared_bytes <= plan.arch.shared_memory, plan.name
         threads = 128 * (roles.consumers + 1)
         launched = min(65536 // threads // 8 * 8, 256)
-        granted = 128 * (roles.producer_registers + roles.consumers * roles.consumer_registers)
+        granted = 128 * (roles.registers_of("loader") + roles.consumers * roles.registers_of("consumers"))
         assert granted <= threads * launched <= 65536
 
 
@@ -182,8 +182,8 @@ def test_without_a_producer_all_warpgroups_are_alike(consumers: int) -> None:
     assert (plan.schedule, plan.threads) == ("hopper_unified", 128 * consumers)
     assert (roles.specialized, roles.persistent, roles.pingpong, roles.skips) == (False, False, False, False)
     assert roles.overlap
-    assert plan.threads * roles.consumer_registers <= 65536
-    assert roles.consumer_registers <= 255
+    assert plan.threads * roles.registers_of("consumers") <= 65536
+    assert roles.registers_of("consumers") <= 255
     assert "tile_counter" not in [argument.name for argument in plan.arguments]
     names = [region.name for region in roles.shared]
     assert names == ["q", "k", "v", "out", "q_full", "k_full", "k_empty", "v_full", "v_empty"]

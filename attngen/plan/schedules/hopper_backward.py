@@ -19,8 +19,8 @@ from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Launch, Plan, Workspace
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of
-from attngen.plan.schedules.cluster_pipes import cluster_pipes
+from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of, backward_roles
+from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.hopper_forward import MMA_BYTES, widths
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
@@ -144,8 +144,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     by_rows = choice.tile_m == _KEYS
     draft = HopperBackward(
         consumers=_CONSUMERS,
-        producer_registers=registers[0],
-        consumer_registers=registers[1],
+        warp_roles=backward_roles(_CONSUMERS, *registers),
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
@@ -216,13 +215,11 @@ def _clustered(draft: HopperBackward, qk: int, v: int, *, divides: bool) -> Hopp
     all_of_dq, columns = max(qk, v) <= _ALL_OF_DQ, qk // _CLUSTER
     parts = [part for part in _REGISTERS_OF_PART if columns % part == 0]
     part = columns if all_of_dq else parts[-1 if divides else 0]
-    producer, consumers, queries = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
+    registers = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
     return replace(
         draft,
         cluster=_CLUSTER,
-        producer_registers=producer,
-        consumer_registers=consumers,
-        queries_registers=queries,
+        warp_roles=cluster_roles(*registers, ordered=draft.ordered),
         box_columns=64 if part % 64 == 0 else 32,  # of which V has a whole number in any case
         dq_columns=columns,
         dq_part=part,
@@ -488,4 +485,5 @@ SCHEDULE = Schedule(
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_backward", "wgmma"),
     alternatives=alternatives,
     pipes=backward_pipes_of,
+    explanation="attngen.tools.explain.hopper_backward:BlockExplanation",
 )

@@ -377,4 +377,5 @@ SCHEDULE = Schedule(
     supports=lambda arch: True,
     plan=_plan,
     alternatives=_alternatives,
+    explanation="attngen.tools.explain.backward:BackwardExplanation",
 )
