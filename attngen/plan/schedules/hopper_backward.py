@@ -13,7 +13,7 @@ from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, naming
-from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
+from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, SPILLS, left_to_others
 from attngen.plan.choices import check_head_dims, driver_of, refuse
 from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Launch, Plan, Workspace
@@ -99,7 +99,6 @@ _CLUSTER = 2
 #: Registers of a thread that produces, that keeps dK or dV, and that multiplies dQ, up to this head dim and beyond: of
 #: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more; few of them leave more to
 #: what finds tiles.
-_ALL_OF_DQ = 192
 _ALL_REGISTERS = (40, 192, 88)
 _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
@@ -212,7 +211,7 @@ def is_wide(spec: KernelSpec) -> bool:
 
 def _clustered(draft: HopperBackward, qk: int, v: int, *, divides: bool) -> HopperBackward:
     """Return the roles of a block of a cluster; a mask that ``divides`` positions takes more of what finds tiles."""
-    all_of_dq, columns = max(qk, v) <= _ALL_OF_DQ, qk // _CLUSTER
+    all_of_dq, columns = max(qk, v) <= ALL_OF_DQ, qk // _CLUSTER
     parts = [part for part in _REGISTERS_OF_PART if columns % part == 0]
     part = columns if all_of_dq else parts[-1 if divides else 0]
     registers = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
@@ -261,33 +260,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    if spec.variant.dropout and _varies(spec):
-        return refuse(
-            spec,
-            "backward",
-            "scores whose derivative differs from pair to pair, or from head to head, have no dropout in cuda; "
-            "allowed: triton",
-        )
-    if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and _varies(spec) and _takes_registers(spec.variant):
-        return refuse(
-            spec,
-            "backward",
-            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a score whose derivative differs from pair "
-            "to pair, or from head to head, beside tensors that are read by position or a mask of several comparisons; "
-            "allowed: triton",
-        )
-    both_read = reads_data_per_key(spec.variant) and reads_positions(replace(spec.variant, mask=TRUE))
-    if (
-        max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ
-        and both_read
-        and (spec.deterministic or spec.variant.dropout)
-    ):
-        return refuse(
-            spec,
-            "backward",
-            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a fixed order or dropout beside a mask and "
-            "a score that both read tensors by position; allowed: triton",
-        )
+    for row in left_to_others("backwards in CUDA", max(spec.head_dim_qk, spec.head_dim_v), _traits(spec)):
+        return refuse(spec, "backward", f"{row.says}; allowed: triton")
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
@@ -296,10 +270,19 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _takes_registers(variant: Variant) -> bool:
-    """Whether tensors are read by position, or the mask is made of more than one comparison."""
+def _traits(spec: KernelSpec) -> frozenset[str]:
+    """Return what the table of refusals asks about a spec: what takes registers beside sums and products."""
+    variant = spec.variant
     several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
-    return several or reads_positions(variant)
+    of_score = replace(variant, mask=TRUE)
+    found = {
+        "dropout": variant.dropout,
+        "ordered": spec.deterministic,
+        "varying_derivative": _varies(spec),
+        "positions_or_comparisons": several or reads_positions(variant),
+        "both_read": reads_data_per_key(variant) and reads_positions(of_score),
+    }
+    return frozenset(name for name, holds in found.items() if holds)
 
 
 def _varies(spec: KernelSpec) -> bool:
