@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
 from attngen.errors import PlanError
 from attngen.plan import Plan
+from attngen.plan.schedules import hopper_forward
 from attngen.plan.schedules.hopper_forward import HopperForward, widths
+from attngen.render import render
 from tests.plan.specs import planned
 
 HEAD_DIMS = range(8, 257, 8)
@@ -266,7 +269,7 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
             r"pingpong needs at least 2 consumers .* allowed: cooperative",
         ),
         ({"warps": "{producer: 0}", "pack_gqa": "true"}, r"pack_gqa: without a producer .* allowed: false"),
-        ({"warps": "{consumer: 4}"}, r"4 consumers are not allowed; allowed: 1, 2, 3"),
+        ({"warps": "{consumer: 4}"}, r"4 consumers are not allowed; allowed: 1, 2, 3: .* 8 of its 32 lanes"),
         (
             {"warps": "{producer: 0, schedule: pingpong}"},
             r"warps: without a producer .* warpgroups take no turns; allowed: cooperative",
@@ -363,3 +366,25 @@ def test_memory_is_given_up_in_order() -> None:
     assert (small.q_stages, small.out_columns) == (2, 64)
     assert large.q_stages == 1
     assert large.shared_bytes <= 227 * 1024
+
+
+def test_no_table_has_more_consumers_than_a_warp_has_lanes_for() -> None:
+    """The scheduler has eight lanes for each consumer, and eight for all rows; tables of another size would be wrong."""
+    most = HopperForward.most_consumers
+    assert most == 32 // 8 - 1
+    assert set(hopper_forward._REGISTERS) == set(hopper_forward._SEARCHING_REGISTERS) == set(hopper_forward._TILE_TIMES)
+    assert max(hopper_forward._REGISTERS) == most
+    assert max(row.consumers for row in hopper_forward._TABLE) <= most
+    roles = roles_of(on_hopper())
+    for consumers in (0, most + 1):
+        with pytest.raises(ValueError, match=f"{consumers} consumers, of 1 to {most}"):
+            replace(roles, consumers=consumers)
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+@pytest.mark.parametrize("producer", [0, 1])
+def test_each_part_of_a_warp_finds_what_one_consumer_sees(consumers: int, producer: int) -> None:
+    text = render(on_hopper(warps=f"{{producer: {producer}, consumer: {consumers}}}")).text
+    assert "const int part = lane / 8;" in text
+    assert "8 * kConsumers" in text
+    assert 8 * (consumers + 1) <= 32

@@ -323,7 +323,12 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     by_default = 1 if spec.pack_gqa else choice.consumers
     consumers = roles.consumer or from_tile or by_default
     if consumers not in _REGISTERS:
-        raise refuse(spec, "warps", f"{consumers} consumers are not allowed; allowed: 1, 2, 3")
+        raise refuse(
+            spec,
+            "warps",
+            f"{consumers} consumers are not allowed; allowed: {', '.join(map(str, _REGISTERS))}: a warp finds what the "
+            f"rows of each see in {HopperForward.lanes_of_part} of its 32 lanes, and in as many what all rows see",
+        )
     if from_tile not in (None, consumers):
         raise refuse(
             spec, "tile.m", f"{spec.tile_m} rows are not {consumers} consumers x {_ROWS}; nearest: {_ROWS * consumers}"

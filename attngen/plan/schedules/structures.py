@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from attngen.plan.model import Structure
 
@@ -10,6 +11,10 @@ from attngen.plan.model import Structure
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperForward(Structure):
     """Roles, pipeline and memory of a Hopper forward; a consumer has 64 query rows."""
+
+    #: Lanes of a warp that find what the rows of one consumer see; so many more find what all rows see.
+    lanes_of_part: ClassVar[int] = 8
+    most_consumers: ClassVar[int] = 32 // lanes_of_part - 1
 
     specialized: bool  # a warpgroup more produces; else those that multiply also load
     pingpong: bool  # consumers take turns at the tensor cores
@@ -23,6 +28,11 @@ class HopperForward(Structure):
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
     softmax: str
+
+    def __post_init__(self) -> None:
+        """Check that a warp has lanes for each consumer: the templates count on it."""
+        if not 1 <= self.consumers <= self.most_consumers:
+            raise ValueError(f"{self.consumers} consumers, of 1 to {self.most_consumers}")
 
     @property
     def schedule(self) -> str:
