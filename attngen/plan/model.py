@@ -150,6 +150,16 @@ class Region:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Warps of a block that do the same, from ``first`` on, and the registers of each thread."""
+
+    name: str
+    first: int
+    warps: int
+    registers: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
     """What a schedule decides beside what all plans have; one that decides more than this has a subclass."""
@@ -158,6 +168,14 @@ class Structure:
     skips: bool = False  # a consumer passes over tiles that only other consumers see
     persistent: bool = False  # a block works until no tile is left
     shared: tuple[Region, ...] = ()
+    warp_roles: tuple[Role, ...] = ()  # and their registers; none where all warps do the same
+
+    def registers_of(self, role: str) -> int:
+        """Return the registers of each thread of a role; KeyError if there is none of that name."""
+        for one in self.warp_roles:
+            if one.name == role:
+                return one.registers
+        raise KeyError(role)
 
     @property
     def shared_bytes(self) -> int:

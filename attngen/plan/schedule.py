@@ -24,7 +24,8 @@ class Schedule:
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns what warps of a kernel
-    hand to each other, where it says so itself.
+    hand to each other, where it says so itself. ``explanation`` is the function, as ``module:name``, that turns a
+    plan and its pipes into what ``attngen explain`` says of it alone.
     """
 
     name: str
@@ -39,3 +40,4 @@ class Schedule:
     keep_promises: Callable[[KernelSpec], None] = lambda spec: None
     templates: Path | None = None
     pipes: Callable[[Plan], Pipes] | None = None
+    explanation: str = "attngen.tools.explain.schedule:ScheduleExplanation"

@@ -41,9 +41,11 @@ def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -
         elif region.name != "sum_tile":
             assert region.offset % 8 == 0
     # what a launch reserves for each thread of four warpgroups, and what its roles make of it
-    assert roles.producer_registers + 2 * roles.consumer_registers + roles.queries_registers <= 4 * (65536 // 512)
-    assert roles.consumer_registers >= 64 // 2 + max(columns_qk.width, columns_v.width) // 2  # a product, dK or dV
-    assert roles.queries_registers >= roles.dq_part // 2
+    loads, values, keys, queries = (roles.registers_of(name) for name in ("query_loader", "values", "keys", "queries"))
+    assert loads + values + keys + queries <= 4 * (65536 // 512)
+    assert values == keys
+    assert values >= 64 // 2 + max(columns_qk.width, columns_v.width) // 2  # a product, dK or dV
+    assert queries >= roles.dq_part // 2
     sizes = {region.name: region.bytes for region in roles.shared}
     assert sizes["q"] >= 64 * columns_qk.width * 2  # where dK goes out
     assert sizes["dout"] >= 64 * columns_v.width * 2  # and dV
@@ -129,7 +131,7 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
         if region.name in ("k", "v", "q", "dout", "ds"):  # swizzled by 128 bytes x 8 rows
             assert region.offset % 1024 == 0
     # what a launch reserves for each thread, and what its roles make of it
-    assert roles.producer_registers + roles.consumers * roles.consumer_registers <= 3 * (
+    assert roles.registers_of("loader") + roles.consumers * roles.registers_of("consumers") <= 3 * (
         65536 // found.threads // 8 * 8
     )
     assert roles.sum_columns >= head_dim

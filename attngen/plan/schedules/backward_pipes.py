@@ -89,7 +89,7 @@ def backward_pipes(
     return Pipes(
         (kv, q, dout, dq, work, piece, ds),
         named=_named(roles),
-        roles=_roles(roles),
+        roles=roles.warp_roles,
         order=_ORDER,
         others=(("sum_tile", sums),),  # read behind dq_full, and written 8 steps later: more than are in flight
     )
@@ -118,12 +118,13 @@ def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
     )
 
 
-def _roles(roles: HopperBackward) -> tuple[Role, ...]:
-    """Return the warps: consumers first, then the producer's, of which the third has nothing to do."""
-    first, registers = WARPGROUP * roles.consumers, roles.producer_registers
+def backward_roles(consumers: int, producer: int, consumer: int) -> tuple[Role, ...]:
+    """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
+    producer's, of which the third has nothing to do."""
+    first = WARPGROUP * consumers
     return (
-        Role("consumers", 0, first, roles.consumer_registers),
-        Role("loader", first, 1, registers),
-        Role("adder", first + 1, 1, registers),
-        Role("rounder", first + 3, 1, registers),
+        Role("consumers", 0, first, consumer),
+        Role("loader", first, 1, producer),
+        Role("adder", first + 1, 1, producer),
+        Role("rounder", first + 3, 1, producer),
     )

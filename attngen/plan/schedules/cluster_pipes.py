@@ -85,7 +85,7 @@ def cluster_pipes(
         named=(
             NamedBarrier("group", 1, 2, 32 * WARPGROUP, "threads of a warpgroup meet around dS, dK and dV"),
         ),
-        roles=_roles(roles),
+        roles=roles.warp_roles,
         order=_ORDER,
         others=(("sum_tile", 4 * SUMS), *([("index", 4)] if roles.ordered else [])),
     )  # fmt: skip
@@ -100,13 +100,13 @@ def cluster_pipes_of(plan: Plan) -> Pipes:
     )  # fmt: skip
 
 
-def _roles(roles: HopperBackward) -> tuple[Role, ...]:
-    """Return the warps of a block, a warpgroup for each of values, keys and queries, then the loaders'."""
-    first, registers = 3 * WARPGROUP, roles.producer_registers
-    loaders = ("query_loader", "dout_loader", "row_loader", *(["turns"] if roles.ordered else []))
+def cluster_roles(producer: int, consumer: int, queries: int, *, ordered: bool) -> tuple[Role, ...]:
+    """Return the warps of a block with the registers of their threads: a warpgroup for each of values, keys and
+    queries, then the loaders'."""
+    first, loaders = 3 * WARPGROUP, ("query_loader", "dout_loader", "row_loader", *(["turns"] if ordered else []))
     return (
-        Role("values", 0, WARPGROUP, roles.consumer_registers),
-        Role("keys", WARPGROUP, WARPGROUP, roles.consumer_registers),
-        Role("queries", 2 * WARPGROUP, WARPGROUP, roles.queries_registers),
-        *(Role(name, first + i, 1, registers) for i, name in enumerate(loaders)),
+        Role("values", 0, WARPGROUP, consumer),
+        Role("keys", WARPGROUP, WARPGROUP, consumer),
+        Role("queries", 2 * WARPGROUP, WARPGROUP, queries),
+        *(Role(name, first + i, 1, producer) for i, name in enumerate(loaders)),
     )

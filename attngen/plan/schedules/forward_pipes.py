@@ -78,7 +78,7 @@ def forward_pipes(
     return Pipes(
         (q, k, of_v, *([work] if roles.specialized else []), *([asked] if roles.persistent else [])),
         named=_named(roles, each),
-        roles=_roles(roles),
+        roles=roles.warp_roles,
         order=_ORDER,
         others=(("out", tile_m * roles.out_columns * operands.out.bytes),) if roles.staged else (),
     )
@@ -108,11 +108,14 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
     return tuple(found)
 
 
-def _roles(roles: HopperForward) -> tuple[Role, ...]:
-    """Return the warps: consumers first, then the producer's, of which the last has nothing to do."""
-    first = WARPGROUP * roles.consumers
-    consumers = Role("consumers", 0, first, roles.consumer_registers)
-    if not roles.specialized:
-        return (consumers,)
-    producers = ("scheduler", "loader", "query_loader")
-    return consumers, *(Role(name, first + i, 1, roles.producer_registers) for i, name in enumerate(producers))
+def forward_roles(consumers: int, producer: int, consumer: int) -> tuple[Role, ...]:
+    """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
+    producer's, of which the last has nothing to do."""
+    first, producers = WARPGROUP * consumers, ("scheduler", "loader", "query_loader")
+    alone = (Role(name, first + i, 1, producer) for i, name in enumerate(producers))
+    return Role("consumers", 0, first, consumer), *alone
+
+
+def alike(consumers: int, registers: int) -> tuple[Role, ...]:
+    """Return the warps where all do the same."""
+    return (Role("consumers", 0, WARPGROUP * consumers, registers),)

@@ -14,15 +14,15 @@ from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, naming
-from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
+from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, SPILLS, left_to_others
 from attngen.plan.choices import check_head_dims, driver_of, refuse
 from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of
-from attngen.plan.schedules.cluster_pipes import cluster_pipes
+from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of, backward_roles
+from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.hopper_forward import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
@@ -103,7 +103,6 @@ _CLUSTER = 2
 #: Registers of a thread that produces, that keeps dK or dV, and that multiplies dQ, up to this head dim and beyond: of
 #: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more; few of them leave more to
 #: what finds tiles.
-_ALL_OF_DQ = 192
 _ALL_REGISTERS = (40, 192, 88)
 _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
@@ -150,8 +149,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     by_rows = choice.tile_m == _KEYS
     draft = HopperBackward(
         consumers=_CONSUMERS,
-        producer_registers=registers[0],
-        consumer_registers=registers[1],
+        warp_roles=backward_roles(_CONSUMERS, *registers),
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
@@ -221,16 +219,14 @@ def is_wide(spec: KernelSpec) -> bool:
 
 def _clustered(draft: HopperBackward, qk: int, v: int, element: DType, *, divides: bool) -> HopperBackward:
     """Return the roles of a block of a cluster; a mask that ``divides`` positions takes more of what finds tiles."""
-    all_of_dq, columns = max(qk, v) <= _ALL_OF_DQ, qk // _CLUSTER
+    all_of_dq, columns = max(qk, v) <= ALL_OF_DQ, qk // _CLUSTER
     parts = [part for part in _REGISTERS_OF_PART if columns % part == 0]
     part = columns if all_of_dq else parts[-1 if divides else 0]
-    producer, consumers, queries = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
+    registers = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
     return replace(
         draft,
         cluster=_CLUSTER,
-        producer_registers=producer,
-        consumer_registers=consumers,
-        queries_registers=queries,
+        warp_roles=cluster_roles(*registers, ordered=draft.ordered),
         box_bytes=widest_box(part * element.bytes),  # of which V has a whole number in any case
         dq_columns=columns,
         dq_part=part,
@@ -272,33 +268,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    if spec.variant.dropout and _varies(spec):
-        return refuse(
-            spec,
-            "backward",
-            "scores whose derivative differs from pair to pair, or from head to head, have no dropout in cuda; "
-            "allowed: triton",
-        )
-    if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and _varies(spec) and _takes_registers(spec.variant):
-        return refuse(
-            spec,
-            "backward",
-            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a score whose derivative differs from pair "
-            "to pair, or from head to head, beside tensors that are read by position or a mask of several comparisons; "
-            "allowed: triton",
-        )
-    both_read = reads_data_per_key(spec.variant) and reads_positions(replace(spec.variant, mask=TRUE))
-    if (
-        max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ
-        and both_read
-        and (spec.deterministic or spec.variant.dropout)
-    ):
-        return refuse(
-            spec,
-            "backward",
-            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a fixed order or dropout beside a mask and "
-            "a score that both read tensors by position; allowed: triton",
-        )
+    for row in left_to_others("backwards in CUDA", max(spec.head_dim_qk, spec.head_dim_v), _traits(spec)):
+        return refuse(spec, "backward", f"{row.says}; allowed: triton")
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
@@ -307,10 +278,19 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _takes_registers(variant: Variant) -> bool:
-    """Whether tensors are read by position, or the mask is made of more than one comparison."""
+def _traits(spec: KernelSpec) -> frozenset[str]:
+    """Return what the table of refusals asks about a spec: what takes registers beside sums and products."""
+    variant = spec.variant
     several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
-    return several or reads_positions(variant)
+    of_score = replace(variant, mask=TRUE)
+    found = {
+        "dropout": variant.dropout,
+        "ordered": spec.deterministic,
+        "varying_derivative": _varies(spec),
+        "positions_or_comparisons": several or reads_positions(variant),
+        "both_read": reads_data_per_key(variant) and reads_positions(of_score),
+    }
+    return frozenset(name for name, holds in found.items() if holds)
 
 
 def _varies(spec: KernelSpec) -> bool:
@@ -496,4 +476,5 @@ SCHEDULE = Schedule(
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_backward", "wgmma"),
     alternatives=alternatives,
     pipes=backward_pipes_of,
+    explanation="attngen.tools.explain.hopper_backward:BlockExplanation",
 )

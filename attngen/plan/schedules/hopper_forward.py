@@ -1,8 +1,8 @@
-"""The Hopper schedules in CUDA, with warp roles and without: registers, shared memory, and every choice left open."""
+"""The Hopper forward in CUDA with warp roles, and what it shares with that without: tiles, memory, open choices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +15,10 @@ from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
-from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.model import Argument, Columns, Plan, Role
 from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of
+from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of, forward_roles
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
@@ -38,8 +38,6 @@ _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
 #: the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
-#: Of a thread without roles, which an instruction can name.
-_MOST_REGISTERS = 255
 #: ptxas takes a wgmma of more columns than these only where threads begin with so many registers (its error C7602).
 _COLUMNS_OF_FEW_REGISTERS, _REGISTERS_OF_MORE_COLUMNS = 192, 142
 
@@ -94,6 +92,23 @@ class HopperTile:
     roles: HopperForward
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What tells the Hopper forwards apart, each from a module of its own.
+
+    ``check`` refuses what the roles of a spec and the driver of its tiles do not allow. ``warp_roles`` returns the
+    roles with their registers, for a number of consumers, keys of a tile and columns of V. ``products`` counts the
+    wgmma instructions of a kernel, from those of one Q K^T and of one P V.
+    """
+
+    schedule: str
+    label: str
+    specialized: bool
+    check: Callable[[KernelSpec, Roles, str], None]
+    warp_roles: Callable[[KernelSpec, Roles, int, int, int], tuple[Role, ...]]
+    products: Callable[[HopperForward, int, int], int]
+
+
 def widths(head_dim: int, element: DType, parts: int = 1) -> Columns:
     """Return the columns that a head dim takes in shared memory: whole copies, of each of so many ``parts``."""
     columns = parts * BOX_BYTES[-1] // element.bytes
@@ -105,8 +120,8 @@ def widest_box(*row_bytes: int) -> int:
     return next(box for box in BOX_BYTES if all(size % box == 0 for size in row_bytes))
 
 
-def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
-    """Return the plan of a Hopper forward, with warp roles or without."""
+def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
+    """Return the plan of a Hopper forward of that form."""
     if refused := refusal(spec, arch):
         raise refused
     if spec.softmax_scale is not None:
@@ -125,13 +140,13 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
             spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
         )
     operands = operands_of(spec)
-    tile = hopper_tile(spec, arch, driver)
+    tile = hopper_tile(spec, arch, driver, form)
     roles = tile.roles
     warpgroups = roles.consumers + roles.specialized
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
     planned = drafted(
         spec,
-        label=label,
+        label=form.label,
         width=f"c{roles.consumers}" if roles.specialized else f"w{4 * warpgroups}",
         tile_map=driver == "tile_map",
         alignment=16,
@@ -147,7 +162,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
         columns_qk=(widths(spec.head_dim_qk, operands.q),),
         columns_v=(widths(spec.head_dim_v, operands.v),),
         backend="cuda",
-        schedule=schedule,
+        schedule=form.schedule,
         loads="descriptor",
         q_operand="shared",
         tile_m=tile.tile_m,
@@ -170,7 +185,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
         persistent=roles.persistent,
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
-        products=_products(planned, roles),
+        products=_products(planned, roles, form),
     )
 
 
@@ -189,20 +204,20 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _products(planned: Plan, roles: HopperForward) -> int:
-    """Return how many wgmma instructions the kernel has.
-
-    Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V in the loop and after it.
-    Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own. Without a
-    producer a block has one tile of work, and no Q K^T after it.
-    """
+def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
+    """Return how many wgmma instructions the kernel has."""
     qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
-    if not roles.specialized:
-        return 2 * qk + 2 * pv
+    return form.products(roles, qk, pv)
+
+
+def _products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
+    """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
+    in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
+    Q K^T of its own."""
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
-def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
+def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> HopperTile:
     """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
 
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
@@ -215,11 +230,11 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
     *larger, least = spec.tile_n or choice.tile_n, *fewer
     for tile_n in larger:
         with suppress(PlanError):
-            return _tile(spec, arch, driver, choice, tile_n)
-    return _tile(spec, arch, driver, choice, least)
+            return _tile(spec, arch, driver, form, choice, tile_n)
+    return _tile(spec, arch, driver, form, choice, least)
 
 
-def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: int) -> HopperTile:
+def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice, tile_n: int) -> HopperTile:
     """Return the tile of so many keys."""
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "p")
@@ -231,13 +246,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
         raise refuse(spec, "tile.n", f"{tile_n} is no multiple of {step} from {step} to 256; nearest: {nearest}")
-    specialized = roles.producer != 0
-    if not specialized:
-        _check_unified(spec, roles, driver)
+    specialized = form.specialized
+    form.check(spec, roles, driver)
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
-    registers = _registers(spec, roles, consumers, tile_n, v)
+    warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v)
     stages = spec.stages or 2
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
@@ -246,8 +260,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
-        producer_registers=registers[0],
-        consumer_registers=registers[1],
+        warp_roles=warp_roles,
         pingpong=schedule == "pingpong",
         overlap=roles.overlap is not False,
         persistent=specialized and spec.persistent is not False,
@@ -320,23 +333,6 @@ def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _check_unified(spec: KernelSpec, roles: Roles, driver: str) -> None:
-    """Refuse what needs a producer."""
-    none = "without a producer (warps: {producer: 0})"
-    if driver != "ranges":
-        raise refuse(
-            spec, "warps", f"{none} tiles must be ranges that the mask's bounds give, not {driver}; allowed: producer 1"
-        )
-    if roles.schedule == "pingpong":
-        raise refuse(spec, "warps", f"{none} warpgroups take no turns; allowed: cooperative")
-    if roles.producer_registers or roles.consumer_registers:
-        raise refuse(spec, "warps", f"{none} all threads have the same registers; leave them out")
-    if spec.persistent:
-        raise refuse(spec, "persistent", f"{none} a block has one tile of work; allowed: false")
-    if spec.pack_gqa:
-        raise refuse(spec, "pack_gqa", f"{none} each query head has tiles of its own; allowed: false")
-
-
 def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     """Return the number of consumers, which the rows of the tile and the roles must agree on."""
     if roles.producer not in (None, 0, 1):
@@ -348,7 +344,12 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     by_default = 1 if spec.pack_gqa else choice.consumers
     consumers = roles.consumer or from_tile or by_default
     if consumers not in _REGISTERS:
-        raise refuse(spec, "warps", f"{consumers} consumers are not allowed; allowed: 1, 2, 3")
+        raise refuse(
+            spec,
+            "warps",
+            f"{consumers} consumers are not allowed; allowed: {', '.join(map(str, _REGISTERS))}: a warp finds what the "
+            f"rows of each see in {HopperForward.lanes_of_part} of its 32 lanes, and in as many what all rows see",
+        )
     if from_tile not in (None, consumers):
         raise refuse(
             spec, "tile.m", f"{spec.tile_m} rows are not {consumers} consumers x {_ROWS}; nearest: {_ROWS * consumers}"
@@ -356,12 +357,8 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     return consumers
 
 
-def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[int, int]:
-    """Return the registers per thread of the producer and of a consumer; without roles all threads have the same."""
-    if roles.producer == 0:
-        even = min(65536 // (128 * consumers) // 8 * 8, _MOST_REGISTERS)
-        _check_registers(spec, even, tile_n, width_v)
-        return 0, even
+def _warp_roles(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[Role, ...]:
+    """Return the roles with the registers per thread of the producer and of a consumer."""
     default = _REGISTERS[consumers]
     busy = _searches(spec) or spec.pack_gqa is True
     if busy and _needed_registers(tile_n, width_v, operands_of(spec)) <= _SEARCHING_REGISTERS[consumers][1]:
@@ -381,7 +378,7 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
             f"128 threads x ({producer} + {consumers} x {consumer}) = {total} registers; a launch of {threads} threads "
             f"reserves {launch} each, {pool} in all, which the producer gives up and the consumers take",
         )
-    _check_registers(spec, consumer, tile_n, width_v)
+    check_registers(spec, consumer, tile_n, width_v)
     if max(tile_n, width_v) > _COLUMNS_OF_FEW_REGISTERS and launch < _REGISTERS_OF_MORE_COLUMNS:
         raise refuse(
             spec,
@@ -389,7 +386,7 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
             f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
             f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
         )
-    return producer, consumer
+    return forward_roles(consumers, producer, consumer)
 
 
 def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:
@@ -403,7 +400,7 @@ def _fragments(tile_n: int, width_v: int, operands: Operands) -> tuple[int, int,
     return logits, fragment_registers(tile_n, operands.p), outputs
 
 
-def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int) -> None:
+def check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int) -> None:
     """Refuse a tile whose logits, probabilities and outputs a thread cannot hold."""
     operands = operands_of(spec)
     needed = _needed_registers(tile_n, width_v, operands)
@@ -466,6 +463,15 @@ def keep_promises(spec: KernelSpec) -> None:
         )
 
 
+FORM = Form(
+    schedule="hopper_forward",
+    label="wgmma",
+    specialized=True,
+    check=lambda spec, roles, driver: None,
+    warp_roles=_warp_roles,
+    products=_products_with_roles,
+)
+
 SCHEDULE = Schedule(
     name="hopper_forward",
     backend="cuda",
@@ -474,8 +480,9 @@ SCHEDULE = Schedule(
     view="attngen.render.views.hopper_forward:cuda_view",
     supports=lambda arch: arch.wgmma,
     suits=lambda spec: spec.roles is None or spec.roles.producer != 0,
-    plan=lambda spec, arch: plan_forward(spec, arch, "hopper_forward", "wgmma"),
+    plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
+    explanation="attngen.tools.explain.hopper_forward:explain",
 )

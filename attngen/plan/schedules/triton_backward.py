@@ -14,7 +14,7 @@ from attngen.lang.ir import names
 from attngen.lang.settle import reads_products
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
-from attngen.plan.allowances import SPILLS
+from attngen.plan.allowances import SPILLS, may_wait
 from attngen.plan.choices import (
     SECTION_BYTES,
     STAGES,
@@ -175,7 +175,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         mask_code="branch",
         softmax="exact_max",
         section_bytes=SECTION_BYTES,
-        allow=(*spec.allow, "serialized_wgmma") if _serializes(spec.variant) else spec.allow,
+        allow=(*spec.allow, "serialized_wgmma") if _may_wait(spec.variant) else spec.allow,
     )
     launches = [_preprocess(planned)]
     for kind, tile in tiles.items():
@@ -202,9 +202,10 @@ def _default_tile(kernel: str, family: str, head_dim: int) -> Tile:
     return row[2] if kernel == "dkdv" else row[3]
 
 
-def _serializes(variant: Variant) -> bool:
-    """Whether ptxas is known to wait for products: before atomic additions in a loop, and where nothing reads S."""
-    return bool(differentiable_of(variant)) or not reads_products(variant)
+def _may_wait(variant: Variant) -> bool:
+    """Whether ptxas makes products wait for each other, which the table of allowances knows."""
+    traits = {"own_gradients": bool(differentiable_of(variant)), "constant_logits": not reads_products(variant)}
+    return may_wait("backwards in Triton", [name for name, holds in traits.items() if holds])
 
 
 def _numbers(tile: Tile) -> tuple[int, int, int, int]:
@@ -378,4 +379,5 @@ SCHEDULE = Schedule(
     supports=lambda arch: True,
     plan=_plan,
     alternatives=_alternatives,
+    explanation="attngen.tools.explain.backward:BackwardExplanation",
 )

@@ -116,7 +116,15 @@ class CudaView:
 
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
-    """Return the view of a plan."""
+    """Return the view of a plan with warp roles, whose consumers are told of a tile in a word."""
+    return forward_view(
+        plan, template, tile="(tile_info & kTileMask)", masked="tile_info >> (kPartialBit + warpgroup) & 1"
+    )
+
+
+def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaView:
+    """Return the view of a plan; the template calls the number of a tile of keys ``tile``, and ``masked`` whether it
+    needs the mask."""
     hopper = plan.structure
     assert isinstance(hopper, HopperForward)
     found, code = tiles(plan), logits(plan)
@@ -128,8 +136,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
-    logit_tile = "(tile_info & kTileMask)" if hopper.specialized else "tile"
-    kv_first = f"{logit_tile} * kBlockN + 2 * (lane % 4)"
+    kv_first = f"{tile} * kBlockN + 2 * (lane % 4)"
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     return CudaView(
         template=template,
@@ -188,9 +195,9 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         partial=code.partial,
         full=code.full,
         uses_kv="kv_first" in steps,
-        logit_tile=logit_tile,
+        logit_tile=tile,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
-        logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",
+        logit_partial=masked,
         logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
         multiplier=code.multiplier,
         sink=_sink(plan, work_lines),
