@@ -21,11 +21,12 @@ from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime.addresses import CU_SEQLENS_K, CU_SEQLENS_Q, FORWARD, SEQUSED_K, empty
 from attngen.runtime.arguments import DIRECTIONS, Call
-from attngen.runtime.binding import bind_call, find, require_reference
+from attngen.runtime.binding import bind_call, bind_paged_call, find, require_reference
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.dropout import with_state
 from attngen.runtime.explanation import Explanation
 from attngen.runtime.module import Kernel
+from attngen.runtime.paging import Paging, as_rows
 from attngen.runtime.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
@@ -183,7 +184,7 @@ def run(
         if type(value) not in _NUMBERS and isinstance(value, Tensor):
             addresses.append(_note(key, value))
     identity = tuple(key)
-    prepared = _PREPARED[identity]
+    prepared = _kept(identity)
     if prepared is None:
         call, found = bind_call(*given)
         call.return_lse = with_lse
@@ -198,6 +199,14 @@ def run(
     if prepared.sinks_only:
         return without_keys(bind_call(*given)[0])
     return prepared(q, addresses, softmax_scale, arguments, tile_map)
+
+
+def _kept(identity: tuple[Any, ...]) -> PreparedCall | None:
+    """Return the prepared call of a key; None for an unknown one, and for one of arguments that binding refuses."""
+    try:
+        return _PREPARED[identity]
+    except TypeError:  # something that cannot be hashed stands where a number or a name belongs
+        return None
 
 
 def _with_state(
@@ -242,7 +251,7 @@ def _on_gpu(tensor: Any) -> bool:
 def _request(call: Call, addresses: Sequence[int], backend: str | None, arguments: Mapping[str, Any]) -> Request:
     """Return what selection looks at; ``addresses`` as ``run`` lists them."""
     names = _tensor_names(arguments)
-    known = dict(zip(("q", "k", "v"), addresses, strict=False))
+    known = dict(zip(("q", "k", "v", "out"), addresses, strict=False))
     known |= {f"tensor:{name}": address for name, address in zip(names, addresses[len(FORWARD) :], strict=True)}
     given = {name: call.scalars[name] for name in arguments if name in call.scalars}
     return Request(call, _index(call), known, given, backend)
@@ -380,22 +389,38 @@ def explain(
     package: str | None = None,
     direction: str = "forward",
     deterministic: bool = False,
+    page_table: Tensor | None = None,
+    page_layout: str = "NHD",
+    num_splits: int | None = None,
+    split_size: int | None = None,
     **arguments: Any,
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
+
+    With ``cu_seqlens_q`` it is about ``attention_varlen``, with ``page_table`` about ``attention_paged``, whose pages k
+    and v are. ``page_layout``, ``num_splits`` and ``split_size`` are of the latter alone.
 
     With ``direction='backward'`` it says what would give the gradients, from contiguous ones of the result. Raises what
     the call would raise, save that a call which no kernel takes is explained as well.
     """
     if direction not in DIRECTIONS:
         raise CallError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    packing = None
-    if cu_seqlens_q is not None:
-        packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
     arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}, draws=False))
-    call, found = bind_call(
-        q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
-    )
+    if page_table is not None:
+        if direction == "backward":
+            raise CallError("keys in pages have no backward")
+        paging = Paging(page_table, cu_seqlens_q, max_seqlen_q, num_splits, split_size)
+        call, found = bind_paged_call(
+            as_rows(q), k, v, paging, variant, softmax_scale, seqused_k, return_lse, page_layout, backend, package,
+            arguments,
+        )  # fmt: skip
+    else:
+        packing = None
+        if cu_seqlens_q is not None:
+            packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
+        call, found = bind_call(
+            q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
+        )
     if not _on_gpu(q) or backend == "reference":
         require_reference(call, backend)
         reason = "backend='reference' asks for it" if backend == "reference" else f"q is on {call.device}"
