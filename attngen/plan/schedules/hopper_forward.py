@@ -14,6 +14,7 @@ from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
+from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of
@@ -87,9 +88,16 @@ class HopperTile:
     roles: HopperForward
 
 
-def widths(head_dim: int) -> Columns:
+def widths(head_dim: int, multiple: int = 32) -> Columns:
     """Return the columns that a head dim takes in shared memory: a multiple of 32, so that copies can be swizzled."""
-    return Columns(0, -(-head_dim // 32) * 32, head_dim)
+    return Columns(0, -(-head_dim // multiple) * multiple, head_dim)
+
+
+def _widths(spec: KernelSpec) -> tuple[Columns, Columns]:
+    """Return the columns of q and k, and those of v. A copy of a page may bring a single row, of 128 bytes then: it
+    begins at a multiple of these in shared memory."""
+    multiple = 64 if LAYOUTS[spec.layout].key_access == "paged" else 32
+    return widths(spec.head_dim_qk, multiple), widths(spec.head_dim_v, multiple)
 
 
 def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
@@ -111,7 +119,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
         raise refuse(
             spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
         )
-    tile = hopper_tile(spec, arch, driver)
+    tile, columns = hopper_tile(spec, arch, driver), _widths(spec)
     roles = tile.roles
     warpgroups = roles.consumers + roles.specialized
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
@@ -130,8 +138,8 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
         ),
-        columns_qk=(widths(spec.head_dim_qk),),
-        columns_v=(widths(spec.head_dim_v),),
+        columns_qk=columns[:1],
+        columns_v=columns[1:],
         backend="cuda",
         schedule=schedule,
         loads="descriptor",
@@ -163,7 +171,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
 def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     boxes = partial(arguments.tensor_map, plan, columns=roles.box_columns)
-    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.varlen else []
+    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.ragged_queries else []
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n),
         boxes("v", plan.tile_n, window=plan.tile_n), *staged, arguments.pointer(plan, "out"),
@@ -194,7 +202,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
 
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
     """
-    qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
+    qk, v = (columns.width for columns in _widths(spec))
     families = _families(spec)
     choice = next(row for row in _TABLE if row.family in families and max(qk, v) <= row.head_dim)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n] if spec.roles and not spec.tile_n else []
@@ -207,7 +215,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
 
 def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: int) -> HopperTile:
     """Return the tile of so many keys."""
-    qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
+    qk, v = (columns.width for columns in _widths(spec))
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
@@ -440,4 +448,5 @@ SCHEDULE = Schedule(
     alternatives=alternatives,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
+    layouts=("dense", "varlen", "paged"),
 )
