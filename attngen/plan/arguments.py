@@ -107,7 +107,7 @@ def tensor_map(
     arrive as zeros.
     """
     paged = plan.key_access == "paged" and of in _OF_KEYS
-    box = (1, rows, columns) if paged else (rows, 1, columns)
+    box: tuple[int, ...] = (1, rows, columns) if paged else (rows, 1, columns)
     if window is not None:
         box = (1, *box)
     if paged or not plan.ragged_queries:
