@@ -238,7 +238,7 @@ def _descriptor(
     described = geometry.views[of]
     tensor_map = TensorMap(
         driver, device, geometry.launch.dtype, described.shape, described.strides, parameter.box, parameter.swizzle,
-        parameter.window, group_of(geometry.call) if parameter.packed else None,
+        parameter.window, group_of(geometry.call) if parameter.packed else None, in_pages=parameter.paged,
     )  # fmt: skip
     return tensor_map, position[of]
 

@@ -105,13 +105,15 @@ def packed(
 def paged(
     shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return shape, strides and box of pages over (page, KV head, row, column), from those over (page, row, KV head,
-    column). A box is rows of one page: the greatest common divisor of its rows and of a page's.
+    """Return shape, strides and box of a cache with the axis of heads outside that of rows: page, KV head, row, column.
+
+    A box has as many rows as divide a page and the rows of the kernel's box, so that none reaches into another page.
+    Page number ``pages`` lies outside: its rows arrive as zeros.
     """
-    pages, rows, heads, width = shape
+    pages, page_size, heads, width = shape
     page_step, step, head_step, one = strides
     *outer, box_rows, columns = box
-    return (pages, heads, rows, width), (page_step, head_step, step, one), (*outer, gcd(rows, box_rows), columns)
+    return (pages, heads, page_size, width), (page_step, head_step, step, one), (*outer, gcd(page_size, box_rows), columns)
 
 
 class TensorMap:
