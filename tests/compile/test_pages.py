@@ -23,8 +23,8 @@ from attngen.runtime.tensormap import TensorMap
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 HEADER = templates_dir() / "cuda" / "include" / "pages.cuh"
-COLUMNS = {"k": 128, "v": 72}  # of a head; V's second box is mostly padding
-WIDTHS = {"k": 128, "v": 128}  # of a tile in shared memory
+COLUMNS = {"k": 192, "v": 72}  # of a head; V's second box is mostly padding
+WIDTHS = {"k": 192, "v": 128}  # of a tile in shared memory
 GARBAGE = 0x7FFFFFFF
 
 PROGRAM = """
@@ -34,6 +34,8 @@ PROGRAM = """
 #include <vector>
 #define __device__
 #define __forceinline__ inline
+#include <cstdint>
+inline std::uint32_t __umulhi(std::uint32_t x, std::uint32_t y) { return static_cast<std::uint64_t>(x) * y >> 32; }
 #include "pages.cuh"
 using std::min;
 
@@ -77,7 +79,6 @@ void load_box(uint32_t to, const TensorMap& map, uint32_t, C... coordinates) {
 struct Ring {
   static constexpr int stage = 0;
   uint32_t full() const { return 0; }
-  void arrive_expecting(int expected) const { bytes -= expected; }
 };
 
 int read() {
@@ -105,17 +106,26 @@ int main() {
   const int entries = read();
   std::vector<int> page_table(entries);  // no more than there are, so that a sanitizer sees who reads more
   for (int& entry : page_table) entry = read();
-  const int* page_table_ptr = page_table.data();
   const TensorMap k_map = read_map(), v_map = read_map();
   shared_memory.assign((kKBytes + kVBytes) / 2, -1);
   const Ring k_ring, v_ring;
-  const int b = 0, page_table_stride = 0, v_tile = tile;
+  const int start = tile * kBlockN;
+  const uint32_t inverse = ~0u / page_size;
+  const Pages pages = {page_table.data(), page_size, num_pages, seqlen_k, inverse};
+  bytes -= kKBytes + kVBytes;
   for (int lane = 31; lane >= 0; --lane) {
-    LOOK_UP
-    k_box = pages.at(tile * kBlockN + lane * box_rows);
-    v_box = k_box;
-    LOAD_K
-    LOAD_V
+    {
+      constexpr int kColumns = kHeadDimQk / kBoxColumns;
+      const int lane_key = lane / kColumns * box_rows;
+      PageBox box = pages.at(start + lane_key);
+      COPY_K
+    }
+    {
+      constexpr int kColumns = kHeadDimV / kBoxColumns;
+      const int lane_key = lane / kColumns * box_rows;
+      PageBox box = pages.at(start + lane_key);
+      COPY_V
+    }
   }
   if (bytes != 0) fail("other bytes than expected");
   for (const int element : shared_memory) std::printf("%d ", element);
@@ -189,12 +199,10 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "pages.cuh").write_text(HEADER.read_text())
     (folder / "types.cuh").write_text("#include <cstdint>\nusing std::uint32_t;\n")
     part: Any = environment("cuda").get_template("cuda/forward/_keys_paged.cu.j2").module
-    text = PROGRAM.replace("LOOK_UP", part.look_up())
-    for name, bytes_of in (("k", "kKBytes"), ("v", "kVBytes")):
-        caller = lambda bytes_of=bytes_of, name=name: f"{name}_ring.arrive_expecting({bytes_of});"  # noqa: E731
-        start = f"{'v_' if name == 'v' else ''}tile * kBlockN"
-        loads = getattr(part, f"load_{name}")(f"{name}_ring", "hk", start, caller=caller)
-        text = text.replace(f"LOAD_{name.upper()}", loads).replace(f"WIDTH_{name.upper()}", str(WIDTHS[name]))
+    text = PROGRAM
+    for name, width in WIDTHS.items():
+        copies = getattr(part, f"copy_{name}")()
+        text = text.replace(f"COPY_{name.upper()}", copies).replace(f"WIDTH_{name.upper()}", str(width))
     (folder / "pages.cpp").write_text(text.replace("BLOCK_N", str(request.param)))
     build(folder)
     return SimpleNamespace(tile_n=request.param, path=folder / "pages")
@@ -249,7 +257,7 @@ def test_pages_outside_the_cache_are_zeros(program: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("rule", "broken", "found"),
     [
-        ("page_size, num_pages, seqlen_k};", "page_size, num_pages, seqlen_k + 2 * page_size};", "AddressSanitizer"),
+        ("num_pages, seqlen_k, inverse};", "num_pages, seqlen_k + 2 * page_size, inverse};", "AddressSanitizer"),
         ("if (box.page < num_pages)", "if (true)", "a copy that shows nothing"),
         ("static_cast<uint32_t>(page) < num_pages", "true", "a copy that shows nothing"),
     ],

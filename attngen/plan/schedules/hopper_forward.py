@@ -249,6 +249,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
         box_columns=box,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
+        value_loader=LAYOUTS[spec.layout].key_access == "paged",  # pages take many small copies
         redo_above=_REDO_ABOVE[spec.dtype],
         redo_growth="4.0f",
         softmax=softmax,

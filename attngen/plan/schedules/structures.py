@@ -22,6 +22,7 @@ class HopperForward(Structure):
     box_columns: int  # columns of one copy
     out_columns: int  # columns of O that are staged at once
     lookahead: int  # steps before the end of a tile at which the next one is taken
+    value_loader: bool  # V has a loader of its own
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
     softmax: str

@@ -13,13 +13,19 @@ struct PageBox {
 struct Pages {
   const int* table;  // page numbers, in the order of its keys
   int page_size, num_pages, seqlen_k;
+  uint32_t inverse;  // of the page size: floor((2^32 - 1) / page_size)
 
   // Finds the box that begins at a key. Entries of the table behind the last key are not read.
   __device__ __forceinline__ PageBox at(int key) const {
     PageBox box = {num_pages, 0};
     if (key < seqlen_k) {
-      const int entry = key / page_size, page = table[entry];
+      int entry = __umulhi(key, inverse);  // key / page_size, or one less
       box.row = key - entry * page_size;
+      if (box.row >= page_size) {
+        ++entry;
+        box.row -= page_size;
+      }
+      const int page = table[entry];
       if (static_cast<uint32_t>(page) < num_pages) box.page = page;
     }
     return box;
