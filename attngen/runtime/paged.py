@@ -21,7 +21,7 @@ from attngen.runtime import dispatch
 from attngen.runtime.addresses import CU_SEQLENS_Q, OUT, PAGE_TABLE, SEQUSED_K, empty
 from attngen.runtime.arguments import Call
 from attngen.runtime.binding import bind_paged_call, require_reference
-from attngen.runtime.paging import Paging
+from attngen.runtime.paging import Paging, as_rows
 from attngen.runtime.prepared import given_or_new
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.sinks import without_keys
@@ -154,15 +154,6 @@ def run(
         if prepared.sinks_only:
             return given_or_new(out, *without_keys(call))
     return prepared(q, addresses, softmax_scale, arguments, None, out)
-
-
-def as_rows(q: Any) -> Any:
-    """Return q with rows at one stride, as kernels read them: (batch, seqlen_q, …) is copied where it has two."""
-    if isinstance(q, Tensor) and q.dim() == 4:
-        batch, rows = q.shape[:2]
-        if batch > 1 and rows > 1 and q.stride(0) != rows * q.stride(1):
-            return q.contiguous()
-    return q
 
 
 def _bind(
