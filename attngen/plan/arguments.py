@@ -105,17 +105,16 @@ def tensor_map(
 
     That of pages is over (page, KV head, row of the page, column), in whatever order these lie in memory. A page may
     hold less than ``rows`` rows, or no multiple of them: a copy brings gcd(page_size, ``rows``), which the argument
-    ``box_rows`` tells the kernel. The page ``num_pages`` lies outside, so that its rows arrive as zeros.
+    ``box_rows`` tells the kernel, and the window has as many. The page ``num_pages`` lies outside, so that its rows
+    arrive as zeros.
     """
     columns = box_bytes // plan.operands.of(of).bytes
     paged = plan.key_access == "paged" and of in _OF_KEYS
-    box: tuple[int, ...]
-    if paged:
-        box, window = (1, 1, rows, columns), None
-    else:
-        box = (rows, 1, columns) if window is None else (1, rows, 1, columns)
-        if not plan.ragged_queries:
-            box = (1, *box)
+    box: tuple[int, ...] = (1, rows, columns) if paged else (rows, 1, columns)
+    if window is not None:
+        box = (1, *box)
+    if paged or not plan.ragged_queries:
+        box = (1, *box)
     return Argument(
         f"{of}_map",
         "descriptor",

@@ -15,14 +15,15 @@ from tests.plan.specs import planned
 
 @cache
 def forward(
-    consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool, specialized: bool
-) -> Pipes:
+    consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool, specialized: bool,
+    value_loader: bool = False,
+) -> Pipes:  # fmt: skip
     """Return the pipes of a forward by ranges of tiles."""
     found = _plan("forward", 128)
     assert found.structure is not None
     roles = replace(
         found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
-        specialized=specialized, persistent=specialized,
+        specialized=specialized, persistent=specialized, value_loader=value_loader,
     )  # fmt: skip
     m, n = found.tile_m, found.tile_n
     return forward_pipes(

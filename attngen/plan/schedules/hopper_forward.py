@@ -15,6 +15,7 @@ from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
+from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan, Role
 from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.schedule import Schedule
@@ -115,6 +116,17 @@ def widths(head_dim: int, element: DType, parts: int = 1) -> Columns:
     return Columns(0, -(-head_dim // columns) * columns, head_dim)
 
 
+def _is_paged(spec: KernelSpec) -> bool:
+    return LAYOUTS[spec.layout].key_access == "paged"
+
+
+def _widths(spec: KernelSpec, operands: Operands) -> tuple[Columns, Columns]:
+    """Return the columns of q and k, and those of v. A copy of a page may bring a single row, of 128 bytes then: it
+    begins at a multiple of these in shared memory."""
+    parts = BOX_BYTES[0] // BOX_BYTES[-1] if _is_paged(spec) else 1
+    return widths(spec.head_dim_qk, operands.q, parts), widths(spec.head_dim_v, operands.v, parts)
+
+
 def widest_box(*row_bytes: int) -> int:
     """Return the bytes of a row of one copy, of which operands with rows of so many bytes have a whole number."""
     return next(box for box in BOX_BYTES if all(size % box == 0 for size in row_bytes))
@@ -140,7 +152,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
         )
     operands = operands_of(spec)
-    tile = hopper_tile(spec, arch, driver, form)
+    tile, columns = hopper_tile(spec, arch, driver, form), _widths(spec, operands)
     roles = tile.roles
     warpgroups = roles.consumers + roles.specialized
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
@@ -159,8 +171,8 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
         ),
-        columns_qk=(widths(spec.head_dim_qk, operands.q),),
-        columns_v=(widths(spec.head_dim_v, operands.v),),
+        columns_qk=columns[:1],
+        columns_v=columns[1:],
         backend="cuda",
         schedule=form.schedule,
         loads="descriptor",
@@ -192,7 +204,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
 def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
-    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.varlen else []
+    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.ragged_queries else []
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n),
         boxes("v", plan.tile_n, window=plan.tile_n), *staged, arguments.pointer(plan, "out"),
@@ -222,8 +234,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
 
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
     """
-    operands = operands_of(spec)
-    qk, v = widths(spec.head_dim_qk, operands.q).width, widths(spec.head_dim_v, operands.v).width
+    qk, v = (columns.width for columns in _widths(spec, operands_of(spec)))
     families = _families(spec)
     choice = next(row for row in _TABLE if row.family in families and max(qk, v) <= row.head_dim)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n] if spec.roles and not spec.tile_n else []
@@ -238,7 +249,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice
     """Return the tile of so many keys."""
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "p")
-    qk, v = widths(spec.head_dim_qk, element).width, widths(spec.head_dim_v, element).width
+    qk, v = (columns.width for columns in _widths(spec, operands))
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
@@ -271,6 +282,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice
         box_bytes=box,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
+        value_loader=_is_paged(spec),  # pages take many small copies
         redo_above=_REDO_ABOVE[spec.dtype],
         redo_growth="4.0f",
         softmax=softmax,
@@ -386,7 +398,7 @@ def _warp_roles(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, wid
             f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
             f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
         )
-    return forward_roles(consumers, producer, consumer)
+    return forward_roles(consumers, producer, consumer, value_loader=_is_paged(spec))
 
 
 def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:
@@ -485,4 +497,5 @@ SCHEDULE = Schedule(
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
     explanation="attngen.tools.explain.hopper_forward:explain",
+    layouts=("dense", "varlen", "paged"),
 )

@@ -25,6 +25,7 @@ class HopperForward(Structure):
     box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once
     lookahead: int  # steps before the end of a tile at which the next one is taken
+    value_loader: bool  # V has a loader of its own
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
     softmax: str

@@ -131,7 +131,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     listed = word(plan).lines if plan.driver != "ranges" else ()
     spans = reads([*found.lines, *found.values.values(), *listed])
     steps = reads([*code.partial.all, *code.full.all])
-    head, head_rows = ("", "work.q_begin + q") if plan.varlen else ("work.b * stride_out_b + ", "q")
+    head, head_rows = ("", "work.q_begin + q") if plan.ragged_queries else ("work.b * stride_out_b + ", "q")
     h = "h" if plan.pack_gqa else "work.h"
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
@@ -184,10 +184,10 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         head_lines=partial(_head_lines, plan),
         first_head="0" if plan.pack_gqa else "work.h",
         query_box=_query_box(plan),
-        seqlen_q="work.seqlen_q" if plan.varlen else "seqlen_q",
+        seqlen_q="work.seqlen_q" if plan.ragged_queries else "seqlen_q",
         head_dim_v_chunks=plan.head_dim_v // plan.operands.out.chunk_elements,
         out_row=f"(out_ptr + {head}{h} * stride_out_h + ({head_rows}) * stride_out_s)",
-        lse_row=f"lse_ptr[{lse if plan.varlen else dense_lse}]",
+        lse_row=f"lse_ptr[{lse if plan.ragged_queries else dense_lse}]",
         swizzled_row=SWIZZLED_ROWS[hopper.box_bytes],
         pending_stage="held.stage" if hopper.skips else "v_ring.stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
@@ -257,7 +257,7 @@ def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str
 def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
     """Return the statements that name what expressions read of a tile of work, before those of their ``own``."""
     lines = [int_constant("seqlen_k", "{work.seqlen_k}")]
-    if plan.varlen and "seqlen_q" in read:
+    if plan.ragged_queries and "seqlen_q" in read:
         lines.append(int_constant("seqlen_q", "{work.seqlen_q}"))
     own_head, other_head = ("hk", "h") if plan.pack_gqa else ("h", "hk")
     for name in ("b", own_head, "q_begin", "k_begin"):
@@ -274,7 +274,7 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
 
 def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
     """Return the lines that name what the loader of K and V uses of a tile of work."""
-    read = reads(listed) | {"tiles", "seqlen_k", "k_begin" if plan.varlen else "b"}
+    read = reads(listed) | {"tiles", "seqlen_k", "k_begin" if plan.key_access == "ragged" else "b"}
     if "q_hi" in read:
         read |= {"q_start", "seqlen_q"}
     if plan.driver != "ranges":
@@ -283,7 +283,7 @@ def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
         read |= {"hk"}
     head = "hk" if plan.pack_gqa else "h"
     names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
-    passed = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
+    passed = () if plan.ragged_queries else ("seqlen_q",)  # an argument of the kernel
     used = [name for name in names if name not in passed and name in read]
     line = f"const int {', '.join(f'{name} = work.{name}' for name in used)};"
     return (line,) if plan.pack_gqa else (line, f"const int hk = {'h' if 'h' in used else 'work.h'} / group;")
@@ -307,8 +307,8 @@ def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
 
 def _query_box(plan: Plan) -> str:
     """Return where a tile of Q begins along the axes behind that of its heads."""
-    row = "work.q_begin + work.q_start" if plan.varlen else "work.q_start"
-    return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.varlen else ["work.b"])])
+    row = "work.q_begin + work.q_start" if plan.ragged_queries else "work.q_start"
+    return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.ragged_queries else ["work.b"])])
 
 
 # --- ranges of tiles ----------------------------------------------------------------------------------------

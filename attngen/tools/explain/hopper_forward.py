@@ -213,7 +213,7 @@ def _overlap(hopper: HopperForward) -> str:
 def _epilogue(plan: Plan, hopper: HopperForward) -> str:
     if not hopper.staged:
         return "direct: O goes from registers to memory, 16 bytes of a row at a time"
-    return "staged: O goes through shared memory, " + ("and out by rows" if plan.varlen else "and out by TMA")
+    return "staged: O goes through shared memory, " + ("and out by rows" if plan.ragged_queries else "and out by TMA")
 
 
 def _masks(plan: Plan) -> str:
