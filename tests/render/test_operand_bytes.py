@@ -147,13 +147,14 @@ def test_places_in_shared_memory_count_bytes_of_rows(found: tuple[Plan, str, dic
     box, size = plan.structure.box_bytes, plan.operands.q.bytes
     keys = numbers.get("kKeys", numbers["kBlockN"])
     consumer = {
-        "kDs": {rows * 64 * size for rows in (64, numbers["kBlockM"])},
         "kDq": {numbers.get("kDqBytes")},
         "kOut": {numbers.get("kOutBytes")},
         "kK": {numbers.get("kDqColumns", 0) * keys * size},
         "": {64 * box},
     }
     for place in places(text):
+        rows = 64 if "warpgroup * 64 *" in place else numbers["kBlockM"]  # of dS: a consumer's of dQ, or all
+        consumer["kDs"] = {rows * 64 * size}
         region = next((name for name in ("kDs", "kDq", "kOut", "kK") if re.search(rf"\b{name}\b", place)), "")
         moves = {
             "warpgroup": (1, consumer[region]),
