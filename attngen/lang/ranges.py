@@ -1,7 +1,7 @@
 """What is known about every name before a call: inclusive numeric ranges, the base of all interval reasoning.
 
 A range is a pair of numbers in which ``-inf`` and ``inf`` mean "not bounded". Names of indices, box symbols,
-scalars and tensors share one mapping, since a declared name never equals a reserved one.
+scalars and tensors share one mapping, since no declared name equals one of the others.
 """
 
 from __future__ import annotations
