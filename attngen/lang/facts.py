@@ -15,7 +15,8 @@ from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, own, rewrite
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range, declared_ranges
 
 if TYPE_CHECKING:
-    from attngen.lang.variant import Scalar, Tensor, Variant
+    from attngen.lang.declared import Scalar, Tensor
+    from attngen.lang.variant import Variant
 
 #: Where the sequence starts in the packed tensor: ``q_global = q + q_start``, ``kv_global = kv + kv_start``.
 Q_START, KV_START = own("q_start"), own("kv_start")

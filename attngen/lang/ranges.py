@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from attngen.lang.ir import MAX_SEQLEN
 
 if TYPE_CHECKING:
-    from attngen.lang.variant import Scalar, Tensor
+    from attngen.lang.declared import Scalar, Tensor
 
 Range = tuple[float, float]  # ints stay ints inside; only the infinities are floats
 

@@ -13,10 +13,10 @@ from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.folding import LOG2E
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, own, spelled, tensors
+from attngen.lang.languages import Target
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
 from attngen.lang.statements import Piece, Statement, leaf, written
-from attngen.lang.targets import Target
 from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX, argument_name, extent_name, pointer_name, strides
 
