@@ -79,6 +79,56 @@ def test_lower_packages_import_only_upper_ones(path: Path) -> None:
             assert part not in NOT_FOR_RUNTIME, f"{path}:{line}: {own} must not import {part}"
 
 
+def graph(folder: Path, package: str) -> dict[str, set[str]]:
+    """Return which modules each module imports, inside functions and for types alone, too."""
+    names = {}
+    for path in folder.rglob("*.py"):
+        parts = (package, *path.relative_to(folder).with_suffix("").parts)
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        if path.relative_to(folder).as_posix() in FACADES:
+            continue
+        full = (".".join(parts) for _, parts in imported_names(path))
+        found[name] = {one if one in names else one.rpartition(".")[0] for one in full} & (names.keys() - {name})
+    return found
+
+
+def cycles(found: dict[str, set[str]]) -> list[set[str]]:
+    """Return the groups of modules each of which imports the others, directly or not."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for other in found.get(todo.pop(), set()) - seen:
+                seen.add(other)
+                todo.append(other)
+        return seen
+
+    reach = {name: reached(name) for name in found}
+    groups = {frozenset(other for other in reach[name] if name in reach.get(other, ())) for name in found}
+    return sorted((set(group) for group in groups if group), key=sorted)
+
+
+def test_modules_import_in_one_direction() -> None:
+    assert cycles(graph(PACKAGE, "attngen")) == []
+
+
+def test_cycles_are_found(tmp_path: Path) -> None:
+    """Through imports inside of functions, of names, and under ``TYPE_CHECKING``."""
+    (tmp_path / "part").mkdir()
+    for name, text in {
+        "part/__init__.py": "",
+        "part/a.py": "def f():\n    from attngen.part import b",
+        "part/b.py": "from attngen.part.c import name",
+        "part/c.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import attngen.part.a",
+        "part/d.py": "from attngen.part import a",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert cycles(graph(tmp_path, "attngen")) == [{"attngen.part.a", "attngen.part.b", "attngen.part.c"}]
+
+
 def test_every_tool_has_a_place() -> None:
     assert {path.stem for path in (PACKAGE / "tools").iterdir()} - {"__init__", "__pycache__"} == set(TOOLS)
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from attngen.lang.check import with_dropout
+from attngen.lang.check import restore_variant, with_dropout
 from attngen.lang.variant import Variant
 
 FILE = Path(__file__).with_name("variants.json")
@@ -35,7 +35,7 @@ def variant(name: str) -> Variant:
     """Return a variant by its name; KeyError for one that no integration uses. Always the same object."""
     if name not in _table() and name.endswith(DROPOUT):
         return replace(with_dropout(variant(name.removesuffix(DROPOUT))), name=name)
-    return Variant.from_dict(_table()[name])
+    return restore_variant(_table()[name])
 
 
 def is_shipped(name: str) -> bool:

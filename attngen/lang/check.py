@@ -20,7 +20,7 @@ from attngen.lang.parser import Function, Scope, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet, locate
-from attngen.lang.variant import Scalar, Tensor, Variant
+from attngen.lang.variant import Scalar, Tensor, Variant, declared_in
 
 #: Operators whose INT result may outgrow int32.
 _GROWING = frozenset((
@@ -148,8 +148,12 @@ def compile_variant(
     return with_dropout(variant) if dropout else variant
 
 
-def restore_variant(data: Mapping[str, Any], scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> Variant:
-    """Rebuild a variant from ``Variant.to_dict``; texts of the user come back as they were."""
+def restore_variant(data: Mapping[str, Any]) -> Variant:
+    """Rebuild a variant from ``Variant.to_dict``; texts of the user come back as they were.
+
+    Expressions are parsed and checked again, so that a damaged manifest raises SpecError.
+    """
+    scalars, tensors = declared_in(data)
     if data.get("dropout"):
         scalars, tensors = scalars[:-1], tensors[:-1]
     expressions = (data["mask"], data["score"], data.get("sink"))

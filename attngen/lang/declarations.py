@@ -26,8 +26,6 @@ RESERVED: frozenset[str] = frozenset((
     "softmax", "mask", "score", "sink", "let", "scalars", "tensors",
     "dq", "dk", "dv", "do", "dout", "dlse", "delta", "stream", "device", "dtype", "self", "true",
     "false",
-    # symbols of the analysis of tiles, of scores and of masks, which stand beside those of a variant
-    "q_start", "kv_start", "kv_first", "kv_tiles", "whole_tiles", "BLOCK_N", "LOG2E", "qk",
 ))  # fmt: skip
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")

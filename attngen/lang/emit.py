@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from attngen.dtypes import DTYPES
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, rewrite
+from attngen.lang.languages import Target
 from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range
 from attngen.lang.statements import Piece, Statement, joined, leaf, reads, written
-from attngen.lang.targets import Target
 from attngen.lang.usage import Usage, deciding
 
 _NO_AXES: frozenset[str] = frozenset()

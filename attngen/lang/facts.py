@@ -11,14 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, rewrite
+from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, own, rewrite
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range, declared_ranges
 
 if TYPE_CHECKING:
-    from attngen.lang.variant import Scalar, Tensor, Variant
+    from attngen.lang.declared import Scalar, Tensor
+    from attngen.lang.variant import Variant
 
 #: Where the sequence starts in the packed tensor: ``q_global = q + q_start``, ``kv_global = kv + kv_start``.
-STARTS: dict[str, tuple[str, str]] = {"q_global": ("q", "q_start"), "kv_global": ("kv", "kv_start")}
+Q_START, KV_START = own("q_start"), own("kv_start")
+STARTS: dict[str, tuple[str, Var]] = {"q_global": ("q", Q_START), "kv_global": ("kv", KV_START)}
 
 #: Extents whose length has another name in expressions.
 _LENGTHS: dict[str, str] = {"h": "heads", "hk": "kv_heads"}
@@ -40,7 +42,7 @@ def index(name: str) -> Var:
 
 def reserved(name: Var) -> bool:
     """Return whether a variable is an index, a length or a corner, whose range is that of a sequence."""
-    return name.name in INDEX_RANGES or name.name in ("q_start", "kv_start")
+    return name.name in INDEX_RANGES or name in (Q_START, KV_START)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Facts:
         known = self.ranges.get(name) or INDEX_RANGES.get(name)
         if known is not None:
             return known
-        if name in ("q_start", "kv_start"):
+        if name in (Q_START.name, KV_START.name):
             return _LENGTH
         return (0, INT32[1]) if type is Type.INT else (-float("inf"), float("inf"))
 
@@ -107,7 +109,7 @@ def local(expr: Expr) -> Expr:
     def rule(node: Expr) -> Expr | None:
         if isinstance(node, Var) and node.name in STARTS:
             position, start = STARTS[node.name]
-            return Op("add", (index(position), index(start)), Type.INT)
+            return Op("add", (index(position), start), Type.INT)
         return None
 
     return rewrite(expr, rule)

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from attngen.lang.bands import Heads
 from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, walk
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, walk
 from attngen.lang.ranges import Range
 from attngen.lang.simplify import mul, truediv
 from attngen.lang.usage import decides
 
 #: The raw product of a query row and a key row, before the scale.
-PRODUCT = Var("qk", Type.FLOAT)
+PRODUCT = own("qk", Type.FLOAT)
 SOFTMAX_SCALE = Var("softmax_scale", Type.FLOAT)
-LOG2E = Var("LOG2E", Type.FLOAT)
+LOG2E = own("LOG2E", Type.FLOAT)
 ONE = Const(1.0, Type.FLOAT)
 
 #: What differs from element to element of a tile.

@@ -36,6 +36,20 @@ class Var:
     type: Type
 
 
+#: What the name of a symbol of the analysis begins with, which no name of a spec can.
+_OWN = "."
+
+
+def own(name: str, type: Type = Type.INT) -> Var:
+    """Return a symbol of the analysis of tiles, of scores and of masks; it stands beside the names of a variant."""
+    return Var(f"{_OWN}{name}", type)
+
+
+def spelled(name: str) -> str:
+    """Return a name as texts have it: that of a symbol of the analysis without its mark."""
+    return name.removeprefix(_OWN)
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """One element of a declared tensor; a 0-d tensor has no indices."""

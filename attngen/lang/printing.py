@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var
+from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, spelled
 
 # Binding strength in Python's grammar, loosest first.
 _IF, _OR, _AND, _NOT, _COMPARE, _BITOR, _BITXOR, _BITAND, _SHIFT, _SUM, _PRODUCT, _SIGN, _POWER, _ATOM = range(14)
@@ -40,7 +40,7 @@ def _print(node: Expr) -> tuple[str, int]:
         case Const():
             return _constant(node)
         case Var(name=name):
-            return name, _ATOM
+            return spelled(name), _ATOM
         case Load(tensor=tensor, indices=indices):
             if not indices:
                 return tensor, _ATOM

@@ -1,7 +1,7 @@
 """What is known about every name before a call: inclusive numeric ranges, the base of all interval reasoning.
 
 A range is a pair of numbers in which ``-inf`` and ``inf`` mean "not bounded". Names of indices, box symbols,
-scalars and tensors share one mapping, since a declared name never equals a reserved one.
+scalars and tensors share one mapping, since no declared name equals one of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from attngen.lang.ir import MAX_SEQLEN
 
 if TYPE_CHECKING:
-    from attngen.lang.variant import Scalar, Tensor
+    from attngen.lang.declared import Scalar, Tensor
 
 Range = tuple[float, float]  # ints stay ints inside; only the infinities are floats
 

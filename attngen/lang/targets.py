@@ -1,11 +1,10 @@
 """What the emitter asks of a target language: how to write a literal, an operator, a load, a declaration.
 
-``Target`` names the languages; each has a module with its table over all of ``ir.OPERATORS``.
+``languages.py`` names the languages; each has a module with its table over all of ``ir.OPERATORS``.
 """
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
@@ -83,24 +82,6 @@ class Dialect(ABC):
     @abstractmethod
     def search(self, pointer: Piece, stride: Piece, length: Piece, value: Piece, strict: bool) -> Piece:
         """Write the call of the search over a monotone tensor; it reads ``first_at_least``, a helper of templates."""
-
-
-class Target(enum.Enum):
-    """A language that expressions are emitted in."""
-
-    TRITON = "triton"
-    CUDA = "cuda"
-
-    @property
-    def dialect(self) -> Dialect:
-        """The table of this language."""
-        if self is Target.TRITON:
-            from attngen.lang.triton_target import TritonDialect
-
-            return TritonDialect()
-        from attngen.lang.cuda_target import CudaDialect
-
-        return CudaDialect()
 
 
 def power_of_two(node: Expr) -> int | None:

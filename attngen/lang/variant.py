@@ -8,62 +8,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from attngen.lang.declared import Bound, Monotone, Scalar, Tensor
 from attngen.lang.ir import Const, Expr, Type, names, tensors
 from attngen.lang.ranges import Range, declared_ranges
 
+__all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "Tensor", "Variant", "declared_in"]
+
 #: The mask that hides nothing.
 VISIBLE: Expr = Const(True, Type.BOOL)
-
-Bound = int | float | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A number that a variant takes. ``const`` fixes it at build time; otherwise it is an argument of the call.
-
-    ``min`` and ``max`` are inclusive and trusted; a string names an extent (``seqlen_k``). ``default`` serves a
-    call that leaves the argument out. ``grad`` asks the backward pass for its gradient (fp32 only).
-    """
-
-    name: str
-    dtype: str  # int32 | int64 | fp32 | bool
-    const: bool | int | float | None = None
-    min: Bound = None
-    max: Bound = None
-    default: bool | int | float | None = None
-    grad: bool = False
-
-    @property
-    def type(self) -> Type:
-        """The type that expressions see."""
-        return {"bool": Type.BOOL, "fp32": Type.FLOAT}.get(self.dtype, Type.INT)
-
-
-@dataclass(frozen=True, slots=True)
-class Monotone:
-    """A declared fact: along ``axis`` the elements never decrease."""
-
-    axis: int
-    order: str = "nondecreasing"
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor that a variant reads. ``shape`` holds integers, extents (``b h hk seqlen_k`` …) or free names."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...] = ()
-    monotone: Monotone | None = None
-    range: tuple[Bound, Bound] | None = None
-    grad: bool = False
-
-    @property
-    def type(self) -> Type:
-        """The type that expressions see."""
-        if self.dtype in ("fp32", "fp16", "bf16"):
-            return Type.FLOAT
-        return Type.BOOL if self.dtype == "bool" else Type.INT
 
 
 @dataclass(frozen=True)
@@ -142,7 +94,7 @@ class Variant:
         return next((name for name in ("kv_global", "total_k") if name in read), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON value that ``from_dict`` turns into an equal variant."""
+        """Return a JSON value that ``restore_variant`` turns into an equal variant."""
         from attngen.lang.printing import canonical
 
         return {
@@ -158,14 +110,11 @@ class Variant:
             **({"dropout": True} if self.dropout else {}),
         }
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Variant:
-        """Rebuild a variant; the expressions are parsed and checked anew, so a damaged manifest raises SpecError."""
-        from attngen.lang.check import restore_variant
 
-        scalars = tuple(Scalar(**_lively(row)) for row in data["scalars"])
-        tensors = tuple(_tensor(_lively(row)) for row in data["tensors"])
-        return restore_variant(data, scalars, tensors)
+def declared_in(data: Mapping[str, Any]) -> tuple[tuple[Scalar, ...], tuple[Tensor, ...]]:
+    """Return the scalars and tensors of what ``Variant.to_dict`` made."""
+    scalars = tuple(Scalar(**_lively(row)) for row in data["scalars"])
+    return scalars, tuple(_tensor(_lively(row)) for row in data["tensors"])
 
 
 def _tensor(row: dict[str, Any]) -> Tensor:

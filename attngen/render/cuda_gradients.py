@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from attngen.lang.bands import classify
 from attngen.lang.emit import Binding
-from attngen.lang.facts import index
 from attngen.lang.folding import PRODUCT, fold_logit, is_finite
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
@@ -29,15 +28,16 @@ from attngen.render.cuda_statements import (
 )
 from attngen.render.expressions import (
     CUDA,
+    KV_FIRST,
     QUERIES,
     corner_bindings,
     emit_for,
     facts_of,
     scalar_bindings,
+    start_bindings,
 )
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
-_KV_FIRST = index("kv_first")
 _ROW_NAMES = ("kv", "kv_packed", "row")
 _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
 #: What differs from step to step; all else comes from arguments of the kernel.
@@ -140,9 +140,8 @@ def _elements(plan: Plan) -> dict[str, Binding]:
         "kv": Binding("kv", _KV, below=frozenset({"seqlen_k", "total_k"})),
         "kv_global": Binding("kv_packed", _KV, below=frozenset({"seqlen_k", "total_k"})),
         PRODUCT.name: Binding("x", _Q | _KV),
-        _KV_FIRST.name: Binding("kv_first"),
-        "q_start": Binding("q_begin"),
-        "kv_start": Binding("k_begin"),
+        KV_FIRST.name: Binding("kv_first"),
+        **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | rows
 

@@ -10,7 +10,7 @@ from attngen.lang.emit import Binding
 from attngen.lang.facts import index
 from attngen.lang.folding import PRODUCT, fold_logit, split_keys
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, walk
+from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, spelled, walk
 from attngen.lang.ranges import INT32
 from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
@@ -40,6 +40,7 @@ from attngen.render.cuda_statements import (
 from attngen.render.expressions import (
     CUDA,
     KEYS,
+    KV_FIRST,
     QUERIES,
     SEQLEN_K,
     Along,
@@ -53,13 +54,14 @@ from attngen.render.expressions import (
     numbered,
     scalar_bindings,
     settled,
+    start_bindings,
 )
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 #: What the mask and the score call keys.
 _KEY_NAMES = frozenset({"kv", "kv_global"})
-_KV_FIRST, _KEY = index("kv_first"), index("key")
+_KEY = index("key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
-    value = split_keys(folded.value, _KV_FIRST, _KEY) if plan.fast_math else folded.value
+    value = split_keys(folded.value, KV_FIRST, _KEY) if plan.fast_math else folded.value
     work: dict[Statement, None] = {}
     steps = []
     multiplier = leaf("scale_log2e")
@@ -234,7 +236,7 @@ def masking(
         before, behind = f"{key} < {{{below}}}", f"{key} >= {{{above}}}"
         seen.append(written(f"{low} && {high}" if below in ends else high))
         hidden.append(written(f"{before} || {behind}" if below in ends else behind))
-    exprs = [Op("sub", (from_zero(plan, end), _KV_FIRST), Type.INT) for end in ends.values()]
+    exprs = [Op("sub", (from_zero(plan, end), KV_FIRST), Type.INT) for end in ends.values()]
     code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken, inner=along.axis)
     *values, condition = code.results
     declarations = [int_constant(name, value) for name, value in zip(ends, values, strict=True)]
@@ -269,10 +271,9 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
         "kv": Binding("kv", _KV, below=keys),
         "kv_global": Binding("kv_packed", _KV, below=keys),
         PRODUCT.name: Binding("x", _Q | _KV),
-        _KV_FIRST.name: Binding("kv_first", _Q),
+        KV_FIRST.name: Binding("kv_first", _Q),
         _KEY.name: Binding("key", _KV),
-        "q_start": Binding("q_begin"),
-        "kv_start": Binding("k_begin"),
+        **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | heads | rows
 
@@ -321,7 +322,7 @@ def _split(
     """Return the statements that depend on the row, those that are the same for all rows of a tile of keys, and those
     that are the same for a tile of work."""
     row, rest = depending(statements, _row_names(plan))
-    return row, *depending(rest, {_KV_FIRST.name})
+    return row, *depending(rest, {spelled(KV_FIRST.name)})
 
 
 @dataclass(frozen=True, slots=True)

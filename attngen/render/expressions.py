@@ -9,19 +9,20 @@ from typing import Literal
 
 from attngen.lang.bands import Bands, Interval
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
-from attngen.lang.facts import Facts
+from attngen.lang.facts import KV_START, Q_START, Facts
+from attngen.lang.folding import LOG2E
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, tensors
+from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, own, spelled, tensors
+from attngen.lang.languages import Target
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
 from attngen.lang.statements import Piece, Statement, leaf, written
-from attngen.lang.targets import Target
 from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX, argument_name, extent_name, pointer_name, strides
 
-TILE_N = Var("BLOCK_N", Type.INT)
-WHOLE_TILES = Var("whole_tiles", Type.INT)
-KV_TILES = Var("kv_tiles", Type.INT)
+TILE_N, WHOLE_TILES, KV_TILES = own("BLOCK_N"), own("whole_tiles"), own("kv_tiles")
+#: The first key of a lane, in kernels whose threads hold elements of known places.
+KV_FIRST = own("kv_first")
 SEQLEN_K = Var("seqlen_k", Type.INT)
 
 
@@ -41,12 +42,11 @@ class Along:
 
 
 KEYS = Along("kv", TILE_N, WHOLE_TILES, KV_TILES, SEQLEN_K, "kv_tiles")
-#: Names with a blank are none of a spec.
 QUERIES = Along(
     "q",
-    Var("tile of queries", Type.INT),
-    Var("whole tiles of queries", Type.INT),
-    Var("tiles of queries", Type.INT),
+    own("tile of queries"),
+    own("whole tiles of queries"),
+    own("tiles of queries"),
     Var("seqlen_q", Type.INT),
     "q_tiles",
 )
@@ -81,7 +81,7 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
     """Return the bindings of what is the same for a whole block."""
     plain = ("b", "h", "hk", "heads", "kv_heads", "seqlen_q", "seqlen_k", "total_q", "total_k", "softmax_scale")
     bound = {name: Binding(name) for name in plain}
-    bound["LOG2E"] = Binding(language.log2e)
+    bound[LOG2E.name] = Binding(language.log2e)
     for tensor in plan.variant.tensors:  # an extent that nobody declares is what the first tensor that names it has
         for axis, extent in enumerate(tensor.shape):
             if isinstance(extent, str):
@@ -93,16 +93,20 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
     return bound
 
 
+def start_bindings() -> dict[str, Binding]:
+    """Return the bindings of where a sequence begins in packed tensors."""
+    return {Q_START.name: Binding("q_begin"), KV_START.name: Binding("k_begin")}
+
+
 def corner_bindings(plan: Plan, language: Language, along: Along = KEYS) -> dict[str, Binding]:
     """Return the bindings of the box symbols of the tile analysis, for a block that goes ``along`` an axis."""
     names = ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi", "h_lo", "h_hi", "kv_lo", "kv_hi")
     starts = {"q_lo": "q_start"} if along is KEYS else {"kv_lo": "kv_start"}
     return scalar_bindings(plan, language) | {
         **{name: Binding(starts.get(name, name)) for name in names},
-        along.whole.name: Binding(WHOLE_TILES.name),
+        along.whole.name: Binding(spelled(WHOLE_TILES.name)),
         along.tiles.name: Binding(along.tiles_text),
-        "q_start": Binding("q_begin"),
-        "kv_start": Binding("k_begin"),
+        **start_bindings(),
         QUERIES.tile.name: Binding(language.tile_m),
         TILE_N.name: Binding(language.tile_n),
     }

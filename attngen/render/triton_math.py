@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding, EmittedMany
 from attngen.lang.folding import PRODUCT, fold_logit
-from attngen.lang.ir import Expr, names
+from attngen.lang.ir import Expr, names, spelled
 from attngen.lang.segments import segments
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Piece, Statement, declared, joined, leaf, reads, statement, written
@@ -30,6 +30,7 @@ from attngen.render.expressions import (
     settled,
 )
 
+_WHOLE = spelled(WHOLE_TILES.name)
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ELEMENT = _Q | _KV
 
@@ -267,8 +268,8 @@ def _loop(
 
 def _at_most_whole(end: Piece, along: Along) -> Piece:
     if end.text == along.tiles_text:
-        return leaf(WHOLE_TILES.name)
-    return written("tl.minimum({}, {whole})", end, whole=leaf(WHOLE_TILES.name))
+        return leaf(_WHOLE)
+    return written("tl.minimum({}, {whole})", end, whole=leaf(_WHOLE))
 
 
 def _ragged(ranges: Sequence[tuple[Piece, Piece]]) -> str:
@@ -278,8 +279,8 @@ def _ragged(ranges: Sequence[tuple[Piece, Piece]]) -> str:
     """
     tests = []
     for lo, hi in ranges:
-        reached = f"{hi} > {WHOLE_TILES.name}"
-        tests.append(reached if lo.text == "0" else f"({lo} <= {WHOLE_TILES.name}) & ({reached})")
+        reached = f"{hi} > {_WHOLE}"
+        tests.append(reached if lo.text == "0" else f"({lo} <= {_WHOLE}) & ({reached})")
     return tests[0] if len(tests) == 1 else " | ".join(f"({test})" for test in tests) or ""
 
 

@@ -185,8 +185,10 @@ class Kernel:
     @cached_property
     def variant(self) -> Variant:
         """The variant that the kernel computes; LoadError if the manifest is damaged."""
+        from attngen.lang.check import restore_variant
+
         try:
-            return Variant.from_dict(self.manifest["variant"])
+            return restore_variant(self.manifest["variant"])
         except Exception as error:  # whatever its expressions do to the parser
             raise LoadError(f"{self.origin}: the manifest's variant cannot be read: {error}") from error
 

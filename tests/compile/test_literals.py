@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from attngen.lang.emit import emit
 from attngen.lang.ir import Const, Type
-from attngen.lang.targets import Target
+from attngen.lang.languages import Target
 from attngen.render import Source
 from tests.compile.frontend import to_ptx
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from attngen.lang.bands import Bands, bands, classify
-from attngen.lang.facts import Facts
+from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, walk
 from attngen.lang.segments import Segments, segments
 from attngen.lang.simplify import FOLD, result_type
@@ -75,7 +75,7 @@ def mask_of(mask: Expr, env: Env, arrays: Arrays, heads: int) -> np.ndarray:
     """Return the mask as a bool array (heads, seqlen_q, seqlen_k); raises UnguardedError."""
     h, q, kv = np.meshgrid(np.arange(heads), np.arange(env["seqlen_q"]), np.arange(env["seqlen_k"]), indexing="ij")
     grid = {**env, "h": h, "q": q, "kv": kv, "q_pos": q + env["seqlen_k"] - env["seqlen_q"]}
-    grid |= {"q_global": q + env["q_start"], "kv_global": kv + env["kv_start"]}
+    grid |= {"q_global": q + env[Q_START.name], "kv_global": kv + env[KV_START.name]}
     with np.errstate(all="ignore"):
         value, valid = _meaning(mask, grid, arrays)
     if not np.all(valid):
@@ -300,8 +300,8 @@ class World:
             "b": r.randrange(2),
             "seqlen_q": q,
             "seqlen_k": k,
-            "q_start": r.choice([0, 7]),
-            "kv_start": r.choice([0, 5]),
+            Q_START.name: r.choice([0, 7]),
+            KV_START.name: r.choice([0, 5]),
             "heads": cls.heads,
             "n": r.randrange(1, 25),
             "window": max(1, r.choice([small, small, *huge])),

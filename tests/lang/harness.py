@@ -16,9 +16,9 @@ import torch
 from attngen.dtypes import DTYPES
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.ir import Expr, Type
+from attngen.lang.languages import Target
 from attngen.lang.ranges import declared_ranges
 from attngen.lang.statements import lines
-from attngen.lang.targets import Target
 from tests.lang import randoms
 from tests.lang.randoms import BATCH, HEADS, SEQLEN_K, SEQLEN_Q
 

@@ -9,10 +9,11 @@ from attngen.lang.check import compile_variant
 from attngen.lang.derivative import differentiate
 from attngen.lang.eager import evaluate
 from attngen.lang.facts import index
-from attngen.lang.folding import ONE, PRODUCT, fold_logit, fold_slope, split_keys
+from attngen.lang.folding import LOG2E, ONE, PRODUCT, fold_logit, fold_slope, split_keys
 from attngen.lang.ir import Expr, Load, Op
 from attngen.lang.usage import decides
 from attngen.lang.variant import Scalar, Tensor
+from attngen.render.expressions import KV_FIRST
 from tests.lang import randoms
 from tests.lang.harness import RANGES
 
@@ -45,12 +46,12 @@ def test_quotients_at_the_boundary(score: str) -> None:
     variant = compile_variant("v", None, score, SCALARS)
     assert variant.score is not None
     folded = fold_logit(variant.score, variant.ranges, fast_math=True)
-    first, key = index("kv_first"), index("key")
+    first, key = KV_FIRST, index("key")
     split = split_keys(folded.value, first, key)
     kv = torch.arange(128)
     for n in range(1, 128):
-        env = {"n": n, "cap": 0.7, "q_pos": kv[:, None], "kv": kv, "kv_first": kv // 64 * 64, "key": kv % 64}
-        env |= {PRODUCT.name: 1.0, "softmax_scale": 1.0, "LOG2E": 1.0, "s": 1.0}
+        env = {"n": n, "cap": 0.7, "q_pos": kv[:, None], "kv": kv, KV_FIRST.name: kv // 64 * 64, "key": kv % 64}
+        env |= {PRODUCT.name: 1.0, "softmax_scale": 1.0, LOG2E.name: 1.0, "s": 1.0}
         wanted = evaluate(variant.score, env)
         for value in (folded.value, split):
             torch.testing.assert_close(evaluate(value, env) * evaluate(folded.multiplier, env), wanted)
@@ -61,7 +62,7 @@ def test_quotients_at_the_boundary(score: str) -> None:
 def test_folding_leaves_decisions_alone(seed: int, fast_math: bool) -> None:
     expr = randoms.expression(seed, kind="float", depth=4, logit=True)
     folded = fold_logit(expr, RANGES, fast_math=fast_math)
-    assert decisions(split_keys(folded.value, index("kv_first"), index("key"))) <= decisions(folded.natural)
+    assert decisions(split_keys(folded.value, KV_FIRST, index("key"))) <= decisions(folded.natural)
     slope = fold_slope(folded, ["table", "bias"], fast_math=fast_math)
     plain = differentiate(folded.natural, PRODUCT.name)
     assert decisions(slope.varying or ONE) <= decisions(plain)

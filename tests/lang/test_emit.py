@@ -20,11 +20,11 @@ from attngen.lang.emit import Binding, Emitted, TensorBinding, emit_many
 from attngen.lang.emit import emit as emit_values
 from attngen.lang.folding import fold_logit
 from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, rewrite, walk
+from attngen.lang.languages import Target
 from attngen.lang.literals import fold_literals
 from attngen.lang.printing import canonical
 from attngen.lang.ranges import declared_ranges
 from attngen.lang.statements import Piece, declared, lines, reads
-from attngen.lang.targets import Target
 from attngen.lang.usage import decides
 from attngen.lang.variant import Scalar, Tensor, Variant
 from tests.lang import harness, randoms

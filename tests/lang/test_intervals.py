@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attngen.lang.bands import Facts, classify
 from attngen.lang.check import compile_variant
+from attngen.lang.facts import KV_START, Q_START
 from attngen.lang.interval_rules import RULES
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, OPERATORS, Const, Expr, Op, Type, walk
@@ -131,7 +132,7 @@ def test_numbers_hold_at_random_points(seed: int) -> None:
     for _ in range(20):
         q, kv = source.randrange(int(env["seqlen_q"])), source.randrange(int(env["seqlen_k"]))
         env |= {"q": q, "kv": kv, "q_pos": q + env["seqlen_k"] - env["seqlen_q"]}
-        env |= {"q_global": q + env["q_start"], "kv_global": kv + env["kv_start"]}
+        env |= {"q_global": q + env[Q_START.name], "kv_global": kv + env[KV_START.name]}
         assert lo <= _exact(expr, env, world) <= hi
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from attngen.lang.facts import Facts
+from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.ir import Expr, Search, walk
 from attngen.lang.overflow import widen
 from attngen.lang.printing import canonical
@@ -53,10 +53,10 @@ def check_rows(mask: Expr, world: World) -> None:
     keys = int(world.env["seqlen_k"])
     for h, q in np.ndindex(*truth.shape[:2]):
         env = {**world.env, "h": h, "q": q, "q_pos": q + keys - world.env["seqlen_q"]}
-        env |= {"q_global": q + world.env["q_start"]}
+        env |= {"q_global": q + world.env[Q_START.name]}
         seen = positions(found, env, world.arrays, keys)
         for kv in range(keys):
-            at = env | {"kv": kv, "kv_global": kv + world.env["kv_start"]}
+            at = env | {"kv": kv, "kv_global": kv + world.env[KV_START.name]}
             assert truth[h, q, kv] == (seen[kv] and bool(evaluate(rest, at, world.arrays))), (h, q, kv)
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from attngen.lang.check import compile_variant
+from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.eager import evaluate
 from attngen.lang.ir import Const, Type
 from attngen.lang.printing import canonical
@@ -71,7 +71,7 @@ def test_what_ranges_decide_is_put_in_place(
     assert (after.scalars, after.tensors) == (before.scalars, before.tensors)
     for one, other in zip(logits(before), logits(after), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert Variant.from_dict(after.to_dict()) == after
+    assert restore_variant(after.to_dict()) == after
 
 
 @pytest.mark.parametrize(("mask", "score"), UNDECIDED)

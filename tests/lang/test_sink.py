@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import SpecError
-from attngen.lang.check import compile_variant
+from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.ir import Const, Type
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Scalar, Tensor, Variant
@@ -34,7 +34,7 @@ def test_a_sink_is_a_float_over_batch_and_head(text: str | float, printed: str) 
     assert variant.sink is not None
     assert variant.sink.type is Type.FLOAT
     assert canonical(variant.sink) == printed
-    assert Variant.from_dict(variant.to_dict()) == variant
+    assert restore_variant(variant.to_dict()) == variant
     assert variant.sink_text == (text if isinstance(text, str) else None)
 
 

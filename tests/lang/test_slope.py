@@ -7,7 +7,7 @@ import torch
 
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
-from attngen.lang.folding import ONE, PRODUCT, fold_logit, fold_slope, is_finite
+from attngen.lang.folding import LOG2E, ONE, PRODUCT, fold_logit, fold_slope, is_finite
 from attngen.lang.ir import names
 from attngen.lang.variant import Scalar, Tensor
 
@@ -39,7 +39,7 @@ def test_the_factors_multiply_to_the_derivative(score: str | None, fast_math: bo
     tensors = {"slope": torch.rand(4, generator=generator, dtype=torch.float64, requires_grad=True)}
     env = {
         "h": torch.arange(4)[:, None, None], "q": torch.arange(5)[:, None], "q_pos": torch.arange(5)[:, None] + 1,
-        "kv": torch.arange(6), "cap": 1.7, "softmax_scale": SCALE, "LOG2E": 1.0, PRODUCT.name: product,
+        "kv": torch.arange(6), "cap": 1.7, "softmax_scale": SCALE, LOG2E.name: 1.0, PRODUCT.name: product,
     }  # fmt: skip
 
     def value(expr: object, **more: object) -> torch.Tensor:

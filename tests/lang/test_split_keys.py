@@ -8,12 +8,13 @@ import pytest
 
 from attngen.lang.check import compile_variant
 from attngen.lang.facts import index
-from attngen.lang.folding import fold_logit, split_keys
+from attngen.lang.folding import LOG2E, PRODUCT, fold_logit, split_keys
 from attngen.lang.ir import names, walk
 from attngen.lang.variant import Scalar
+from attngen.render.expressions import KV_FIRST
 from tests.lang.bruteforce import evaluate
 
-FIRST, KEY = index("kv_first"), index("key")
+FIRST, KEY = KV_FIRST, index("key")
 
 
 @pytest.mark.parametrize(
@@ -32,13 +33,17 @@ def test_the_values_stay(score: str) -> None:
     after = split_keys(before, FIRST, KEY)
     assert "kv" not in names(after)
     for first, key, q_pos in itertools.product((0, 128, 4096), (0, 1, 57), (3, 5000)):
-        env = {"kv": first + key, "kv_first": first, "key": key, "q_pos": q_pos, "qk": 1.75, "slope": 0.125}
-        env |= {"softmax_scale": 0.25, "LOG2E": 1.4426950408889634}
+        env = {"kv": first + key, KV_FIRST.name: first, "key": key, "q_pos": q_pos, PRODUCT.name: 1.75, "slope": 0.125}
+        env |= {"softmax_scale": 0.25, LOG2E.name: 1.4426950408889634}
         assert evaluate(after, env, {}) == pytest.approx(evaluate(before, env, {}), rel=1e-5, abs=1e-5)
 
 
 def test_an_element_multiplies_its_constant_once() -> None:
     variant = compile_variant("test", True, "s + slope * (kv - q_pos)", [Scalar("slope", "fp32")], [])
     after = split_keys(fold_logit(variant.score, variant.ranges, fast_math=True).value, FIRST, KEY)
-    beside = [node for node in walk(after) if "key" in names(node) and not {"q_pos", "qk", "kv_first"} & names(node)]
+    beside = [
+        node
+        for node in walk(after)
+        if "key" in names(node) and not {"q_pos", PRODUCT.name, KV_FIRST.name} & names(node)
+    ]
     assert {getattr(node, "op", "") for node in beside} == {"mul", "to_float", ""}

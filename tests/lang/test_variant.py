@@ -9,9 +9,9 @@ import pickle
 import pytest
 
 from attngen.errors import SpecError
-from attngen.lang.check import compile_variant
+from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.ir import Const, Type
-from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
+from attngen.lang.variant import Monotone, Scalar, Tensor
 from tests.lang import randoms
 
 PACKED = compile_variant(
@@ -34,7 +34,7 @@ PACKED = compile_variant(
 
 def test_json_both_ways() -> None:
     data = json.loads(json.dumps(PACKED.to_dict(), allow_nan=False))
-    assert Variant.from_dict(data) == PACKED
+    assert restore_variant(data) == PACKED
 
 
 def test_pickle_both_ways() -> None:
@@ -50,19 +50,19 @@ def test_random_variants_survive_json(seed: int) -> None:
     mask = generator.boolean(3)
     score = randoms.Generator(seed, logit=True).floating(3)
     variant = compile_variant("random", mask, score, randoms.SCALARS, randoms.TENSORS, randoms.LET)
-    assert Variant.from_dict(json.loads(json.dumps(variant.to_dict()))) == variant
+    assert restore_variant(json.loads(json.dumps(variant.to_dict()))) == variant
 
 
 def test_an_inlined_text_may_be_longer_than_a_user_may_write() -> None:
     let = {"a": " + ".join(["q_pos % 7"] * 40), "f(x)": "x * a + a"}
     variant = compile_variant("v", "f(f(kv % 3) % 9) > 0", let=let)
     assert len(variant.to_dict()["mask"]) > 1000
-    assert Variant.from_dict(variant.to_dict()) == variant
+    assert restore_variant(variant.to_dict()) == variant
 
 
 def test_a_damaged_manifest_is_refused() -> None:
     with pytest.raises(SpecError):
-        Variant.from_dict({**PACKED.to_dict(), "mask": "__import__('os')"})
+        restore_variant({**PACKED.to_dict(), "mask": "__import__('os')"})
 
 
 def test_what_a_variant_knows() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import attngen
-from attngen.errors import SpecError
 from attngen.plan import plan, symbols
 from attngen.render import render
 from attngen.resources import templates_dir
@@ -72,15 +71,38 @@ def test_kinds_of_names_do_not_meet(backend: str) -> None:
         assert declared == 0, f"{name} is an argument, and a temporary"
 
 
-@pytest.mark.parametrize(
-    "name", ["q_start", "kv_start", "kv_tiles", "whole_tiles", "kv_first", "BLOCK_N", "LOG2E", "qk"]
-)
-@pytest.mark.parametrize("section", ["scalars", "tensors", "let"])
-def test_symbols_of_the_analysis_are_refused_with_their_place(section: str, name: str) -> None:
-    declared = {"scalars": "{type: int32}", "tensors": "{dtype: int32, shape: []}", "let": "kv + 1"}[section]
-    text = f'schema: 1\nvariants:\n  own:\n    mask: "kv < {name}"\n    {section}:\n      {name}: {declared}\n'
-    with pytest.raises(SpecError, match=rf"mine\.yaml:6: .*'{name}' is reserved.*such as 'my_{name.lower()}'"):
-        load_spec_text(text, "mine.yaml")
+def symbols_of_the_analysis() -> list[str]:
+    """Return the names of all symbols that modules make beside those of variants, as texts have them."""
+    made = (re.findall(r'\bown\("([\w ]+)"', path.read_text()) for path in MODULES)
+    return sorted({name for found in made for name in found if name.isidentifier()})
+
+
+def test_all_symbols_of_the_analysis_are_found() -> None:
+    assert set(symbols_of_the_analysis()) >= {
+        "q_start", "kv_start", "kv_tiles", "whole_tiles", "kv_first", "BLOCK_N", "LOG2E", "qk"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", symbols_of_the_analysis())
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_symbols_of_the_analysis_are_free(name: str, backend: str, passes: str, layout: str) -> None:
+    """A scalar that is called like one changes nothing but its own name."""
+    field = "backward: {backend: " + backend + "}" if passes == "backward" else f"backend: {backend}"
+
+    def text_of(name: str) -> str:
+        text = (
+            "schema: 1\narch: sm90a\nvariants:\n  own:\n"
+            f"    scalars: {{{name}: {{type: int32}}, other: {{type: fp32}}}}\n"
+            f'    mask: "kv_global - q_global <= {name} and kv < {name} * 3"\n    score: "s * other + kv * other"\n'
+            f"kernels: [{{variant: own, head_dim: 64, passes: {passes}, layout: {layout}, {field}}}]\n"
+        )
+        return render(plan(expand(load_spec_text(text))[0])).text
+
+    plain = text_of("unheard")
+    assert "u_unheard" in plain
+    assert text_of(name).split() == plain.replace("unheard", name).split()
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

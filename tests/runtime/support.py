@@ -20,7 +20,7 @@ import torch
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.formats import MANIFEST_FORMAT
-from attngen.lang.check import compile_variant
+from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import Call, Packing, bind
@@ -405,7 +405,7 @@ def _input(manifest: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
 
 def call_of(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Call, tuple[torch.Tensor, ...]]:
     """Rebuild the call that a launch describes."""
-    chosen = Variant.from_dict(manifest["variant"])
+    chosen = restore_variant(manifest["variant"])
     if "q_ptr" in values or "q_desc" in values:
         q, k, v = (_input(manifest, values, name) for name in ("q", "k", "v"))
     else:  # a classifier sees neither, only lengths

@@ -55,7 +55,7 @@ def test_hostile_names(template, name):
 @pytest.mark.parametrize(
     "name",
     ["q", "kv", "s", "h", "seqlen_k", "variant", "backend", "softmax_scale", "max", "tanh", "inf", "return", "int",
-     "BLOCK_N", "class"],
+     "class"],
 )  # fmt: skip
 @pytest.mark.parametrize(
     "section", ["scalars: {{ {}: {{type: int32}} }}", "tensors: {{ {}: {{dtype: int32, shape: [h]}} }}"]
@@ -65,7 +65,9 @@ def test_reserved_names(section, name):
         load_spec_text(f"schema: 1\nvariants: {{a: {{mask: true, {section.format(name)} }} }}")
 
 
-@pytest.mark.parametrize("name", ["template", "register", "default", "tl", "triton", "acc", "kStages", "first"])
+@pytest.mark.parametrize(
+    "name", ["template", "register", "default", "tl", "triton", "acc", "kStages", "first", "BLOCK_N", "qk"]
+)
 @pytest.mark.parametrize(
     "section", ["scalars: {{ {}: {{type: int32}} }}", "tensors: {{ {}: {{dtype: int32, shape: [h]}} }}"]
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.eager import evaluate
-from attngen.lang.facts import Facts
+from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.ir import Expr, Load, Search, Var, children, rewrite
 from attngen.lang.segments import segments
 from attngen.lang.simplify import integer
@@ -179,7 +179,7 @@ class _Grid:
         self._plain: dict[str, Any] = {
             **extents_of(plan.variant, seqlen, scalars, self._tensors),
             **{scalar.name: scalar.const for scalar in plan.variant.scalars if scalar.const is not None},
-            **scalars, "b": 0, "h": 0, "hk": 0, "h_lo": 0, "h_hi": 0, "q_start": 0, "kv_start": 0,
+            **scalars, "b": 0, "h": 0, "hk": 0, "h_lo": 0, "h_hi": 0, Q_START.name: 0, KV_START.name: 0,
         }  # fmt: skip
         self._first = first
         self._tiles = len(first)

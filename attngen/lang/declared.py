@@ -1,0 +1,58 @@
+"""What a variant declares that it takes: scalars and tensors, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.lang.ir import Type
+
+Bound = int | float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number that a variant takes. ``const`` fixes it at build time; otherwise it is an argument of the call.
+
+    ``min`` and ``max`` are inclusive and trusted; a string names an extent (``seqlen_k``). ``default`` serves a
+    call that leaves the argument out. ``grad`` asks the backward pass for its gradient (fp32 only).
+    """
+
+    name: str
+    dtype: str  # int32 | int64 | fp32 | bool
+    const: bool | int | float | None = None
+    min: Bound = None
+    max: Bound = None
+    default: bool | int | float | None = None
+    grad: bool = False
+
+    @property
+    def type(self) -> Type:
+        """The type that expressions see."""
+        return {"bool": Type.BOOL, "fp32": Type.FLOAT}.get(self.dtype, Type.INT)
+
+
+@dataclass(frozen=True, slots=True)
+class Monotone:
+    """A declared fact: along ``axis`` the elements never decrease."""
+
+    axis: int
+    order: str = "nondecreasing"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that a variant reads. ``shape`` holds integers, extents (``b h hk seqlen_k`` …) or free names."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...] = ()
+    monotone: Monotone | None = None
+    range: tuple[Bound, Bound] | None = None
+    grad: bool = False
+
+    @property
+    def type(self) -> Type:
+        """The type that expressions see."""
+        if self.dtype in ("fp32", "fp16", "bf16"):
+            return Type.FLOAT
+        return Type.BOOL if self.dtype == "bool" else Type.INT

@@ -1,0 +1,21 @@
+"""The languages that expressions are emitted in, each with its table."""
+
+from __future__ import annotations
+
+import enum
+
+from attngen.lang.cuda_target import CudaDialect
+from attngen.lang.targets import Dialect
+from attngen.lang.triton_target import TritonDialect
+
+
+class Target(enum.Enum):
+    """A language that expressions are emitted in."""
+
+    TRITON = "triton"
+    CUDA = "cuda"
+
+    @property
+    def dialect(self) -> Dialect:
+        """The table of this language."""
+        return TritonDialect() if self is Target.TRITON else CudaDialect()
