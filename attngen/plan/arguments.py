@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from attngen.dtypes import dtype
 from attngen.lang.variant import Variant
+from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.symbols import argument_name, extent_name, pointer_name, strides
 
-#: Axes of q, k, v and out that have a stride; the last axis is contiguous.
-STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
+#: Tensors whose rows are keys, whatever a launch calls them.
+_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 
 
@@ -33,7 +34,7 @@ def signature(
     A block is one of ``tiles`` ("q_tiles", "kv_tiles"). ``strided`` names the tensors that come by address and strides;
     these are ``promised`` to be multiples of the plan's alignment. ``counted``: tiles are taken from a counter.
     ``max_seqlen_k``: a dense sequence, too, may be shorter than the length of k. ``present`` names what a call may
-    leave out.
+    leave out; of a paged one that is ``cu_seqlens_q`` and never ``seqused_k``.
     """
     rows = {"q_tiles": "q", "kv_tiles": "kv"}[tiles]
     mapped = plan.driver == "tile_map"
@@ -52,7 +53,7 @@ def signature(
         *([size("words")] if mapped else []),
         scale(),
         *scalar_arguments(plan.variant),
-        *(Argument(f"{'write' if of == 'lse' else 'has'}_{of}", "present", "i32", of=of) for of in present),
+        *presence(plan, present),
     )
 
 
@@ -68,7 +69,7 @@ def classifier_signature(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) 
         size("words"),
         size("map_heads"),
         *scalar_arguments(plan.variant),
-        Argument("has_seqused_k", "present", "i32", of="seqused_k"),
+        *presence(plan, ("seqused_k",)),
     )
 
 
@@ -98,10 +99,20 @@ def descriptor(plan: Plan, of: str, name: str, rows: int, block: Columns, window
 def tensor_map(
     plan: Plan, of: str, rows: int, columns: int, *, window: int | None = None, packed: bool = False
 ) -> Argument:
-    """Return the tensor map of a CUDA kernel, whose box is ``rows`` rows of the ``columns`` that one copy brings."""
-    box = (rows, 1, columns) if window is None else (1, rows, 1, columns)
-    if not plan.varlen:
-        box = (1, *box)
+    """Return the tensor map of a CUDA kernel, whose box is ``rows`` rows of the ``columns`` that one copy brings.
+
+    That of pages is over (page, KV head, row of the page, column), in whatever order these lie in memory. A page may
+    hold less than ``rows`` rows, or no multiple of them: a copy brings gcd(page_size, ``rows``), which the argument
+    ``box_rows`` tells the kernel. The page ``num_pages`` lies outside, so that its rows arrive as zeros.
+    """
+    paged = plan.key_access == "paged" and of in _OF_KEYS
+    box: tuple[int, ...]
+    if paged:
+        box, window = (1, 1, rows, columns), None
+    else:
+        box = (rows, 1, columns) if window is None else (1, rows, 1, columns)
+        if not plan.ragged_queries:
+            box = (1, *box)
     return Argument(
         f"{of}_map",
         "descriptor",
@@ -111,6 +122,7 @@ def tensor_map(
         swizzle=columns * plan.dtype.bytes,
         window=window,
         packed=packed,
+        paged=paged,
     )
 
 
@@ -123,11 +135,33 @@ def block_suffix(blocks: tuple[Columns, ...], index: int) -> str:
 
 
 def lengths(plan: Plan, *names: str) -> Iterator[Argument]:
-    """Yield where packed sequences begin, and how many keys of each are used; or only ``names`` of these."""
-    packed = ("cu_seqlens_q", "cu_seqlens_k") if plan.varlen else ()
-    for name in (*packed, "seqused_k"):
+    """Yield where packed sequences begin, which pages they have, and how many keys of each are used; or only ``names``
+    of these. ``cu_seqlens_q`` of a paged kernel may be null: sequence i then begins at row i * max_seqlen_q."""
+    found = {
+        "contiguous": ("seqused_k",),
+        "ragged": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
+        "paged": ("cu_seqlens_q", "page_table", "seqused_k"),
+    }
+    for name in found[plan.key_access]:
         if not names or name in names:
             yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)
+
+
+def presence(plan: Plan, of: Iterable[str]) -> Iterator[Argument]:
+    """Yield whether a call gives what it may leave out: paged ones must give ``seqused_k``, others ``cu_seqlens_q``."""
+    for name in of:
+        if plan.key_access == "paged" and name == "seqused_k":
+            name = "cu_seqlens_q"
+        yield Argument(f"{'write' if name == 'lse' else 'has'}_{name}", "present", "i32", of=name)
+
+
+def page_sizes(plan: Plan) -> Iterator[Argument]:
+    """Yield what a paged kernel is told of the cache, and nothing for others: elements from a row of the page table to
+    the next, keys in a page, pages of the cache (the first that is none of it), rows that one copy brings."""
+    if plan.key_access == "paged":
+        yield Argument("page_table_stride", "stride", "i64", of="page_table", axis="b")
+        for name in ("page_size", "num_pages", "box_rows"):
+            yield size(name)
 
 
 def tile_map() -> Argument:
@@ -144,8 +178,9 @@ def map_strides(rows: str) -> Iterator[Argument]:
 def strides_of(plan: Plan, names: Iterable[str], *, promised: bool = True) -> Iterator[Argument]:
     """Yield the strides of tensors of the plan's dtype, multiples of its alignment if that is ``promised``."""
     elements = plan.alignment // plan.dtype.bytes if promised else 1
+    layout = LAYOUTS[plan.layout]
     for name in names:
-        for axis in STRIDED[plan.layout]:
+        for axis in layout.key_strides if name in _OF_KEYS else layout.query_strides:
             yield Argument(
                 f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis,
                 divisibility=elements if elements > 1 else 0,
@@ -163,10 +198,12 @@ def sizes(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) -> Iterator[Arg
     bits = ["group_bits"] if plan.pack_gqa else []
     for name in ("batch", "heads", "kv_heads", "group", *bits, "section", tiles):
         yield size(name)
-    yield Argument("max_seqlen_q" if plan.varlen else "seqlen_q", "size", "i32", of="seqlen_q")
-    yield Argument("max_seqlen_k" if plan.varlen or max_seqlen_k else "seqlen_k", "size", "i32", of="seqlen_k")
+    ragged = plan.ragged_queries
+    yield Argument("max_seqlen_q" if ragged else "seqlen_q", "size", "i32", of="seqlen_q")
+    yield Argument("max_seqlen_k" if ragged or max_seqlen_k else "seqlen_k", "size", "i32", of="seqlen_k")
     for name in ("total_q", "total_k"):
         yield size(name)
+    yield from page_sizes(plan)
 
 
 def scale() -> Argument:

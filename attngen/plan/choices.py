@@ -57,7 +57,7 @@ def driver_of(spec: KernelSpec, over: Axis = "kv") -> str:
     return "classified"
 
 
-def map_axes(variant: Variant, *, varlen: bool) -> tuple[bool, bool]:
+def map_axes(variant: Variant, *, ragged: bool) -> tuple[bool, bool]:
     """Return whether the tile map of a mask differs between batch entries, and between heads."""
     used = names(variant.mask)
-    return varlen or bool(used & {"b", "q_global", "kv_global"}), bool(used & {"h", "hk"})
+    return ragged or bool(used & {"b", "q_global", "kv_global"}), bool(used & {"h", "hk"})

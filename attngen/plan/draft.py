@@ -47,6 +47,7 @@ def drafted(
         head_dim_qk=spec.head_dim_qk,
         head_dim_v=spec.head_dim_v,
         layout=spec.layout,
+        split_kv=spec.split_kv,
         direction=spec.direction,
         alignment=alignment,
         fast_math=spec.fast_math,
@@ -63,7 +64,7 @@ def row_workspaces() -> Iterator[Workspace]:
 
 def axes_of(planned: Plan, owner: str) -> TileMapAxes:
     """Return the tile map that the launch ``owner`` reads."""
-    batch, heads = map_axes(planned.variant, varlen=planned.varlen)
+    batch, heads = map_axes(planned.variant, ragged=planned.ragged_queries)
     return TileMapAxes(owner, batch, heads)
 
 

@@ -10,6 +10,7 @@ from attngen.dtypes import DType, dtype
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.bands import Heads
 from attngen.lang.variant import Variant
+from attngen.plan.layouts import LAYOUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Argument:
     swizzle: int | None = None  # bytes; None leaves it to the compiler
     window: int | None = None  # rows of a descriptor through which rows behind a sequence's end arrive as zeros
     packed: bool = False  # rows of the box are the heads of a group, then the next position
+    paged: bool = False  # the box has at most so many rows: gcd of these and the page size, which the call gives
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest, without the entries that are unset."""
@@ -179,7 +181,7 @@ class Plan:
     head_dim_v: int
     columns_qk: tuple[Columns, ...]
     columns_v: tuple[Columns, ...]
-    layout: str  # dense | varlen
+    layout: str  # dense | varlen | paged
     direction: str  # forward | backward
     backend: str  # triton | cuda
     schedule: str  # row of the catalogue; names the template
@@ -202,6 +204,7 @@ class Plan:
     workspaces: tuple[Workspace, ...] = ()
     structure: Structure = Structure()
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
+    split_kv: bool = False  # a forward whose blocks share the keys of a sequence
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
     tile_time: float = 0.0  # of a tile of work, beside that of other kernels of the same variant; 0: not told
@@ -229,6 +232,16 @@ class Plan:
     def varlen(self) -> bool:
         """Whether sequences are packed and located by cu_seqlens."""
         return self.layout == "varlen"
+
+    @property
+    def key_access(self) -> str:
+        """How the keys of a sequence are found: contiguous, ragged or paged."""
+        return LAYOUTS[self.layout].key_access
+
+    @property
+    def ragged_queries(self) -> bool:
+        """Whether q, out and lse hold the rows of all sequences, one after the other."""
+        return LAYOUTS[self.layout].ragged_queries
 
     @property
     def box_heads(self) -> Heads:
@@ -335,6 +348,8 @@ class Plan:
             "ordered": self.ordered,
             "tile_time": self.tile_time,
             "pack_gqa": self.pack_gqa,
+            "key_access": self.key_access,
+            "split_kv": self.split_kv,
             "main": self.main,
             "launches": [launch.to_dict() for launch in self.launches],
             "workspaces": [workspace.to_dict() for workspace in self.workspaces],

@@ -32,7 +32,7 @@ def kernel_name(
     """Return the kernel's name, such as ``fwd_sm90a_tma_bf16_d128_causal_m64n64s3w4``.
 
     ``width`` says how many warps (``w4``) or consumer warpgroups (``c2``) share a tile. ``choices`` and others that
-    differ from the default are appended: ``_varlen``, ``_exactmath``, ``_unaligned``, ``_tilemap``.
+    differ from the default are appended: ``_varlen``, ``_paged``, ``_exactmath``, ``_unaligned``, ``_tilemap``.
     """
     parts = [
         _DIRECTIONS[direction],
@@ -41,7 +41,7 @@ def kernel_name(
         dtype,
         f"d{head_dim_label(head_dim_qk, head_dim_v)}",
         variant,
-        *(["varlen"] if layout == "varlen" else []),
+        *([] if layout == "dense" else [layout]),
         f"m{tile_m}n{tile_n}s{stages}{width}",
         *([] if fast_math else ["exactmath"]),
         *([] if aligned else ["unaligned"]),

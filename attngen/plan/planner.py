@@ -8,8 +8,12 @@ from dataclasses import replace
 from attngen.arch import ARCHES, Arch
 from attngen.errors import PlanError
 from attngen.lang.settle import settle
+from attngen.plan.choices import refuse
+from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
+from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import backends, candidates
+from attngen.plan.traits import packed_keys
 from attngen.schema.expand import KernelSpec
 
 
@@ -41,8 +45,14 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
     """Return the plan of the first schedule of a spec's backend that takes it. ``named``: the spec names the backend,
     which accepts what another one would do more exactly."""
     refusals: list[PlanError] = []
+    if not candidates(spec, spec.backend or ""):
+        raise refuse(
+            spec, "split_kv", f"{spec.backend} has no {spec.direction} whose blocks share the keys of a sequence; "
+            "allowed: false"
+        )  # fmt: skip
     for schedule in candidates(spec, spec.backend or ""):
         try:
+            _check_layout(spec, schedule)
             if not named:
                 schedule.keep_promises(spec)
             return schedule.plan(spec, arch)
@@ -50,6 +60,22 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
             if error.message not in {refusal.message for refusal in refusals}:
                 refusals.append(error)
     raise _together(refusals)
+
+
+def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
+    """Raise PlanError for a layout that a schedule has no kernels for, or in which a variant has no meaning."""
+    if LAYOUTS[spec.layout].key_access == "paged" and (used := packed_keys(spec.variant)):
+        raise refuse(
+            spec,
+            "layout",
+            f"variant '{spec.variant.name}' reads '{used}', the place of keys in a packed tensor, which keys in pages "
+            "do not have; allowed: dense, varlen",
+        )
+    if spec.layout not in schedule.layouts:
+        form = f"{schedule.backend} {'split-KV ' * spec.split_kv}{spec.direction}s"
+        raise refuse(
+            spec, "layout", f"{form} have no kernel with '{spec.layout}'; allowed: {', '.join(schedule.layouts)}"
+        )
 
 
 def _together(refusals: Sequence[PlanError], names: Sequence[str] = ()) -> PlanError:

@@ -20,7 +20,8 @@ class Schedule:
     for this structure at all: one that does not suit is passed over without a word. ``alternatives`` yields specs with
     other choices, to be planned one after the other where ptxas does not take those of the first plan.
     ``keep_promises`` raises PlanError for what a spec that names no backend must not get: less exact results than
-    another backend gives.
+    another backend gives. ``layouts`` are those that it has kernels for; ``split_kv``: blocks share the keys of a
+    sequence, so that it serves specs that ask for this, and no others.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns what warps of a kernel
@@ -39,3 +40,5 @@ class Schedule:
     keep_promises: Callable[[KernelSpec], None] = lambda spec: None
     templates: Path | None = None
     pipes: Callable[[Plan], Pipes] | None = None
+    layouts: tuple[str, ...] = ("dense", "varlen")
+    split_kv: bool = False

@@ -45,6 +45,19 @@ def reads_positions(variant: Variant) -> bool:
     return any(names(index) & (_ROWS | _KEYS) for load in loads for index in load.indices)
 
 
+def packed_keys(variant: Variant) -> str | None:
+    """Return what a variant reads of the place of keys in a tensor of all sequences, ``kv_global`` or ``total_k``, in
+    expressions, shapes or bounds; None if nothing."""
+    read: set[object] = set()
+    for expression in (variant.mask, variant.score):
+        read |= names(expression) if expression is not None else set()
+    for tensor in variant.tensors:
+        read |= {*tensor.shape, *(tensor.range or ())}
+    for scalar in variant.scalars:
+        read |= {scalar.min, scalar.max}
+    return next((name for name in ("kv_global", "total_k") if name in read), None)
+
+
 def is_light(variant: Variant) -> bool:
     """Whether there is no score, and the mask takes no registers to speak of: comparisons of sums, nothing else."""
     if variant.score is not None:

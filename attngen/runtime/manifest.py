@@ -80,7 +80,8 @@ _PARAMETERS = _List(
     _Object({
         **_required(name=_NAME, kind=_TEXT),
         **_optional(of=_TEXT.or_none(), axis=_AXIS.or_none(), type=_TEXT, offset=_COUNT, box=_List(_SOME),
-                    divisibility=_COUNT.or_none(), swizzle=_COUNT.or_none(), window=_COUNT.or_none(), packed=_FLAG),
+                    divisibility=_COUNT.or_none(), swizzle=_COUNT.or_none(), window=_COUNT.or_none(), packed=_FLAG,
+                    paged=_FLAG),
     })
 )  # fmt: skip
 
@@ -127,8 +128,8 @@ _MANIFEST = _Object({
         main=_NAME, launches=_List(_LAUNCH), resources=_Object(_required(shared_memory=_COUNT)),
     ),
     **_optional(
-        section_heads=_SOME, split_size=_COUNT, tile_time=_NUMBER, pack_gqa=_FLAG, sum_columns=_COUNT, ordered=_FLAG,
-        sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
+        section_heads=_SOME, split_size=_COUNT, tile_time=_NUMBER, pack_gqa=_FLAG, split_kv=_FLAG, sum_columns=_COUNT,
+        ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
     ),
 })  # fmt: skip
 

@@ -7,7 +7,10 @@ A variant's tensors may be shaped by ``seqlen_q`` and ``seqlen_k``. In a dense c
 In a varlen call, where each sequence has lengths of its own, a shape means the maxima that the call gives
 (``max_seqlen_q``, ``max_seqlen_k``), ``b`` the number of sequences: the tensor is padded, and what lies beyond a
 sequence's own length is not read. Expressions still see each sequence's own lengths. With this rule every variant
-works in both layouts, so none is refused.
+works in both layouts, so none is refused. In a paged call ``seqlen_k`` is the keys that a row of the page table holds.
+
+``split_kv: true`` asks for two forwards of each variant: the ordinary one, and one whose blocks share the keys of a
+sequence. A call takes one of them.
 """
 
 from __future__ import annotations
@@ -101,6 +104,7 @@ class KernelSpec:
     order: str | None = None
     epilogue: str | None = None
     pack_gqa: bool | None = None
+    split_kv: bool = False
     allow: tuple[str, ...] = ()
     spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
     location: Location = field(default=Location(""), compare=False)
@@ -132,12 +136,16 @@ _FIELD_OF = {
 _AXES = (
     "variant", "arch", "dtype", "head_dim", "layout", "passes", "backend", "tile", "stages", "warps", "loads",
     "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
-    "epilogue", "pack_gqa",
+    "epilogue", "pack_gqa", "split_kv",
 )  # fmt: skip
 
 
 #: Fields that say something of the forward only; those of the backward stand in ``backward``.
-_FORWARDS = ("backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa")
+_FORWARDS = (
+    "backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa", "split_kv",
+)  # fmt: skip
+#: Fields that say something of the ordinary forward only; a split-KV one has none of its own.
+_UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +188,16 @@ def _all(spec: Spec) -> list[KernelSpec]:
         _kernel(spec, index, dict(zip(axes, choice, strict=True)))
         for index, axes in entries
         for choice in product(*axes.values())
-        if not _is_forwards_alone(axes, choice)
+        if not _is_anothers_alone(axes, choice)
     ]
 
 
-def _is_forwards_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
-    """Whether a choice is a backward that differs from an earlier one only in what is the forward's."""
+def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
+    """Whether a choice differs from an earlier one only in what it does not take: a backward in what is the forward's,
+    a split-KV forward in what is the ordinary one's."""
     chosen = dict(zip(axes, choice, strict=True))
-    return chosen["passes"].value == "backward" and any(chosen[name] is not axes[name][0] for name in _FORWARDS)
+    others = _FORWARDS if chosen["passes"].value == "backward" else _UNSPLIT if chosen["split_kv"].value else ()
+    return any(chosen[name] is not axes[name][0] for name in others)
 
 
 def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]:
@@ -196,6 +206,7 @@ def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]
     paths: dict[str, tuple[str | int, ...]] = {name: ("kernels", index, name) for name in _AXES}
     lists["stages"] = (entry.pipeline and entry.pipeline.stages) or (None,)
     paths["stages"] = ("kernels", index, "pipeline", "stages")
+    lists["split_kv"] = (False, True) if entry.split_kv else (False,)
     if entry.arch is None:
         lists["arch"], paths["arch"] = spec.model.arch or (), ("arch",)
         if not spec.model.arch:
@@ -207,7 +218,8 @@ def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]
     axes = {}
     for name, values in lists.items():
         path = paths[name]
-        axes[name] = [_Value(value, spec.tree.locate((*path, i))) for i, value in enumerate(values)]
+        places = (path if name == "split_kv" else (*path, i) for i in range(len(values)))
+        axes[name] = [_Value(value, spec.tree.locate(place)) for value, place in zip(values, places, strict=True)]
         for i, value in enumerate(values):
             if value in values[:i]:
                 raise SpecError(
@@ -231,13 +243,16 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     backward = values["passes"] == "backward"
     if backward:
         _refuse_forwards(spec, index, entry)
-        values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry)}
+        _refuse_paged(chosen["passes"], index, values["layout"])
+        values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
     elif entry.backward is not None and "backward" not in entry.passes:
         raise SpecError(
             "says how a backward is computed, which 'passes' does not ask for; allowed: passes: [forward, backward]",
             location=spec.tree.locate(("kernels", index, "backward")),
             field=f"kernels[{index}].backward",
         )
+    if values["split_kv"]:
+        values |= dict.fromkeys(_UNSPLIT)
     tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
     alignment = values["alignment"]
     return KernelSpec(
@@ -267,6 +282,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         order=values["order"],
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
+        split_kv=values["split_kv"],
         allow=tuple(sorted(set(entry.allow))),
         spec_file=spec.name,
         location=spec.tree.locate(("kernels", index)),
@@ -307,13 +323,24 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     if "forward" in entry.passes:
         return
     fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
-    given = [name for name in fields if getattr(entry, name) is not None]
+    given = [name for name in fields if getattr(entry, name) not in (None, False)]
     for name in given:
         raise SpecError(
             "is the forward's, which 'passes' does not ask for; that of the backward stands in 'backward', as in "
             "'backward: {dkdv: {tile: {m: 64, n: 128}}}'",
             location=spec.tree.locate(("kernels", index, name)),
             field=f"kernels[{index}].{name}",
+        )
+
+
+def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
+    """Raise SpecError for the backward of a layout that has none."""
+    if layout == "paged":
+        raise SpecError(
+            "asks for a backward with 'layout: paged', which has forwards alone; allowed: forward; a backward of "
+            "another layout stands in an entry of its own",
+            location=asked.location,
+            field=f"kernels[{index}].passes",
         )
 
 

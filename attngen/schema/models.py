@@ -43,7 +43,7 @@ from attngen.schema.fields import (
 from attngen.schema.quoting import show
 
 Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference"))]
-Layout = Annotated[str, Choice(("dense", "varlen"))]
+Layout = Annotated[str, Choice(("dense", "varlen", "paged"))]
 Pass = Annotated[str, Choice(("forward", "backward"))]
 Backend = Annotated[str, Choice(("triton", "cuda"))]
 Loads = Annotated[str, Choice(("descriptor", "pointer"))]
@@ -254,6 +254,9 @@ class KernelModel(Model):
     )
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"
+    )
+    split_kv: bool = Field(
+        default=False, description="beside each forward one for few queries and many keys, which blocks share"
     )
     allow: Many[Allowance] = Field(default=(), description="what would else fail the build")
 

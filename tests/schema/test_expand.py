@@ -54,11 +54,46 @@ def test_lists_expand_in_order():
         ("persistent: [true, false]", "persistent", [True, False]),
         ("order: [longest_first, natural]", "order", ["longest_first", "natural"]),
         ("epilogue: [staged, direct]", "epilogue", ["staged", "direct"]),
+        ("layout: [varlen, paged]", "layout", ["varlen", "paged"]),
         ("dtype: [float32, fp8]", "dtype", ["fp32", "fp8"]),
     ],
 )
 def test_each_field_expands(field, name, values):
     assert [getattr(k, name) for k in kernels(f"{{variant: causal, head_dim: 64, {field}}}")] == values
+
+
+def test_split_kv_adds_a_forward_to_each():
+    found = kernels("{variant: causal, head_dim: 64, layout: [dense, paged], split_kv: true}")
+    assert [(k.layout, k.split_kv) for k in found] == [
+        ("dense", False), ("dense", True), ("paged", False), ("paged", True),
+    ]  # fmt: skip
+    assert not any(k.split_kv for k in kernels("{variant: causal, head_dim: 64}"))
+
+
+def test_a_split_kv_forward_has_no_choices_of_the_ordinary_one():
+    given = (
+        "tile: [{m: 64, n: 64}, {m: 128}], pipeline: {stages: [2, 3]}, warps: [4, 8], persistent: [true, false], "
+        "order: natural, epilogue: direct, pack_gqa: [true, false]"
+    )
+    (split,) = (k for k in kernels(f"{{variant: causal, head_dim: 64, split_kv: true, {given}}}") if k.split_kv)
+    (alone,) = (k for k in kernels("{variant: causal, head_dim: 64, split_kv: true}") if k.split_kv)
+    assert split == alone
+    both = kernels("{variant: causal, head_dim: 64, split_kv: true, backend: [triton, cuda], fast_math: false}")
+    assert [(k.backend, k.fast_math) for k in both if k.split_kv] == [("triton", False), ("cuda", False)]
+
+
+def test_split_kv_is_the_forwards():
+    found = kernels("{variant: causal, head_dim: 64, split_kv: true, passes: [forward, backward]}")
+    assert [(k.direction, k.split_kv) for k in found] == [("forward", False), ("forward", True), ("backward", False)]
+    with pytest.raises(SpecError, match=r"kernels\[0\].split_kv: is the forward's"):
+        kernels("{variant: causal, head_dim: 64, split_kv: true, passes: backward}")
+
+
+@pytest.mark.parametrize("layout", ["paged", "[dense, paged]"])
+@pytest.mark.parametrize("passes", ["backward", "[forward, backward]"])
+def test_pages_have_forwards_alone(layout, passes):
+    with pytest.raises(SpecError, match=r"spec.yaml:4: kernels\[0\].passes: .*'layout: paged', which has forwards"):
+        kernels(f"{{variant: causal, head_dim: 64, layout: {layout}, passes: {passes}}}")
 
 
 def test_roles():
@@ -205,6 +240,8 @@ def test_hash_ignores_form(old, new):
         ("[64, 128]", "[64, 96]"),
         ("dtype: bf16", "dtype: fp16"),
         ("dtype: bf16", "dtype: bf16, layout: varlen"),
+        ("dtype: bf16", "dtype: bf16, layout: paged"),
+        ("dtype: bf16", "dtype: bf16, split_kv: true"),
         ("dtype: bf16", "dtype: bf16, tile: {n: 64}"),
         ("dtype: bf16", "dtype: bf16, pipeline: {stages: 2}"),
         ("dtype: bf16", "dtype: bf16, warps: 4"),

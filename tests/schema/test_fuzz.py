@@ -90,7 +90,8 @@ WILD = st.fixed_dictionaries(
 PLAUSIBLE = {
     "head_dim": [64, 128, [80, 256], {"qk": 192, "v": 128}, 72, {"qk": 40, "v": 8}, 65, 512],
     "dtype": ["bf16", ["fp16", "fp32"], "fp8"],
-    "layout": ["dense", "varlen", ["dense", "varlen"]],
+    "layout": ["dense", "varlen", ["dense", "varlen"], "paged", ["dense", "paged"]],
+    "split_kv": [True, False],
     "tile": [{"m": 64}, {"n": 32}, {"m": 128, "n": 256}, {"m": 48}],
     "pipeline": [{"stages": 1}, {"stages": [2, 16]}],
     "warps": [4, [1, 8], 3, {"producer": 1}],

@@ -55,7 +55,8 @@ def backends(arch: Arch, direction: str) -> tuple[str, ...]:
 
 def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
     """Return the schedules of a backend that suit a spec, the fastest first."""
-    return tuple(row for row in schedules(spec.direction, backend=backend) if row.suits(spec))
+    rows = schedules(spec.direction, backend=backend)
+    return tuple(row for row in rows if row.split_kv == spec.split_kv and row.suits(spec))
 
 
 @contextmanager
