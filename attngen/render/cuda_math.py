@@ -298,7 +298,11 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
     """Return the statements that name the query of a row and, where rows are of several heads, its head."""
     asked = read & {*_QUERY_NAMES, "h"}
     first, lines = "{q_first} + 8 * {row}", []
-    if plan.pack_gqa:
+    if plan.split_kv:  # groups of any size: the kernel divides once
+        first = "{query}[{row}]"
+        if "h" in asked:
+            lines.append(int_constant("h", "{head}[{row}]"))
+    elif plan.pack_gqa:
         first = "{q_first} + ({row_in_group} + 8 * {row} >> {group_bits})"
         if "h" in asked:
             lines.append(int_constant("h", "({hk} << {group_bits}) + ({row_in_group} + 8 * {row} & {group} - 1)"))
@@ -389,7 +393,8 @@ def with_corners(
     if "q_pos_hi" in read:
         corners.append(int_constant("q_pos_hi", "{q_hi} + ({seqlen_k} - {seqlen_q})"))
     if read & {"h_lo", "h_hi"}:
-        corners.append(int_constants({"h_lo": "{hk} << {group_bits}", "h_hi": "{h_lo} + ({group} - 1)"}))
+        first = "{hk} * {group}" if plan.split_kv else "{hk} << {group_bits}"
+        corners.append(int_constants({"h_lo": first, "h_hi": "{h_lo} + ({group} - 1)"}))
     return (*corners, *statements)
 
 

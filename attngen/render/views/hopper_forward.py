@@ -22,7 +22,7 @@ _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O on its way out",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
-_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t"}
+_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4"}
 
 
 @dataclass(frozen=True, slots=True)
