@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from attngen.runtime.debug import debug
     from attngen.runtime.discovery import load
     from attngen.runtime.dispatch import attention, attention_varlen, define_operators, explain, tile_map
+    from attngen.runtime.merge import merge
+    from attngen.runtime.paged import attention_paged
 
 __version__ = VERSION
 
 __all__ = [
-    "attention", "attention_varlen", "debug", "define_operators", "errors", "explain", "integrations", "load",
-    "tile_map",
+    "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
+    "integrations", "load", "merge", "tile_map",
 ]  # fmt: skip
 
 #: Public name → the module that holds it; None for a submodule of that name.
 _HOMES = {
     "attention": "attngen.runtime.dispatch",
+    "attention_paged": "attngen.runtime.paged",
     "attention_varlen": "attngen.runtime.dispatch",
     "debug": "attngen.runtime.debug",
     "define_operators": "attngen.runtime.dispatch",
@@ -33,6 +36,7 @@ _HOMES = {
     "explain": "attngen.runtime.dispatch",
     "integrations": None,
     "load": "attngen.runtime.discovery",
+    "merge": "attngen.runtime.merge",
     "tile_map": "attngen.runtime.dispatch",
 }
 

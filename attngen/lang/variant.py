@@ -131,6 +131,16 @@ class Variant:
         loaded = frozenset[str]().union(*(tensors(e) for e in chosen))
         return variables, loaded
 
+    def packed_keys(self) -> str | None:
+        """Return what the variant reads of the place of keys in a tensor of all sequences, ``kv_global`` or
+        ``total_k``, in expressions, shapes or bounds; None if nothing. Keys in pages have no such place."""
+        read: set[object] = set(self.uses()[0])
+        for tensor in self.tensors:
+            read |= {*tensor.shape, *(tensor.range or ())}
+        for scalar in self.scalars:
+            read |= {scalar.min, scalar.max}
+        return next((name for name in ("kv_global", "total_k") if name in read), None)
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON value that ``from_dict`` turns into an equal variant."""
         from attngen.lang.printing import canonical

@@ -13,7 +13,6 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import backends, candidates
-from attngen.plan.traits import packed_keys
 from attngen.schema.expand import KernelSpec
 
 
@@ -64,7 +63,7 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
 
 def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
     """Raise PlanError for a layout that a schedule has no kernels for, or in which a variant has no meaning."""
-    if LAYOUTS[spec.layout].key_access == "paged" and (used := packed_keys(spec.variant)):
+    if LAYOUTS[spec.layout].key_access == "paged" and (used := spec.variant.packed_keys()):
         raise refuse(
             spec,
             "layout",

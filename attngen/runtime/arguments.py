@@ -32,6 +32,8 @@ ATTENTION_DTYPES: dict[torch.dtype, str] = {
 }
 
 LAYOUTS = ("bshd", "bhsd")
+#: Orders of the axes of a cache: (pages, page_size, kv_heads, head_dim) or (pages, kv_heads, page_size, head_dim).
+PAGE_LAYOUTS = ("NHD", "HND")
 DIRECTIONS = ("forward", "backward")
 
 #: Keywords of the call itself, offered when an unknown keyword is near one of them.
@@ -58,7 +60,8 @@ Number = bool | int | float
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Shape and strides (elements) of a tensor by axis: ``b s h d``, or ``s h d`` in a varlen call."""
+    """Shape and strides (elements) of a tensor by axis: ``b s h d``, ``s h d`` of packed rows, ``page s h d`` of a
+    cache."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -115,10 +118,15 @@ class Packing:
 
 @dataclass(slots=True)
 class Call:
-    """A call of one variant whose shapes agree. Lengths are those of the tensors, or the maxima of a varlen call."""
+    """A call of one variant whose shapes agree. Lengths are those of the tensors, the maxima of a varlen call, or, of
+    keys in pages, what a row of the page table holds.
+
+    Kernels see the queries of a paged call as packed rows, though ``order`` says how they came: ``thd`` with
+    ``cu_seqlens_q``, ``bshd`` without.
+    """
 
     variant: Variant
-    layout: str  # dense | varlen
+    layout: str  # dense | varlen | paged
     order: str  # bshd | bhsd | thd
     dtype: str
     device: torch.device
@@ -139,6 +147,13 @@ class Call:
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    page_layout: str = "NHD"
+    page_size: int = 0
+    num_pages: int = 0
+    num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
+    split_size: int = 0  # keys of each; 0: the kernel's choice
+    out: View | None = None  # of a result that the caller allocated
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Number] = field(default_factory=dict)
     extents: dict[str, int] = field(default_factory=dict)
@@ -152,7 +167,9 @@ class Call:
 
     def without_tensors(self) -> Call:
         """Return the same call without what it was called with, so that a cache keeps no memory alive."""
-        return replace(self, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, tensors={}, scalars={})
+        return replace(
+            self, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, tensors={}, scalars={}
+        )
 
     def with_tensors(
         self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Number], cu_seqlens_q: torch.Tensor | None
@@ -160,29 +177,50 @@ class Call:
         """Return a call without tensors with those of another one, which fit it."""
         return replace(self, tensors=dict(tensors), scalars=dict(scalars), cu_seqlens_q=cu_seqlens_q)
 
+    @property
+    def ragged(self) -> bool:
+        """Whether kernels see queries, output and log-sum-exp as the rows of all sequences, one after the other."""
+        return self.layout != "dense"
+
+    def out_view(self) -> View:
+        """The output as kernels see it: the caller's, or a contiguous one."""
+        if self.out is not None:
+            return self.out
+        if self.ragged:
+            return contiguous_view((self.total_q, self.heads, self.head_dim_v), "thd")
+        return contiguous_view(self.out_shape(), self.order)
+
     def out_shape(self) -> tuple[int, ...]:
         """Shape of the output, in the order of the call's tensors."""
-        if self.layout == "varlen":
+        if self.order == "thd":
             return (self.total_q, self.heads, self.head_dim_v)
         if self.order == "bhsd":
             return (self.batch, self.heads, self.seqlen_q, self.head_dim_v)
         return (self.batch, self.seqlen_q, self.heads, self.head_dim_v)
 
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of the log-sum-exp: (batch, heads, seqlen_q), or (heads, total_q) in a varlen call."""
-        if self.layout == "varlen":
+        """Shape of the log-sum-exp: (batch, heads, seqlen_q), or (heads, total_q) of packed queries."""
+        if self.order == "thd":
             return (self.heads, self.total_q)
         return (self.batch, self.heads, self.seqlen_q)
 
+    def lse_strides(self) -> tuple[int, ...]:
+        """Strides of the log-sum-exp, in elements: contiguous, but (heads, total_q) in memory where rows are ragged."""
+        if self.order == "thd":
+            return (max(self.total_q, 1), 1)
+        if self.ragged:
+            return (max(self.seqlen_q, 1), max(self.total_q, 1), 1)
+        return (max(self.heads * self.seqlen_q, 1), max(self.seqlen_q, 1), 1)
+
 
 def view(shape: Iterable[int], strides: Iterable[int], order: str) -> View:
-    """Return a tensor's shape and strides in the canonical order of axes: (b,) s, h, d."""
+    """Return a tensor's shape and strides in the canonical order of axes: (b,) s, h, d, or page, s, h, d."""
     shape, strides = tuple(shape), tuple(strides)
-    if order == "bhsd":
+    if order in ("bhsd", "HND"):
         shape = (shape[0], shape[2], shape[1], shape[3])
         strides = (strides[0], strides[2], strides[1], strides[3])
-    axes = ("s", "h", "d") if order == "thd" else ("b", "s", "h", "d")
-    return View(axes, shape, strides)
+    outer = () if order == "thd" else ("page",) if order in PAGE_LAYOUTS else ("b",)
+    return View((*outer, "s", "h", "d"), shape, strides)
 
 
 def contiguous_view(shape: Sequence[int], order: str) -> View:
@@ -219,11 +257,7 @@ def bind(
         call = _bind_dense(variant, q, k, v, layout)
     else:
         call = _bind_packed(variant, q, k, v, packing)
-    if not isinstance(return_lse, bool):
-        raise CallError(f"return_lse must be True or False, got {return_lse!r}")
-    call.scale = default_scale(call.head_dim_qk) if softmax_scale is None else softmax_scale_of(softmax_scale)
-    call.return_lse = return_lse
-    return _finish(call, seqused_k, arguments)
+    return finish(call, softmax_scale, seqused_k, return_lse, arguments)
 
 
 def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
@@ -234,7 +268,7 @@ def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
             raise CallError(f"{name} has batch {views[name].shape[0]}, but q has {batch}")
     if views["v"].shape[1] != seqlen_k:
         raise CallError(f"k has {seqlen_k} keys, but v has {views['v'].shape[1]}")
-    call = _common(variant, q, views, "dense", order)
+    call = common(variant, q, views, "dense", order)
     call.batch, call.seqlen_q, call.seqlen_k = batch, seqlen_q, seqlen_k
     call.total_q, call.total_k = batch * seqlen_q, batch * seqlen_k
     return call
@@ -245,44 +279,58 @@ def _bind_packed(variant: Variant, q: Any, k: Any, v: Any, packing: Packing) -> 
     total_q, total_k = views["q"].shape[0], views["k"].shape[0]
     if views["v"].shape[0] != total_k:
         raise CallError(f"k has {total_k} keys, but v has {views['v'].shape[0]}")
-    call = _common(variant, q, views, "varlen", "thd")
+    call = common(variant, q, views, "varlen", "thd")
     call.total_q, call.total_k = total_q, total_k
-    call.cu_seqlens_q = _index_vector("cu_seqlens_q", packing.cu_seqlens_q, call.device)
-    call.cu_seqlens_k = _index_vector("cu_seqlens_k", packing.cu_seqlens_k, call.device)
+    call.cu_seqlens_q = index_vector("cu_seqlens_q", packing.cu_seqlens_q, call.device)
+    call.cu_seqlens_k = index_vector("cu_seqlens_k", packing.cu_seqlens_k, call.device)
     if call.cu_seqlens_q.shape != call.cu_seqlens_k.shape or not call.cu_seqlens_q.numel():
         raise CallError(
             "cu_seqlens_q and cu_seqlens_k must both have shape (batch + 1,), got "
             f"{tuple(call.cu_seqlens_q.shape)} and {tuple(call.cu_seqlens_k.shape)}"
         )
     call.batch = call.cu_seqlens_q.shape[0] - 1
-    call.seqlen_q = _length("max_seqlen_q", packing.max_seqlen_q)
-    call.seqlen_k = _length("max_seqlen_k", packing.max_seqlen_k)
+    call.seqlen_q = length_of("max_seqlen_q", packing.max_seqlen_q)
+    call.seqlen_k = length_of("max_seqlen_k", packing.max_seqlen_k)
     return call
 
 
 def _views(tensors: Mapping[str, Any], order: str, form: str) -> dict[str, View]:
     """Check that q, k and v are tensors of one dtype, device and rank, and return them by axis."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != len(order):
-            raise CallError(f"{name} must have {len(order)} dimensions ({form}), got shape {tuple(tensor.shape)}")
+        check_rank(name, tensor, len(order), form)
+    check_alike(tensors)
+    return {name: view(tensor.shape, tensor.stride(), order) for name, tensor in tensors.items()}
+
+
+def check_rank(name: str, tensor: Any, rank: int, form: str) -> None:
+    """Raise CallError unless something is a tensor of so many dimensions; ``form`` names these."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dim() != rank:
+        raise CallError(f"{name} must have {rank} dimensions ({form}), got shape {tuple(tensor.shape)}")
+
+
+def check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CallError unless all have the dtype and the device of q, and a contiguous last dimension."""
     q = tensors["q"]
     if q.dtype not in ATTENTION_DTYPES:
         raise CallError(f"q has dtype {q.dtype}; allowed: {', '.join(map(str, ATTENTION_DTYPES))}")
     for name, tensor in tensors.items():
         if tensor.dtype != q.dtype:
-            raise CallError(f"q has dtype {q.dtype}, but {name} has {tensor.dtype}; q, k and v must have one dtype")
+            first, second, third = tensors
+            raise CallError(
+                f"q has dtype {q.dtype}, but {name} has {tensor.dtype}; {first}, {second} and {third} must have one "
+                "dtype"
+            )
         if tensor.device != q.device:
             raise CallError(f"q is on {q.device}, but {name} is on {tensor.device}; all tensors must be on one device")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise CallError(
                 f"{name}'s last dimension must be contiguous, got strides {tensor.stride()}; {name}.contiguous() helps"
             )
-    return {name: view(tensor.shape, tensor.stride(), order) for name, tensor in tensors.items()}
 
 
-def _common(variant: Variant, q: torch.Tensor, views: Mapping[str, View], layout: str, order: str) -> Call:
+def common(variant: Variant, q: torch.Tensor, views: Mapping[str, View], layout: str, order: str) -> Call:
     """Check head counts and head dims, and return the call without its lengths."""
     heads, head_dim_qk = views["q"].shape[-2:]
     kv_heads, head_dim_k = views["k"].shape[-2:]
@@ -316,7 +364,7 @@ def default_scale(head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
-def _index_vector(name: str, value: Any, device: torch.device) -> torch.Tensor:
+def index_vector(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """Check a vector of lengths or offsets: int32, contiguous, on the device of q."""
     if not isinstance(value, torch.Tensor):
         raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -329,7 +377,8 @@ def _index_vector(name: str, value: Any, device: torch.device) -> torch.Tensor:
     return value
 
 
-def _length(name: str, value: Any) -> int:
+def length_of(name: str, value: Any) -> int:
+    """Return a length as an int; CallError for what is no Python integer, or negative."""
     if isinstance(value, torch.Tensor):
         raise CallError(
             f"{name} must be a Python integer, got a tensor: reading it would wait for the GPU; pass {name}.item()"
@@ -345,13 +394,17 @@ def _length(name: str, value: Any) -> int:
     return number
 
 
-def _finish(call: Call, seqused_k: Any, arguments: Mapping[str, Any]) -> Call:
-    """Check lengths, used lengths and what the variant declares, and resolve every extent."""
+def finish(call: Call, softmax_scale: Any, seqused_k: Any, return_lse: Any, arguments: Mapping[str, Any]) -> Call:
+    """Check what all calls take: scale, lengths, used lengths and what the variant declares; resolve every extent."""
+    if not isinstance(return_lse, bool):
+        raise CallError(f"return_lse must be True or False, got {return_lse!r}")
+    call.scale = default_scale(call.head_dim_qk) if softmax_scale is None else softmax_scale_of(softmax_scale)
+    call.return_lse = return_lse
     for name in ("seqlen_q", "seqlen_k", "total_q", "total_k"):
         if getattr(call, name) > MAX_SEQLEN:
             raise CallError(f"{name} is {getattr(call, name)}; the largest allowed is {MAX_SEQLEN}")
     if seqused_k is not None:
-        call.seqused_k = _index_vector("seqused_k", seqused_k, call.device)
+        call.seqused_k = index_vector("seqused_k", seqused_k, call.device)
         if call.seqused_k.shape[0] != call.batch:
             raise CallError(f"seqused_k must have shape ({call.batch},), got {tuple(call.seqused_k.shape)}")
     call.extents = {

@@ -14,6 +14,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime.arguments import ATTENTION_DTYPES, Call, Packing, bind
 from attngen.runtime.module import Kernel
+from attngen.runtime.paging import Paging, bind_paged
 from attngen.runtime.registry import Found, registry
 
 #: What ``backend=`` may say.
@@ -70,11 +71,7 @@ def bind_call(
     arguments: Mapping[str, Any],
 ) -> tuple[Call, Found]:
     """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths that its tensors hold."""
-    check_backend(backend)
-    try:
-        found = find(variant, package)
-    except NoKernelError as error:
-        raise _with_needs(error, q, v, "dense" if packing is None else "varlen") from None
+    found = _found(variant, package, q, v, backend, "dense" if packing is None else "varlen")
     call = bind(
         found.variant,
         q,
@@ -90,6 +87,40 @@ def bind_call(
     if call.device.type == "cpu":
         debugging.check_lengths(call)
     return call, found
+
+
+def bind_paged_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    paging: Paging,
+    variant: str | Variant,
+    softmax_scale: Any,
+    seqused_k: Any,
+    return_lse: bool,
+    page_layout: str,
+    backend: str | None,
+    package: str | None,
+    arguments: Mapping[str, Any],
+) -> tuple[Call, Found]:
+    """As ``bind_call``, for keys in pages; on the CPU it also checks that the pages in use are those of the cache."""
+    found = _found(variant, package, q, v, backend, "paged")
+    call = bind_paged(
+        found.variant, q, k, v, paging, softmax_scale=softmax_scale, seqused_k=seqused_k, return_lse=return_lse,
+        page_layout=page_layout, arguments=arguments,
+    )  # fmt: skip
+    if call.device.type == "cpu":
+        debugging.check_lengths(call)
+    return call, found
+
+
+def _found(variant: str | Variant, package: str | None, q: Any, v: Any, backend: str | None, layout: str) -> Found:
+    """Return the variant and its kernels. Raises CallError, and NoKernelError with what to add to a spec."""
+    check_backend(backend)
+    try:
+        return find(variant, package)
+    except NoKernelError as error:
+        raise _with_needs(error, q, v, layout) from None
 
 
 def _with_needs(error: NoKernelError, q: Any, v: Any, layout: str) -> NoKernelError:

@@ -49,12 +49,32 @@ def check_lengths(call: Call) -> None:
         starts = call.cu_seqlens_k.tolist()
         _offsets("cu_seqlens_k", starts, call.total_k, call.seqlen_k, "max_seqlen_k")
         lengths_k = [end - start for start, end in pairwise(starts)]
+    if call.layout == "paged" and call.cu_seqlens_q is not None:
+        _offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.total_q, call.seqlen_q, "max_seqlen_q")
     if call.seqused_k is None:
         return
     for b, used in enumerate(call.seqused_k.tolist()):
         most = call.seqlen_k if lengths_k is None else lengths_k[b]
         if not 0 <= used <= most:
-            raise CallError(f"seqused_k[{b}] is {used}; sequence {b} has {most} keys")
+            held = "its row of page_table holds" if call.layout == "paged" else f"sequence {b} has"
+            raise CallError(f"seqused_k[{b}] is {used}; {held} {most} keys")
+    if call.layout == "paged":
+        _pages(call)
+
+
+def _pages(call: Call) -> None:
+    """Raise CallError unless each page that a sequence uses is one of the cache; other entries may be anything."""
+    assert call.page_table is not None
+    assert call.seqused_k is not None
+    used = -(-call.seqused_k // max(call.page_size, 1))
+    listed = torch.arange(call.page_table.shape[1], device=call.device) < used[:, None]
+    outside = (listed & ((call.page_table < 0) | (call.page_table >= call.num_pages))).nonzero()
+    if outside.numel():
+        b, place = outside[0].tolist()
+        raise CallError(
+            f"page_table[{b}, {place}] is {call.page_table[b, place].item()}, but the cache has pages 0 to "
+            f"{call.num_pages - 1}; sequence {b} uses its first {used[b].item()} pages"
+        )
 
 
 def _offsets(name: str, offsets: list[int], total: int, longest: int, limit: str) -> None:

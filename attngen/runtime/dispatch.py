@@ -183,7 +183,7 @@ def run(
         if type(value) not in _NUMBERS and isinstance(value, Tensor):
             addresses.append(_note(key, value))
     identity = tuple(key)
-    prepared = _PREPARED[identity]
+    prepared = _kept(identity)
     if prepared is None:
         call, found = bind_call(*given)
         call.return_lse = with_lse
@@ -198,6 +198,14 @@ def run(
     if prepared.sinks_only:
         return without_keys(bind_call(*given)[0])
     return prepared(q, addresses, softmax_scale, arguments, tile_map)
+
+
+def _kept(identity: tuple[Any, ...]) -> PreparedCall | None:
+    """Return the prepared call of a key; None for an unknown one, and for one of arguments that binding refuses."""
+    try:
+        return _PREPARED[identity]
+    except TypeError:  # something that cannot be hashed stands where a number or a name belongs
+        return None
 
 
 def _with_state(
@@ -242,7 +250,7 @@ def _on_gpu(tensor: Any) -> bool:
 def _request(call: Call, addresses: Sequence[int], backend: str | None, arguments: Mapping[str, Any]) -> Request:
     """Return what selection looks at; ``addresses`` as ``run`` lists them."""
     names = _tensor_names(arguments)
-    known = dict(zip(("q", "k", "v"), addresses, strict=False))
+    known = dict(zip(("q", "k", "v", "out"), addresses, strict=False))
     known |= {f"tensor:{name}": address for name, address in zip(names, addresses[len(FORWARD) :], strict=True)}
     given = {name: call.scalars[name] for name in arguments if name in call.scalars}
     return Request(call, _index(call), known, given, backend)

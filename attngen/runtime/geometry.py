@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Protocol
 
 from attngen.errors import LoadError
-from attngen.runtime.arguments import Call, View, contiguous_view
+from attngen.runtime.arguments import Call, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
@@ -25,7 +25,7 @@ class MapShape:
     def __init__(self, launch: Tiled, call: Call, *, by_keys: bool = False) -> None:
         per_batch, per_head = launch.map_axes
         # Lengths of its own for each sequence make a map for each sequence, whatever the mask reads.
-        per_batch = per_batch or call.layout == "varlen" or call.seqused_k is not None
+        per_batch = per_batch or call.ragged or call.seqused_k is not None
         self.batch = call.batch if per_batch else 1
         self.heads = call.heads if per_head else 1
         q_tiles, kv_tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
@@ -115,10 +115,9 @@ class Geometry:
         self.launch = launch
         self.call = call
         self.map = MapShape(launch, call, by_keys=launch.by_keys) if launch.needs_tile_map else None
-        out = contiguous_view(call.out_shape(), call.order)
-        self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": out, **(views or {})}
+        self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": call.out_view(), **(views or {})}
         q_tiles, units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
-        kv_tiles, group, packed = -(-call.seqlen_k // launch.tile_n), group_of(call), call.layout == "varlen"
+        kv_tiles, group, packed = -(-call.seqlen_k // launch.tile_n), group_of(call), call.ragged
         rows = call.total_q if packed else call.seqlen_q
         row_tiles = -(-rows // launch.tile_m)
         self.sizes: dict[str, int] = {
@@ -128,6 +127,9 @@ class Geometry:
             "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
             "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
             "total_q": call.total_q, "total_k": call.total_k,
+            "page_size": call.page_size, "num_pages": call.num_pages,
+            "box_rows": gcd(call.page_size, launch.tile_n),
+            "asked_splits": call.num_splits, "asked_split_size": call.split_size,
             "head_dim_qk": call.head_dim_qk, "head_dim_v": call.head_dim_v,
             "q_tiles": q_tiles, "kv_tiles": kv_tiles, "kv_units": call.batch * call.kv_heads,
             "num_splits": max(-(-call.seqlen_k // launch.split_size), 1) if launch.split_size else 1,
@@ -199,6 +201,8 @@ class Geometry:
             return 0 if one else seen.stride(name)
         if of == "lse":
             return self._lse_stride(str(axis))
+        if of == "page_table" and self.call.page_table is not None:
+            return self.call.page_table.stride(0)
         if of == "tile_map" and self.map is not None:
             return self.map.stride(str(axis))
         tensor = self.call.tensors[self._tensor(parameter)]
@@ -206,8 +210,8 @@ class Geometry:
         return 0 if tensor.shape[index] == 1 else tensor.stride(index)
 
     def _lse_stride(self, axis: str) -> int:
-        rows = self.call.total_q if self.call.layout == "varlen" else self.call.seqlen_q
-        by_axis = {"s": 1, "h": rows, "b": 0 if self.call.layout == "varlen" else rows * self.call.heads}
+        rows = self.call.total_q if self.call.ragged else self.call.seqlen_q
+        by_axis = {"s": 1, "h": rows, "b": 0 if self.call.ragged else rows * self.call.heads}
         return by_axis[axis]
 
     def _tensor(self, parameter: Parameter) -> str:
@@ -221,6 +225,8 @@ class Geometry:
             return self.call.return_lse
         if parameter.of == "seqused_k":
             return self.call.seqused_k is not None
+        if parameter.of == "cu_seqlens_q":
+            return self.call.cu_seqlens_q is not None
         if parameter.of in self.absent:
             return not self.absent[parameter.of]
         raise LoadError(f"parameter '{parameter.name}': presence of '{parameter.of}' is not known")

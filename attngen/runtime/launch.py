@@ -20,7 +20,7 @@ from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.geometry import Geometry, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
-from attngen.runtime.tensormap import TensorMap
+from attngen.runtime.tensormap import TensorMap, paged
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
 MAX_PLACED = 4096
@@ -236,9 +236,12 @@ def _descriptor(
     if of not in geometry.views:
         raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
     described = geometry.views[of]
+    shape, strides, box = described.shape, described.strides, parameter.box
+    if parameter.paged:
+        shape, strides, box = paged(shape, strides, box, geometry.sizes["page_size"])
     tensor_map = TensorMap(
-        driver, device, geometry.launch.dtype, described.shape, described.strides, parameter.box, parameter.swizzle,
-        parameter.window, group_of(geometry.call) if parameter.packed else None,
+        driver, device, geometry.launch.dtype, shape, strides, box, parameter.swizzle, parameter.window,
+        group_of(geometry.call) if parameter.packed else None,
     )  # fmt: skip
     return tensor_map, position[of]
 

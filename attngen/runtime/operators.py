@@ -1,8 +1,9 @@
 """One typed operator of ``torch.library`` for each variant of a package, so that compiled programs keep it whole.
 
 ``<package>::<variant>`` takes dense tensors, ``<variant>__varlen`` packed ones, and ``…__backward`` belongs to each.
-All return (out, lse). They are defined when a traced program first names the variant; outside a trace ``attention``
-does without them, since an operator costs several microseconds a call.
+``<variant>__paged`` takes keys in pages (``paged_operators``). All return (out, lse). They are defined when a traced
+program first names the variant; outside a trace ``attention`` does without them, since an operator costs several
+microseconds a call.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from attngen.runtime.dropout import check_rate, draw
 from attngen.runtime.registry import registry
 from attngen.runtime.tile_map import TileMap
 
-_SCALAR_SCHEMAS = {"int32": "SymInt", "int64": "SymInt", "fp32": "float", "bool": "bool"}
+SCALAR_SCHEMAS = {"int32": "SymInt", "int64": "SymInt", "fp32": "float", "bool": "bool"}
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 #: Strides reach the operator as the program made them: kernels take any, and selection depends on them.
-_TAGS = tuple(
+TAGS = tuple(
     getattr(torch.Tag, name)
     for name in ("pt2_compliant_tag", "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") else "")
     if name
@@ -61,7 +62,7 @@ def schema_of(variant: Variant, *, packed: bool) -> str:
     if packed:
         parts += ["Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "SymInt max_seqlen_q", "SymInt max_seqlen_k"]
     parts += [f"Tensor {t.name}" for t in variant.tensors]
-    parts += [f"{_SCALAR_SCHEMAS[s.dtype]} {s.name}" for s in variant.arguments]
+    parts += [f"{SCALAR_SCHEMAS[s.dtype]} {s.name}" for s in variant.arguments]
     parts += ["float? softmax_scale", "Tensor? seqused_k", "Tensor? tile_map", "str layout", "str? backend"]
     parts.append("bool deterministic=False")
     return f"({', '.join(parts)}) -> (Tensor out, Tensor lse)"
@@ -88,12 +89,16 @@ class _Operators:
         self._namespace = library.ns
         for packed in (False, True):
             self._define(variant, f"{name}__varlen" if packed else name, packed)
+        if variant.packed_keys() is None:
+            from attngen.runtime import paged_operators
+
+            paged_operators.define(library, name, self.full_name, variant, self.signature)
 
     def _define(self, variant: Variant, name: str, packed: bool) -> None:
         library, signature = self._library, self.signature
         backward_name = f"{name}__backward"
-        library.define(name + schema_of(variant, packed=packed), tags=_TAGS)
-        library.define(backward_name + _backward_schema(variant, packed=packed), tags=_TAGS)
+        library.define(name + schema_of(variant, packed=packed), tags=TAGS)
+        library.define(backward_name + _backward_schema(variant, packed=packed), tags=TAGS)
         calls = _Calls(self.full_name, signature, packed)
         for key in ("CPU", "CUDA"):
             library.impl(name, calls.forward, key)
@@ -308,6 +313,21 @@ def _resolve(variant: str, package: str | None, given: tuple[str, ...]) -> tuple
     return namespace, name, takes
 
 
+def resolved(
+    variant: str | Variant, package: str | None, arguments: Mapping[str, Any], q: Tensor
+) -> tuple[Any, str, list[Any]]:
+    """Return the namespace of a variant's operators, their name, and the variant's own arguments in their order."""
+    if not isinstance(variant, str):
+        raise CallError("a traced call must name its variant; a Variant as a value works in eager calls only")
+    namespace, name, takes = _resolve(variant, package, tuple(arguments))
+    names = [argument for argument, _ in takes]
+    if DROPOUT_P.name in arguments and DROPOUT_P.name not in names:
+        check_rate(variant, arguments[DROPOUT_P.name])
+    if RNG_STATE.name in names and arguments.get(RNG_STATE.name) is None:
+        arguments = {**arguments, RNG_STATE.name: draw(q.device)}
+    return getattr(torch.ops, namespace), name, [arguments.get(argument, default) for argument, default in takes]
+
+
 def call(
     q: Tensor,
     k: Tensor,
@@ -325,17 +345,8 @@ def call(
     deterministic: bool,
 ) -> Any:
     """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
-    if not isinstance(variant, str):
-        raise CallError("a traced call must name its variant; a Variant as a value works in eager calls only")
-    namespace, name, takes = _resolve(variant, package, tuple(arguments))
-    names = [argument for argument, _ in takes]
-    if DROPOUT_P.name in arguments and DROPOUT_P.name not in names:
-        check_rate(variant, arguments[DROPOUT_P.name])
-    if RNG_STATE.name in names and arguments.get(RNG_STATE.name) is None:
-        arguments = {**arguments, RNG_STATE.name: draw(q.device)}
-    own = [arguments.get(argument, default) for argument, default in takes]
+    operators, name, own = resolved(variant, package, arguments, q)
     words = None if tile_map is None else tile_map.words
-    operators = getattr(torch.ops, namespace)
     if packing is None:
         operator = getattr(operators, name)
         out, lse = operator(q, k, v, *own, softmax_scale, seqused_k, words, layout, backend, deterministic)

@@ -44,6 +44,7 @@ class Parameter:
     swizzle: int | None = None
     window: int | None = None
     packed: bool = False
+    paged: bool = False
 
     @property
     def tensor(self) -> str | None:
@@ -120,6 +121,7 @@ def lay_out(rows: Iterable[Mapping[str, Any]]) -> Layout:
                 swizzle=row.get("swizzle"),
                 window=row.get("window"),
                 packed=bool(row.get("packed")),
+                paged=bool(row.get("paged")),
             )
         )
     if end > MAX_PARAMETER_BYTES:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.addresses import LSE, OUT
-from attngen.runtime.arguments import Call, Number, contiguous_view, default_scale, softmax_scale_of
+from attngen.runtime.arguments import Call, Number, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.launch import PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
@@ -63,7 +63,7 @@ class PreparedCall:
         self._kept = kept
         self._kernel = kernel
         self._out_shape, self._lse_shape = call.out_shape(), call.lse_shape()
-        self._lse_strides = torch.empty(self._lse_shape, device="meta").stride()
+        self._lse_strides = call.lse_strides()
         self._return_lse = call.return_lse
         self._like_q = False  # whether the result has q's shape and strides: torch allocates such a tensor faster
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
@@ -78,7 +78,7 @@ class PreparedCall:
         self._workspace_words = 0
         if kernel is None:
             return
-        self._like_q = call.q == contiguous_view(call.out_shape(), call.order)
+        self._like_q = call.q == call.out_view()
         self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
         self._map_shape = next(iter(launch.maps.values()), None)
         offsets, self._workspace_words = laid_out(launch.sizes)
@@ -91,24 +91,35 @@ class PreparedCall:
         softmax_scale: Any,
         arguments: Mapping[str, Any],
         tile_map: TileMap | None,
+        out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the call. ``addresses`` as launches take them: those of the results are 0, and what follows those of the
-        variant's tensors is missing."""
+        variant's tensors is missing. ``out``: the output if the caller allocated it."""
         scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
         scalars = self.scalars(arguments)
-        out, lse = self._nothing() if self._launch is None else self._run(q, addresses, scale, scalars, tile_map)
+        if self._launch is None:
+            out, lse = given_or_new(out, *self._nothing())
+        else:
+            out, lse = self._run(q, addresses, scale, scalars, tile_map, out)
         return (out, lse) if self._return_lse else out
 
     def _run(
-        self, q: Tensor, addresses: list[int], scale: float, scalars: Sequence[Number], tile_map: TileMap | None
+        self,
+        q: Tensor,
+        addresses: list[int],
+        scale: float,
+        scalars: Sequence[Number],
+        tile_map: TileMap | None,
+        out: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Allocate the results, compute the tile map if there is to be one, and launch."""
         launch = self._launch
         assert launch is not None
-        if self._like_q:
-            out = torch.empty_like(q)
-        else:
-            out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
+        if out is None:
+            if self._like_q:
+                out = torch.empty_like(q)
+            else:
+                out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
         addresses[OUT] = out.data_ptr()
         lse = None
         if self._return_lse:
@@ -148,13 +159,19 @@ class PreparedCall:
         out = torch.zeros(self._out_shape, dtype=self._dtype, device=self._device)
         if not self._return_lse:
             return out, None
-        return out, torch.full(self._lse_shape, -math.inf, dtype=torch.float32, device=self._device)
+        lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
+        return out, lse.fill_(-math.inf)
 
     @property
     def kernel_label(self) -> str:
         """What ran the forward, as messages name it."""
         assert self._kernel is not None
         return self._kernel.full_name
+
+
+def given_or_new(given: Tensor | None, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return results, the output in the tensor that a caller allocated for it, if one did."""
+    return out if given is None else given.copy_(out), lse
 
 
 _TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

@@ -60,7 +60,7 @@ def reference(
         out, lse = _attend(call, sequence, compute)
         outs.append(out.to(out_dtype))
         lses.append(lse)
-    join = _join_packed if call.layout == "varlen" else _join_dense
+    join = _join_packed if call.order == "thd" else _join_dense
     out, lse = join(call, q, outs, lses, out_dtype, compute)
     out, anchored = with_zero_gradients(out, lse, (q, k, v, *call.tensors.values()))
     return out, lse if anchored is None else anchored
@@ -69,6 +69,12 @@ def reference(
 def lengths(call: Call) -> list[tuple[int, int, int, int]]:
     """Return for each sequence its queries, its used keys, and the positions of its first query and first key."""
     used = None if call.seqused_k is None else call.seqused_k.tolist()
+    if call.layout == "paged":
+        assert used is not None
+        if call.cu_seqlens_q is None:
+            return [(call.seqlen_q, used[b], b * call.seqlen_q, 0) for b in range(call.batch)]
+        starts = call.cu_seqlens_q.tolist()
+        return [(starts[b + 1] - starts[b], used[b], starts[b], 0) for b in range(call.batch)]
     if call.layout == "dense":
         keys = [call.seqlen_k] * call.batch if used is None else used
         return [(call.seqlen_q, keys[b], b * call.seqlen_q, b * call.seqlen_k) for b in range(call.batch)]
@@ -83,12 +89,31 @@ def _sequences(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     """Yield the sequences of a call, cut to their used keys: what lies beyond is never read."""
     if call.order == "bhsd":
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    if call.layout == "paged" and call.cu_seqlens_q is None:
+        q = q.flatten(0, 1)
     for b, (rows, keys, q_offset, k_offset) in enumerate(lengths(call)):
-        if call.layout == "dense":
+        if call.layout == "paged":
+            own_k, own_v = (_in_order(call, pages, b, keys) for pages in (k, v))
+            yield OneSequence(q[q_offset : q_offset + rows], own_k, own_v, b, q_offset, k_offset)
+        elif call.layout == "dense":
             yield OneSequence(q[b], k[b, :keys], v[b, :keys], b, q_offset, k_offset)
         else:
             q_rows, k_rows = slice(q_offset, q_offset + rows), slice(k_offset, k_offset + keys)
             yield OneSequence(q[q_rows], k[k_rows], v[k_rows], b, q_offset, k_offset)
+
+
+def _in_order(call: Call, pages: torch.Tensor, b: int, keys: int) -> torch.Tensor:
+    """Return the keys or values of a sequence, (keys, hk, d), from the pages that its row of the table lists.
+
+    Entries beyond its length are not read, whatever they hold.
+    """
+    assert call.page_table is not None
+    if call.page_layout == "HND":
+        pages = pages.transpose(1, 2)
+    if not keys:
+        return pages.new_zeros((0, *pages.shape[2:]))
+    listed = call.page_table[b, : -(-keys // call.page_size)].long()
+    return pages[listed].flatten(0, 1)[:keys]
 
 
 def _join_dense(
@@ -103,7 +128,10 @@ def _join_dense(
     if not outs:
         return q.new_zeros(call.out_shape(), dtype=out_dtype), q.new_zeros(call.lse_shape(), dtype=compute)
     out = torch.stack(outs)  # (b, s, h, d)
-    return (out.transpose(1, 2) if call.order == "bhsd" else out).contiguous(), torch.stack(lses)
+    out = (out.transpose(1, 2) if call.order == "bhsd" else out).contiguous()
+    if call.ragged:  # (heads, total_q) in memory, as kernels write it
+        return out, torch.stack(lses, dim=1).transpose(0, 1)
+    return out, torch.stack(lses)
 
 
 def _join_packed(

@@ -22,6 +22,9 @@ MAX_BLOCKS = 2**31 - 1
 #: Rows of one consumer of a packed tile: whole groups of heads fill them.
 PACKED_ROWS = 64
 
+#: Rows of queries and heads of one KV head up to which keys are shared among blocks: the rows of one MMA of Hopper.
+SPLIT_ROWS = 64
+
 #: Rows of all queries and heads of a group, which a packed kernel counts in 32 bits, a tile beyond the end too.
 MAX_ROWS = 2**31 - 1 - 256
 
@@ -65,11 +68,14 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
     large tiles take less for each row, and waste more after the last one. So are those that pack the heads of a group.
     """
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, int, bool, float, bool, bool]:
-        # The closest architecture first, then TMA, then the hand-written schedules, then how rows fill tiles; sums in
-        # a fixed order, which take longer, last.
+    splits = call is not None and splits_keys(call)
+
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool, float, bool, bool]:
+        # Whether keys are shared as the call wants it, the closest architecture first, then TMA, then the hand-written
+        # schedules, then how rows fill tiles; sums in a fixed order, which take longer, last.
         by_hand = kernel.backend == "cuda"
         return (
+            kernel.split_kv != splits,
             not kernel.arch.specific,
             kernel.loads != "descriptor",
             not by_hand,
@@ -81,6 +87,20 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
         )
 
     return sorted(kernels, key=rank)
+
+
+def splits_keys(call: Call) -> bool:
+    """Whether a call should run on a kernel whose blocks share the keys of a sequence, if there is one.
+
+    A call that names ``split_size`` or more than one split asks for it, and with ``num_splits=1`` for the other kind.
+    Else it depends on the rows that all query heads of a KV head have together, ``seqlen_q`` times the ratio of heads:
+    up to ``SPLIT_ROWS`` a tile of an ordinary kernel is mostly empty, and there are as many blocks as sequences and
+    heads, so that K and V are read by few of them. With more rows the products take longer than the loads. Lengths of
+    keys are not looked at: only the device knows them, where the kernel finds how many splits are worth it.
+    """
+    if call.split_size or call.num_splits:
+        return call.num_splits != 1
+    return call.seqlen_q * group_of(call) <= SPLIT_ROWS
 
 
 def _time(kernel: Kernel, call: Call | None) -> float:
@@ -126,6 +146,9 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
             "it adds up dQ in no fixed order, and the call, or torch.use_deterministic_algorithms(True), asks for one; "
             "'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
         )
+    if (call.split_size or call.num_splits > 1) and not kernel.split_kv:
+        asked = f"split_size={call.split_size}" if call.split_size else f"num_splits={call.num_splits}"
+        return f"its blocks do not share keys, and the call asks for {asked}"
     for name, value in kernel.const_scalars.items():
         if name in request.given and request.given[name] != value:
             return f"{name} was fixed to {value} when it was built, the call passes {request.given[name]}"
@@ -177,6 +200,10 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     """Check what was promised to the compiler, and what a TMA descriptor can express."""
     call, size = request.call, kernel.element_bytes
     views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v}
+    if call.out is not None:
+        views["out"] = call.out
+        if reason := _against_out(call.out, request, size):
+            return reason
     for parameter in (parameter for launch in kernel.launches for parameter in launch.entry.layout.parameters):
         if parameter.kind == "descriptor" and parameter.of in views:
             if request.addresses[parameter.of] % tensormap.ADDRESS_ALIGNMENT:
@@ -195,6 +222,16 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     blocks = _blocks(kernel, call)
     if blocks > MAX_BLOCKS:
         return f"it would need {blocks} blocks, a grid has at most {MAX_BLOCKS}"
+    return None
+
+
+def _against_out(out: View, request: Request, size: int) -> str | None:
+    """Return why kernels cannot write a result that the caller allocated: they do so in pieces of 16 bytes."""
+    if request.addresses.get("out", 0) % tensormap.ADDRESS_ALIGNMENT:
+        return "out does not start at a multiple of 16 B"
+    for axis, extent, stride in zip(out.axes[:-1], out.shape[:-1], out.strides[:-1], strict=True):
+        if extent > 1 and stride * size % tensormap.STRIDE_ALIGNMENT:
+            return f"out's stride along {axis} is {stride * size} B, which is no multiple of 16 B"
     return None
 
 
@@ -321,6 +358,8 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
             lines.append("      deterministic: true")
     elif request is not None and request.backend is not None:
         lines.append(f"      backend: {request.backend}")
+    if call.split_size or call.num_splits > 1:
+        lines.append("      split_kv: true")
     lines += _access_lines(call, request)
     return lines
 

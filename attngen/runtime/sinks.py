@@ -64,7 +64,7 @@ def add_gradients(call: Call, lse: Tensor, delta: Tensor, gradients: Mapping[str
 def _gradients_of_heads(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
     """Return the gradient of the sink of each head of each sequence, (batch, heads)."""
     sink = sinks_of_kernels(call, call.tensors, call.scalars)
-    if call.layout == "dense":
+    if call.order != "thd":
         return _of_rows(sink[:, :, None], lse, delta).sum(dim=2)
     sequence, belongs = _sequences_of_rows(call)
     found = torch.where(belongs, _of_rows(sink[sequence].T, lse, delta), 0.0)
@@ -79,11 +79,12 @@ def without_keys(call: Call) -> tuple[Tensor, Tensor]:
     """Return out and the log-sum-exp of a call that has queries and no keys, which a sink makes: 0, and the sink."""
     out = torch.zeros(call.out_shape(), dtype=_torch_dtype(call), device=call.device)
     sink = sinks_of_kernels(call, call.tensors, call.scalars)
-    if call.layout == "varlen" and call.batch:
+    if call.order == "thd" and call.batch:
         return out, sink[_sequences_of_rows(call)[0]].T.contiguous()
-    if call.layout == "varlen":
+    if call.order == "thd":
         return out, torch.full(call.lse_shape(), -math.inf, device=call.device)
-    return out, sink[:, :, None].expand(call.lse_shape()).contiguous()
+    lse = torch.empty_strided(call.lse_shape(), call.lse_strides(), device=call.device)
+    return out, lse.copy_(sink[:, :, None])
 
 
 def _torch_dtype(call: Call) -> torch.dtype:

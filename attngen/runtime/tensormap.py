@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from math import gcd
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.runtime.cache import RecentCache
@@ -96,6 +97,20 @@ def packed(
         (*outer_strides, group * head_step, step, head_step, one),
         (*outer_box, 1, box_rows // group, group, columns),
     )
+
+
+def paged(
+    shape: Sequence[int], strides: Sequence[int], box: Sequence[int], page_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return shape, strides and box of a cache with the axis of heads outside that of rows: page, KV head, row, column.
+
+    A box has as many rows as divide a page and the rows of the kernel's box, so that none reaches into another page.
+    Page number ``pages`` lies outside: its rows arrive as zeros.
+    """
+    pages, rows, heads, width = shape
+    page_step, step, head_step, one = strides
+    *outer, box_rows, columns = box
+    return (pages, heads, rows, width), (page_step, head_step, step, one), (*outer, gcd(page_size, box_rows), columns)
 
 
 class TensorMap:

@@ -14,7 +14,7 @@ from attngen.errors import CompileError
 from attngen.plan import Plan, plan, symbols
 from attngen.render import Source, render
 from attngen.resources import templates_dir
-from attngen.runtime import dispatch, operators
+from attngen.runtime import dispatch, operators, paged, paged_operators
 from attngen.schema import expand, load_spec_text
 from attngen.schema.names import check_symbol
 from tests.compile.frontend import to_ptx
@@ -165,7 +165,9 @@ def test_a_name_that_does_not_compile_would_be_found(monkeypatch: pytest.MonkeyP
     assert compiles("scalar", "unheard_of", "forward")
 
 
-@pytest.mark.parametrize("call", [dispatch.attention, dispatch.attention_varlen], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "call", [dispatch.attention, dispatch.attention_varlen, paged.attention_paged], ids=lambda call: call.__name__
+)
 def test_names_of_the_call_are_refused(call: object) -> None:
     parameters = [
         name
@@ -181,6 +183,14 @@ def test_names_of_the_torch_operators_are_refused(packed: bool) -> None:
     schema = operators._backward_schema(planned("full").variant, packed=packed)
     names = re.findall(r"(\w+)(?:=\w+)?[,)]", schema.partition(" -> ")[0])
     assert {"q", "dlse", "softmax_scale", "deterministic"} <= set(names)
+    assert not legal(names)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_names_of_the_operators_of_pages_are_refused(given: bool) -> None:
+    schema = paged_operators.schema_of(planned("full").variant, given=given)
+    names = re.findall(r"(\w+)[,)]", schema.partition(" -> ")[0])
+    assert {"q", "k_pages", "page_table", "num_splits", "backend"} <= set(names)
     assert not legal(names)
 
 

@@ -26,13 +26,15 @@ from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import Call, Packing, bind
 from attngen.runtime.driver import Launch as KernelLaunch
 from attngen.runtime.module import Kernel
+from attngen.runtime.paging import Paging, bind_paged
 from attngen.runtime.reference import reference
 from attngen.runtime.tile_map import eager_tile_map
 from attngen.store import Store
 from attngen.store.index import Index, IndexEntry, write_index
 
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
-_STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h")}
+_STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h"), "paged": ("s", "h")}
+_STRIDED_KEYS = _STRIDED | {"paged": ("page", "s", "h")}
 
 
 def variant(name: str = "causal", mask: str | bool | None = "q_pos >= kv", **fields: Any) -> Variant:
@@ -79,7 +81,12 @@ def parameters_of(
         if loads == "descriptor":
             extent = (tiles[0] if name == "q" else tiles[1], 1, dims[1] if name == "v" else dims[0])
             box = extent if layout == "varlen" else (1, *extent)
-            add(f"{name}_desc", "descriptor", "tensordesc", of=name, box=list(box))
+            if layout == "paged":
+                box = extent if name == "q" else (1, 1, extent[0], extent[2])
+            pages = {"paged": True} if layout == "paged" and name != "q" else {}
+            add(f"{name}_desc", "descriptor", "tensordesc", of=name, box=list(box), **pages)
+            if layout == "paged":
+                continue
             for kind, type_ in (("descriptor_shape", "i32"), ("descriptor_stride", "i64")):
                 for axis in range(len(box)):
                     add(f"{name}_{kind}{axis}", kind, type_, of=name, axis=axis)
@@ -88,9 +95,17 @@ def parameters_of(
     if not classifier:
         add("out_ptr", "pointer", f"*{element.triton}", of="out")
         add("lse_ptr", "pointer", "*fp32", of="lse", divisibility=4)
-    if layout == "varlen":
+    if layout != "dense":
         add("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4)
+    if layout == "varlen":
         add("cu_seqlens_k_ptr", "pointer", "*i32", of="cu_seqlens_k", divisibility=4)
+    if layout == "paged":
+        add("page_table_ptr", "pointer", "*i32", of="page_table", divisibility=4)
+        add("page_table_stride", "stride", "i64", of="page_table", axis="b")
+        for size in ("page_size", "num_pages", "box_rows"):
+            add(size, "size", "i32", of=size)
+        for asked in ("asked_splits", "asked_split_size"):
+            add(asked, "size", "i32", of=asked)
     add("seqused_k_ptr", "pointer", "*i32", of="seqused_k", divisibility=4)
     if tile_map:
         add("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
@@ -98,7 +113,7 @@ def parameters_of(
         add(f"{tensor.name}_ptr", "pointer", f"*{dtype_row(tensor.dtype).triton}", of=f"tensor:{tensor.name}")
     strided = [] if classifier else [*(sources if loads == "pointer" else []), "out"]
     for name in strided:
-        for axis in _STRIDED[layout]:
+        for axis in (_STRIDED_KEYS if name in "kv" else _STRIDED)[layout]:
             step = align // element.bytes
             add(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis, divisibility=step if step > 1 else 0)
     if tile_map:
@@ -109,7 +124,7 @@ def parameters_of(
             for axis in range(len(tensor.shape)):
                 add(f"{kind}_{tensor.name}_{axis}", kind, type_, of=f"tensor:{tensor.name}", axis=axis)
     for size in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "total_q", "total_k"):
-        packed = layout == "varlen" and size.startswith("seqlen")
+        packed = layout != "dense" and size.startswith("seqlen")
         add(f"max_{size}" if packed else size, "size", "i32", of=size)
     if classifier:
         add("map_heads", "size", "i32", of="map_heads")
@@ -119,7 +134,8 @@ def parameters_of(
         add(scalar.name, "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
     if not classifier:
         add("write_lse", "present", "i32", of="lse")
-    add("has_seqused_k", "present", "i32", of="seqused_k")
+    absent = "cu_seqlens_q" if layout == "paged" else "seqused_k"
+    add(f"has_{absent}", "present", "i32", of=absent)
     for i in range(2):
         add(f"scratch{i}", "scratch", "*i8")
     return rows
@@ -142,10 +158,11 @@ def manifest_of(
     shared_memory: int = 65536,
     min_driver: int = 13000,
     direction: str = "forward",
+    split_kv: bool = False,
 ) -> dict[str, Any]:
     """Return a manifest as a build writes it."""
     dims = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
-    name = name or f"fwd_{arch}_{loads}_{dtype}_d{dims[0]}_{chosen.name}_{layout}"
+    name = name or f"fwd_{arch}_{loads}_{dtype}_d{dims[0]}_{chosen.name}_{layout}" + "_split" * split_kv
     form: dict[str, Any] = {
         "loads": loads, "layout": layout, "dtype": dtype, "tiles": tiles, "dims": dims, "align": align,
         "tile_map": tile_map is not None,
@@ -159,7 +176,7 @@ def manifest_of(
         "tile_m": tiles[0], "tile_n": tiles[1],
         "threads": 128, "driver": "tile_map" if tile_map else "ranges", "min_driver": min_driver,
         "resources": {"shared_memory": shared_memory, "registers": 128, "spills": 0},
-        "main": "forward",
+        "main": "forward", "split_kv": split_kv,
         "launches": [
             *([{
                 **of_launches, "name": "classify", "symbol": f"classify_{name}", "grid": "query_words",
@@ -360,6 +377,10 @@ def _input(manifest: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
         strides = struct.unpack_from(f"<{rank - 1}q", packed, 16 + 8 * rank)
         size = dtype_row(manifest["dtype"]).bytes
         shape, steps = extents[::-1], (*(s // size for s in strides[::-1]), 1)
+        if manifest["layout"] == "paged":
+            tensor = at(address, shape, steps, manifest["dtype"])
+            assert tensor is not None
+            return tensor if name == "q" else tensor.transpose(1, 2)
         assert tuple(values[f"descriptor_shape_{name}_{axis}"] for axis in range(rank)) == shape
         assert tuple(values[f"descriptor_stride_{name}_{axis}"] for axis in range(rank)) == steps
         tensor = at(address, shape, steps, manifest["dtype"])
@@ -367,11 +388,16 @@ def _input(manifest: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
         return tensor
     heads = values["heads"] if name == "q" else values["kv_heads"]
     dim = manifest["head_dim_v"] if name == "v" else manifest["head_dim_qk"]
-    if varlen:
+    if manifest["layout"] == "paged" and name != "q":
+        shape = (values["num_pages"], values["page_size"], heads, dim)
+    elif manifest["layout"] == "paged":
+        shape = (values["total_q"], heads, dim)
+    elif varlen:
         shape = (values["total_q" if name == "q" else "total_k"], heads, dim)
     else:
         shape = (values["batch"], values["seqlen_q" if name == "q" else "seqlen_k"], heads, dim)
-    steps = (*(values[f"stride_{name}_{axis}"] for axis in _STRIDED[manifest["layout"]]), 1)
+    axes = (_STRIDED if name == "q" else _STRIDED_KEYS)[manifest["layout"]]
+    steps = (*(values[f"stride_{name}_{axis}"] for axis in axes), 1)
     tensor = at(values[f"{name}_ptr"], shape, steps, manifest["dtype"])
     assert tensor is not None
     return tensor
@@ -383,9 +409,10 @@ def call_of(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Cal
     if "q_ptr" in values or "q_desc" in values:
         q, k, v = (_input(manifest, values, name) for name in ("q", "k", "v"))
     else:  # a classifier sees neither, only lengths
-        varlen = manifest["layout"] == "varlen"
-        row = [(values["total_q"],) if varlen else (values["batch"], values["seqlen_q"])]
-        row += [(values["total_k"],) if varlen else (values["batch"], values["seqlen_k"])] * 2
+        layout = manifest["layout"]
+        row = [(values["batch"], values["seqlen_q"]) if layout == "dense" else (values["total_q"],)]
+        keys = {"dense": ("batch", "seqlen_k"), "varlen": ("total_k",), "paged": ("num_pages", "page_size")}[layout]
+        row += [tuple(values[name] for name in keys)] * 2
         heads = [values["heads"], values["kv_heads"], values["kv_heads"]]
         q, k, v = (torch.zeros(*r, h, 16) for r, h in zip(row, heads, strict=True))
     arguments: dict[str, Any] = {scalar.name: values[scalar.name] for scalar in chosen.arguments}
@@ -407,10 +434,33 @@ def call_of(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Cal
             values["seqlen_k"],
         )
     used = at(values["seqused_k_ptr"], [batch], [1], "int32")
+    if manifest["layout"] == "paged":
+        return call_of_pages(chosen, values, (q, k, v), used, arguments)
     assert bool(values["has_seqused_k"]) == (used is not None)
     call = bind(
         chosen, q, k, v, packing, softmax_scale=values.get("softmax_scale"), seqused_k=used,
         return_lse=bool(values.get("has_lse")), layout="bshd", arguments=arguments,
+    )  # fmt: skip
+    return call, (q, k, v)
+
+
+def call_of_pages(
+    chosen: Variant, values: Mapping[str, Any], tensors: tuple[torch.Tensor, ...], used: torch.Tensor | None,
+    arguments: Mapping[str, Any],
+) -> tuple[Call, tuple[torch.Tensor, ...]]:  # fmt: skip
+    """Rebuild the call that a launch over pages describes. Entries of the table are read by the reference alone."""
+    q, k, v = tensors
+    batch, stride = values["batch"], values["stride_page_table_b"]
+    starts = at(values["cu_seqlens_q_ptr"], [batch + 1], [1], "int32")
+    assert bool(values["has_cu_seqlens_q"]) == (starts is not None)
+    assert values["seqlen_k"] % values["page_size"] == 0
+    table = at(values["page_table_ptr"], [batch, values["seqlen_k"] // values["page_size"]], [stride, 1], "int32")
+    if starts is None:
+        q = q.unflatten(0, (batch, values["seqlen_q"]))
+    paging = Paging(table, starts, values["seqlen_q"])
+    call = bind_paged(
+        chosen, q, k, v, paging, softmax_scale=values.get("softmax_scale"), seqused_k=used,
+        return_lse=bool(values.get("has_lse")), page_layout="NHD", arguments=arguments,
     )  # fmt: skip
     return call, (q, k, v)
 
@@ -420,6 +470,8 @@ def run_forward(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     call, tensors = call_of(manifest, values)
     out, lse = reference(call, *tensors)
     strides = (*(values[f"stride_out_{axis}"] for axis in _STRIDED[manifest["layout"]]), 1)
+    if out.dim() > len(strides):  # pages, and queries of equal lengths: kernels see packed rows
+        out = out.flatten(0, 1)
     target = at(values["out_ptr"], out.shape, strides, manifest["dtype"])
     assert target is not None
     target.copy_(out)
@@ -434,7 +486,7 @@ def run_classifier(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> No
     call, _ = call_of(manifest, values)
     axes = main_of(manifest)["tile_map"]
     by_batch, by_head = axes["batch"], axes["heads"]
-    by_batch = by_batch or manifest["layout"] == "varlen" or call.seqused_k is not None
+    by_batch = by_batch or call.ragged or call.seqused_k is not None
     words = eager_tile_map(call, manifest["tile_m"], manifest["tile_n"], per_batch=by_batch, per_head=by_head)
     strides = [values[f"stride_tile_map_{axis}"] for axis in ("b", "h", "q")]
     place = at(values["tile_map_ptr"], words.shape, (*strides, words.shape[-1], 1), "int32")

@@ -46,7 +46,7 @@ def test_names() -> None:
         attngen.atention  # noqa: B018
 
 
-@pytest.mark.parametrize("call", ["attention", "attention_varlen", "explain", "tile_map"])
+@pytest.mark.parametrize("call", ["attention", "attention_paged", "attention_varlen", "explain", "tile_map"])
 def test_a_spec_cannot_take_the_name_of_an_argument(call: str) -> None:
     parameters = inspect.signature(getattr(attngen, call)).parameters
     assert {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD} <= RESERVED
