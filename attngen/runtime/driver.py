@@ -80,7 +80,8 @@ class Driver(Protocol):
         """Handle of the caller's current stream on the device."""
 
     def zeros(self, size: int, device: int) -> int:
-        """Return the address of so many bytes of zeros, cleared on the caller's current stream.
+        """Return the address of so many bytes of zeros, cleared on the caller's current stream, or, where that records a
+        graph, before this returns.
 
         They live as long as the process, outside of torch's memory: where torch is about to record a graph, what it
         allocates goes to the graph's pool, and nothing in there may outlive the call.
@@ -202,7 +203,13 @@ class CudaDriver:
         cu = self._cu
         with self._device(device), self._relaxed_capture():
             address = int(self._call(cu.cuMemAlloc, size, what=f"{size} B of counters"))
-            self._call(cu.cuMemsetD8Async, address, 0, size, self.stream(device))
+            if not self._torch.cuda.is_current_stream_capturing():
+                self._call(cu.cuMemsetD8Async, address, 0, size, self.stream(device))
+            else:  # the graph must not clear at each replay what launches leave as they found it
+                own = self._call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+                self._call(cu.cuMemsetD8Async, address, 0, size, own)
+                self._call(cu.cuStreamSynchronize, own)
+                self._call(cu.cuStreamDestroy, own)
         return address
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:

@@ -51,7 +51,9 @@ class Buffers:
 def prepared_shapes(kernel: Kernel, call: Call) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Return what the launches of a kernel share in a call: elements of 4 bytes of each workspace by its name, and the
     shape of each tile map by the launch that reads it."""
-    found = geometries(kernel, call, {})
+    found = geometries(
+        kernel, call, {}, multiprocessors=drivers.current().multiprocessors(call.device.index or 0)
+    )
     return workspace_sizes(kernel, found), map_shapes(found)
 
 

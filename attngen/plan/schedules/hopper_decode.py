@@ -97,7 +97,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     partials = ("split_slots", "row_warps", 32 * 4 * (v.width // 8 + 1))
     return planned.with_launches(
         forward,
-        workspaces=(Workspace("partials", "fp32", (partials,)), Workspace("counters", "i32", (("split_counters",),))),
+        workspaces=(Workspace("partials", "fp32", (partials,)),),
     )
 
 
@@ -111,7 +111,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
         Argument("partials_ptr", "pointer", "*fp32x4", of="partials", divisibility=16),
-        Argument("counters_ptr", "pointer", "*u32", of="counters", divisibility=4),
+        Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
         *arguments.strides_of(plan, ("q",)),

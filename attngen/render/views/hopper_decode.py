@@ -20,7 +20,7 @@ _REGION_TEXTS = {
     "q": "Q, for all warps", "full": "barriers", "empty": "barriers", "begin": "where the share begins",
     "last": "whether the block came last", "counts": "what the threads of each warp have counted",
 }  # fmt: skip
-_WRITTEN = frozenset({"out", "lse", "partials", "counters"})
+_WRITTEN = frozenset({"out", "lse", "partials", "split_counters"})
 #: What differs from unit to unit, in the order in which it is kept.
 _FIELDS = ("q_begin", "k_begin", "seqlen_q", "seqlen_k")
 
@@ -33,6 +33,7 @@ class DecodeView:
     command: str
     summary: str
     uses_expressions: bool
+    searches: bool
     width_qk: int
     padding_qk: str
     width_v: int
@@ -84,6 +85,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         command=command(plan),
         summary=summary(plan),
         uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
+        searches=any("first_at_least(" in line.text for line in found.lines),
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
