@@ -93,6 +93,10 @@ class Driver(Protocol):
         ``sizes`` lists the bytes of each parameter; LoadError if the cubin's own list differs.
         """
 
+    def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
+        """How many clusters of ``size`` blocks of a loaded kernel run at once: a few blocks less than there are
+        multiprocessors, since a cluster lies in one part of the chip."""
+
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """Enqueue kernels, one behind the other, on the caller's current stream of a device; never synchronizes."""
 
@@ -262,6 +266,19 @@ class CudaDriver:
                 f"'{symbol}': the manifest lists {len(sizes)} parameters of {list(sizes)} B, but the cubin has "
                 f"{found} B; {REMEDY}"
             )
+
+    def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
+        """See ``Driver.clusters``."""
+        cu = self._cu
+        config, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
+        config.gridDimX, config.gridDimY, config.gridDimZ = size * self.multiprocessors(device), 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = size, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        with self._device(device):
+            return max(int(self._call(cu.cuOccupancyMaxActiveClusters, function, config)), 1)
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """See ``Driver.launch``."""

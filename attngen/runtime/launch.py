@@ -20,6 +20,7 @@ from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.geometry import Geometry, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
+from attngen.runtime.splits import clusters_at_once
 from attngen.runtime.tensormap import TensorMap, paged
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
@@ -141,7 +142,7 @@ class PreparedLaunches:
         ``views``: as those of a Geometry. ``tensor_names``: the call's own tensors in the order in which it lists their
         addresses. ``absent``: whether something that a backward may go without is missing.
         """
-        found = geometries(kernel, call, views, absent=absent, multiprocessors=driver.multiprocessors(device))
+        found = geometries(kernel, call, views, absent=absent, clusters=clusters_at_once(kernel, driver, device))
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
         self.sizes = workspace_sizes(kernel, found)
         self.maps = map_shapes(found)

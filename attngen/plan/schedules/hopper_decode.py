@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
-from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
-from attngen.plan.model import Argument, Launch, Plan, Region, Structure, Workspace
+from attngen.plan.model import Argument, Launch, Plan, Structure, Workspace
+from attngen.plan.pipes import BARRIER_BYTES, Pipes
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.decode_pipes import decode_pipes, decode_pipes_of, memory
 from attngen.plan.schedules.hopper_forward import keep_promises, widths
 from attngen.schema.expand import KernelSpec
 
@@ -28,7 +29,6 @@ _WARPS = (8, 4)
 _LEAST_STEPS = 3
 #: Registers of Q and O with which a thread comes by: beyond, Q stays in shared memory.
 _MOST_REGISTERS = 128
-_COUNT_BYTES, _BARRIER_BYTES = 12, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +52,17 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     driver = driver_of(packed)
     qk, v = widths(spec.head_dim_qk), widths(spec.head_dim_v)
     q_operand = "shared" if qk.width // 4 + v.width // 2 > _MOST_REGISTERS else "registers"
-    warps, stages, shared = _memory(spec, arch, qk.width, v.width, q_operand)
+    warps, pipes = _memory(arch, qk.width, v.width, q_operand)
+    stages = pipes.ring("kv").stages
     structure = HopperDecode(
         persistent=True,
-        shared=shared,
+        shared=pipes.regions,
         cluster=_CLUSTER,
         box_columns=_box_columns(qk.width, v.width),
-        together=4,
+        together=1,
         least_tiles=8,
-        busy_tiles=128,
-        busy_blocks=48,
+        busy_tiles=4096,
+        busy_blocks=64,
         cut_tiles=12,
     )
     planned = drafted(
@@ -132,31 +133,16 @@ def _box_columns(qk: int, v: int) -> int:
     return 64 if qk % 64 == 0 and v % 64 == 0 else 32
 
 
-def _memory(
-    spec: KernelSpec, arch: Arch, qk: int, v: int, q_operand: str
-) -> tuple[int, int, tuple[Region, ...]]:
-    """Return warps, stages of all of them, and the map of shared memory: as many warps as have enough stages."""
-    element = dtype(spec.dtype).bytes
-    stage = _KEYS * (qk + v) * element
+def _memory(arch: Arch, qk: int, v: int, q_operand: str) -> tuple[int, Pipes]:
+    """Return warps, and their pipes: as many warps as have enough stages."""
     for warps in _WARPS:
-        most_row_warps = warps // 2
-        others = {
-            "merge": most_row_warps * 32 * 16 * (v // 8 + 1),
-            "q": most_row_warps * _ROWS * qk * element if q_operand == "shared" else 0,
-            **dict.fromkeys(("begin", "last"), _BARRIER_BYTES),
-            "counts": warps * _COUNT_BYTES,
-        }
-        stages = (arch.shared_memory - sum(others.values())) // (stage + 2 * _BARRIER_BYTES) // warps * warps
+        sizes = memory(warps, qk, v, q_operand)
+        bare = decode_pipes(warps=warps, stages=0, **sizes).regions[-1]
+        room = arch.shared_memory - bare.offset - bare.bytes
+        stages = room // (sizes["stage"] + 2 * BARRIER_BYTES) // warps * warps
         if stages >= _LEAST_STEPS * warps:
             break
-    barriers = dict.fromkeys(("full", "empty"), stages * _BARRIER_BYTES)
-    sizes = {"kv": stages * stage, "q": others.pop("q"), "merge": others.pop("merge"), **barriers, **others}
-    regions, offset = [], 0
-    for name, size in sizes.items():
-        if size:
-            regions.append(Region(name, offset, size))
-        offset += size
-    return warps, stages, tuple(regions)
+    return warps, decode_pipes(warps=warps, stages=stages, **sizes)
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
@@ -195,6 +181,7 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=_alternatives,
     keep_promises=keep_promises,
+    pipes=decode_pipes_of,
     layouts=tuple(LAYOUTS),
     split_kv=True,
 )

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Plan
+from attngen.plan.schedules.decode_pipes import decode_pipes_of
 from attngen.plan.schedules.hopper_decode import HopperDecode
 from attngen.render.cuda_math import Sink, Steps, Tiles, logits, sink, tiles
 from attngen.render.cuda_statements import int_constant
 from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import command, summary
-from attngen.render.pipes import constant
+from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.views.hopper_forward import RegionView, argument_lines, padding
 
 _REGION_TEXTS = {
     "kv": "K and V, a tile of each per stage", "merge": "what warps have found, on its way to others",
-    "q": "Q, for all warps", "full": "barriers", "empty": "barriers", "begin": "where the share begins",
+    "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the share begins",
     "last": "whether the block came last", "counts": "what the threads of each warp have counted",
 }  # fmt: skip
 _WRITTEN = frozenset({"out", "lse", "partials", "split_counters"})
@@ -39,6 +40,7 @@ class DecodeView:
     width_v: int
     padding_v: str
     regions: tuple[RegionView, ...]
+    pipes: PipesView
     argument_lines: tuple[str, ...]
     work_fields: tuple[str, ...]
     span_fields: tuple[str, ...]
@@ -94,6 +96,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
             RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
             for region in decode.shared
         ),
+        pipes=pipes_view(decode_pipes_of(plan), base="here + "),
         argument_lines=argument_lines(plan, plan.arguments, written=_WRITTEN),
         work_fields=fields,
         span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
