@@ -12,6 +12,7 @@ from attngen.formats import VERSION
 
 if TYPE_CHECKING:
     from attngen import errors, integrations
+    from attngen.runtime.append import append_kv
     from attngen.runtime.debug import debug
     from attngen.runtime.discovery import load
     from attngen.runtime.dispatch import attention, attention_varlen, define_operators, explain, tile_map
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
-    "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
+    "append_kv", "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
     "integrations", "load", "merge", "tile_map",
 ]  # fmt: skip
 
 #: Public name → the module that holds it; None for a submodule of that name.
 _HOMES = {
+    "append_kv": "attngen.runtime.append",
     "attention": "attngen.runtime.dispatch",
     "attention_paged": "attngen.runtime.paged",
     "attention_varlen": "attngen.runtime.dispatch",

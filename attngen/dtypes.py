@@ -1,13 +1,24 @@
-"""One row per dtype: its name in specs and its names in torch, Triton and CUDA."""
+"""One row per dtype: its name in specs, its names in torch, Triton, CUDA and PTX, and what follows from its bytes.
+
+Nothing else in attngen knows how many bytes an element has, or how many of them an MMA, a register or a copy holds.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Bytes of a row that one MMA of a warpgroup sums over, of a register, of what wide loads and swizzles move at once,
+#: and of the widest swizzle.
+MMA_BYTES, REGISTER_BYTES, CHUNK_BYTES, SWIZZLE_BYTES = 32, 4, 16, 128
+
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """A dtype. ``kind`` is how the expression language sees a value of it: bool, int or float."""
+    """A dtype. ``kind`` is how the expression language sees a value of it: bool, int or float.
+
+    ``mma`` is the PTX type of an operand of an MMA, None where products are FMAs; ``tensor_map`` ends the name of the
+    driver's CU_TENSOR_MAP_DATA_TYPE, None where no descriptor loads it.
+    """
 
     name: str
     torch: str
@@ -16,12 +27,34 @@ class DType:
     cuda: str  # bf16 and fp16 are those of templates/cuda/include/types.cuh
     bytes: int
     kind: str
+    mma: str | None = None
+    tensor_map: str | None = None
+
+    @property
+    def mma_k(self) -> int:
+        """Elements that one MMA of a warpgroup sums over: 32 bytes of a row (PTX ISA, "wgmma.mma_async")."""
+        return MMA_BYTES // self.bytes
+
+    @property
+    def register_elements(self) -> int:
+        """Elements that a register of 32 bits holds."""
+        return REGISTER_BYTES // self.bytes
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of 16 bytes: what wide loads and stores take, what swizzles move, what strides are multiples of."""
+        return CHUNK_BYTES // self.bytes
+
+    @property
+    def swizzle_columns(self) -> int:
+        """Columns of the widest swizzle, that of 128 bytes."""
+        return SWIZZLE_BYTES // self.bytes
 
 
 _ROWS = (
-    DType("bf16", "bfloat16", "bf16", "bfloat16", "bf16", 2, "float"),
-    DType("fp16", "float16", "fp16", "float16", "fp16", 2, "float"),
-    DType("fp32", "float32", "fp32", "float32", "float", 4, "float"),
+    DType("bf16", "bfloat16", "bf16", "bfloat16", "bf16", 2, "float", "bf16", "BFLOAT16"),
+    DType("fp16", "float16", "fp16", "float16", "fp16", 2, "float", "f16", "FLOAT16"),
+    DType("fp32", "float32", "fp32", "float32", "float", 4, "float", None, "FLOAT32"),
     DType("bool", "bool", "i8", "int8", "unsigned char", 1, "bool"),
     DType("int8", "int8", "i8", "int8", "signed char", 1, "int"),
     DType("uint8", "uint8", "u8", "uint8", "unsigned char", 1, "int"),

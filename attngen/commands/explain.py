@@ -74,7 +74,7 @@ _FLOORS = ("step clk", "bound by")
 
 
 def _print_many(explanations: Sequence[PlanExplanation]) -> None:
-    floors = any(explanation.hopper for explanation in explanations)
+    floors = any(explanation.schedule.floor for explanation in explanations)
     rows = []
     for explanation in explanations:
         plan = explanation.plan
@@ -95,9 +95,8 @@ def _print(explanation: PlanExplanation) -> None:
     click.secho(explanation.plan.name, bold=True)
     for label, text in explanation.facts():
         click.echo(f"  {label:14s} {text}")
-    if explanation.hopper:
-        for line in explanation.hopper.floor_lines():
-            click.echo(f"  {line}")
+    for line in explanation.schedule.floor_lines():
+        click.echo(f"  {line}")
     if explanation.gradients:
         for line in explanation.gradients.lines():
             click.echo(f"  {line}")
@@ -159,7 +158,7 @@ def _percent(found: Visits) -> str:
 
 def _floor(explanation: PlanExplanation) -> list[object]:
     """Return clocks of a step of the block, and what takes them."""
-    if explanation.hopper is None:
+    floor = explanation.schedule.floor
+    if floor is None:
         return ["", ""]
-    floor = explanation.hopper.floor
     return [floor.block, ", ".join(floor.binding)]

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from attngen.plan.model import Launch, Plan
     from attngen.render import Source
 
+#: How machine code calls wgmma of operands of 16 bits, and of 8.
+_PRODUCT = "[HQ]GMMA"
+
 _NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]', or say 'backend: triton' in the spec"
 
 
@@ -59,7 +62,7 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
         "spills": main.spills,
         "shared_memory": max(launch.shared_bytes for launch in plan.launches),
         "cubin_bytes": len(cubin),
-        "wgmma": count_instructions(cubin, "HGMMA"),
+        "wgmma": count_instructions(cubin, _PRODUCT),
         "serialized_wgmma": main.serialized_wgmma,
         "compile_seconds": round(time.perf_counter() - start, 3),
     }
@@ -74,12 +77,16 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) ->
     try:
         nvrtc.compileProgram(program, nvrtc_options(arch))
     except nvrtc.NVRTCError as error:
-        raise ChoiceError(f"{name}: NVRTC refused the source: {error}\n{nvrtc.getProgramLog(program)}") from None
+        raise ChoiceError(f"{name}: NVRTC refused the source: {error}\n{_log(nvrtc, program)}") from None
     else:
         # CuPy takes the image for a string, and drops its last byte, which is part of the padding of an ELF file.
-        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+        return nvrtc.getCUBIN(program) + b"\0", _log(nvrtc, program)
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    return nvrtc.getProgramLog(program).rstrip("\0\n")  # a string of C, with its end
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -113,7 +120,7 @@ def _check(plan: Plan, cubin: bytes, found: Mapping[str, Resources]) -> None:
         if launch.max_spills is not None:
             require_fast(plan, plan.name, found[launch.name], launch.max_spills)
     planned = sum(launch.products or 0 for launch in plan.launches)
-    counted = count_instructions(cubin, "HGMMA")
+    counted = count_instructions(cubin, _PRODUCT)
     # where no logit depends on them, ptxas drops products of Q and K as it likes
     if planned != counted and reads_products(plan.variant):
         raise ChoiceError(f"{plan.name}: {counted} wgmma instructions in the cubin, but {planned} were planned")

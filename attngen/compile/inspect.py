@@ -79,7 +79,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def count_instructions(cubin: bytes, name: str) -> int:
-    """Return how many machine instructions of a cubin are called ``name``, such as HGMMA."""
+    """Return how many machine instructions of a cubin are called ``name``, a pattern such as [HQ]GMMA."""
     return len(re.findall(rf"\b{name}\.", disassemble(cubin)))
 
 

@@ -30,6 +30,7 @@ from attngen.compile.inspect import (
     resources_of_log,
     tool_release,
 )
+from attngen.compile.layouts import repeated_operands
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major, without_register_limit
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 #: What is said of a cubin that ptxas compiled wrongly.
 WRONG_CODE = "ptxas compiled the loop wrongly; another tile, or a newer Triton, may help"
+
+#: What is said of a kernel whose operands Triton laid out wrongly.
+WRONG_LAYOUT = "Triton multiplies some elements twice; another tile, or a newer Triton, may help"
 
 #: What is said of a cubin of which nothing shows that it is right.
 UNCHECKED_CODE = "the machine code cannot be checked; another tile, or a newer Triton, may help"
@@ -90,6 +94,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
             source.text, launch.symbol, launch.arguments, plan.arch, options, max_spills=launch.max_spills
         )
         compiled[launch.name] = function
+        _check_layouts(launch.symbol, function.ttgir)
         _check_hopper(plan, function, launch)
     main, manifest = compiled[plan.main], dict(plan.to_dict())
     manifest |= _needs(plan, main)
@@ -337,6 +342,11 @@ def _check_memory(name: str, metadata: Mapping[str, Any], arch: Arch) -> None:
     for scratch in ("global_scratch_size", "profile_scratch_size"):
         if metadata.get(scratch):
             raise ChoiceError(f"{name}: needs {metadata[scratch]} B of {scratch}, which no launch provides")
+
+
+def _check_layouts(name: str, ttgir: str) -> None:
+    if repeated := repeated_operands(ttgir):
+        raise ChoiceError(f"{name}: {WRONG_LAYOUT}: {repeated[0]}")
 
 
 def _check_hopper(plan: Plan, kernel: CompiledFunction, launch: Launch) -> None:

@@ -16,8 +16,8 @@ from attngen.formats import VERSION
 
 #: What a package's own ``__init__`` imports; the rest follows from what these import.
 ROOTS = (
-    "errors", "runtime.debug", "runtime.dispatch", "runtime.merge", "runtime.paged", "runtime.shipped",
-    "runtime.tile_map",
+    "errors", "runtime.append", "runtime.debug", "runtime.dispatch", "runtime.merge", "runtime.paged",
+    "runtime.shipped", "runtime.tile_map",
 )  # fmt: skip
 
 #: Looks beyond the package, which a package does not.

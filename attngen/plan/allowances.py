@@ -1,20 +1,104 @@
-"""The only table of what kernels may do although it costs speed elsewhere: who, how much, and why."""
+"""The only table of what was decided by hand about code that costs speed: what kernels may do all the same, and what a
+schedule leaves to another although it could write it. Who, how much, why, and where it was measured."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Spills:
-    """Bytes of a thread that a launch may spill, and why."""
+class Measured:
+    """Where figures stand: a page of the docs, and the words in it that give them."""
 
+    page: str
+    figures: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spills:
+    """Bytes of a thread that launches may spill: whose, and why. ``measured`` is None where no page has figures."""
+
+    who: str
     bytes: int
     reason: str
+    measured: Measured | None
 
 
-#: A few values that are stored before the loops and read after them cost nothing measurable.
-SPILLS = Spills(32, "stored before the loops and read after them: no cost was measured")
-#: Consumers that take turns: with so many spills a backward was measured faster than in an order without turns
-#: (softcap at head_dim 128: 551 against 490 TFLOP/s on an H200, with 72 bytes of spills).
-PINGPONG_SPILLS = Spills(72, "faster with turns and these spills than without turns")
+@dataclass(frozen=True, slots=True)
+class Serialized:
+    """Kernels whose matrix products may wait for each other: where they have this ``trait``, ptxas makes them wait."""
+
+    who: str
+    trait: str
+    reason: str
+    measured: Measured | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftToOthers:
+    """What a schedule refuses since it takes too many registers: head dims ``beyond`` with all of these ``traits``."""
+
+    who: str
+    beyond: int
+    traits: frozenset[str]
+    says: str
+    measured: Measured | None
+
+    def meets(self, head_dim: int, traits: Collection[str]) -> bool:
+        """Whether a kernel of that head dim and these traits is refused."""
+        return head_dim > self.beyond and self.traits.issubset(traits)
+
+
+#: What the compiler may spill. A few values that are stored before the loops and read after them; and consumers that
+#: take turns, whose backward was faster with so many spills than in an order without turns (softcap at head dim 128 on
+#: an H200).
+SPILLS = Spills("all launches", 32, "stored before the loops and read after them", None)
+PINGPONG_SPILLS = Spills(
+    "backwards in CUDA whose consumers take turns",
+    72,
+    "faster with turns and these spills than without turns",
+    Measured("docs/notebook/hopper_backward.md", "551 at d 128"),
+)
+
+#: Products that ptxas makes wait: what it says of these kernels (C7510) is no reason to refuse them, since nothing else
+#: computes them.
+SERIALIZED = (
+    Serialized("backwards in Triton", "own_gradients", "atomic additions stand in the loop of the products", None),
+    Serialized("backwards in Triton", "constant_logits", "nothing reads S, whose product is dropped", None),
+)
+
+#: Beyond this head dim a backward in CUDA has too few registers to multiply all columns of dQ of a block at once.
+ALL_OF_DQ = 192
+_WIDE = f"head dims beyond {ALL_OF_DQ} leave no registers in cuda for"
+_VARYING = "whose derivative differs from pair to pair, or from head to head,"
+_BOTH_READ = "beside a mask and a score that both read tensors by position"
+_BACKWARD = "backwards in CUDA"
+
+#: Found by compiling, not by racing, so that no page has figures.
+LEFT_TO_OTHERS = (
+    LeftToOthers(
+        _BACKWARD, 0, frozenset({"varying_derivative", "dropout"}), f"scores {_VARYING} have no dropout in cuda", None
+    ),
+    LeftToOthers(
+        _BACKWARD,
+        ALL_OF_DQ,
+        frozenset({"varying_derivative", "positions_or_comparisons"}),
+        f"{_WIDE} a score {_VARYING} beside tensors that are read by position or a mask of several comparisons",
+        None,
+    ),
+    LeftToOthers(
+        _BACKWARD, ALL_OF_DQ, frozenset({"both_read", "ordered"}), f"{_WIDE} a fixed order {_BOTH_READ}", None
+    ),
+    LeftToOthers(_BACKWARD, ALL_OF_DQ, frozenset({"both_read", "dropout"}), f"{_WIDE} dropout {_BOTH_READ}", None),
+)
+
+
+def left_to_others(who: str, head_dim: int, traits: Collection[str]) -> Iterator[LeftToOthers]:
+    """Yield the rows that meet a kernel of ``who``."""
+    return (row for row in LEFT_TO_OTHERS if row.who == who and row.meets(head_dim, traits))
+
+
+def may_wait(who: str, traits: Collection[str]) -> bool:
+    """Whether products of a kernel of ``who`` with these traits may wait for each other."""
+    return any(row.who == who and row.trait in traits for row in SERIALIZED)

@@ -77,9 +77,10 @@ def classifier_signature(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) 
 
 
 def pointer(plan: Plan, of: str) -> Argument:
-    """Return the address of a tensor of the plan's dtype."""
-    divisibility = plan.alignment if plan.alignment > plan.dtype.bytes else 0
-    return Argument(f"{of}_ptr", "pointer", f"*{plan.dtype.triton}", of=of, divisibility=divisibility)
+    """Return the address of an operand."""
+    element = plan.operands.of(of)
+    divisibility = plan.alignment if plan.alignment > element.bytes else 0
+    return Argument(f"{of}_ptr", "pointer", f"*{element.triton}", of=of, divisibility=divisibility)
 
 
 def row_pointer(of: str) -> Argument:
@@ -93,33 +94,34 @@ def descriptor(plan: Plan, of: str, name: str, rows: int, block: Columns, window
     if window is not None:
         box = (*box[:-3], 1, *box[-3:])
     shape = ",".join(map(str, box))
-    return Argument(name, "descriptor", f"tensordesc<{plan.dtype.triton}[{shape}]>", of=of, box=box, window=window)
+    form = f"tensordesc<{plan.operands.of(of).triton}[{shape}]>"
+    return Argument(name, "descriptor", form, of=of, box=box, window=window)
 
 
 def tensor_map(
-    plan: Plan, of: str, rows: int, columns: int, *, window: int | None = None, packed: bool = False
+    plan: Plan, of: str, rows: int, box_bytes: int, *, window: int | None = None, packed: bool = False
 ) -> Argument:
-    """Return the tensor map of a CUDA kernel, whose box is ``rows`` rows of the ``columns`` that one copy brings.
+    """Return the tensor map of a CUDA kernel, whose box is ``rows`` rows of ``box_bytes``, swizzled over these.
 
     That of pages is over (page, KV head, row of the page, column), in whatever order these lie in memory. A page may
     hold less than ``rows`` rows, or no multiple of them: a copy brings gcd(page_size, ``rows``), which the argument
-    ``box_rows`` tells the kernel. The page ``num_pages`` lies outside, so that its rows arrive as zeros.
+    ``box_rows`` tells the kernel, and the window has as many. The page ``num_pages`` lies outside, so that its rows
+    arrive as zeros.
     """
+    columns = box_bytes // plan.operands.of(of).bytes
     paged = plan.key_access == "paged" and of in _OF_KEYS
-    box: tuple[int, ...]
-    if paged:
-        box, window = (1, 1, rows, columns), None
-    else:
-        box = (rows, 1, columns) if window is None else (1, rows, 1, columns)
-        if not plan.ragged_queries:
-            box = (1, *box)
+    box: tuple[int, ...] = (1, rows, columns) if paged else (rows, 1, columns)
+    if window is not None:
+        box = (1, *box)
+    if paged or not plan.ragged_queries:
+        box = (1, *box)
     return Argument(
         f"{of}_map",
         "descriptor",
         "tensor_map",
         of=of,
         box=box,
-        swizzle=columns * plan.dtype.bytes,
+        swizzle=box_bytes,
         window=window,
         packed=packed,
         paged=paged,
@@ -176,10 +178,10 @@ def map_strides(rows: str) -> Iterator[Argument]:
 
 
 def strides_of(plan: Plan, names: Iterable[str], *, promised: bool = True) -> Iterator[Argument]:
-    """Yield the strides of tensors of the plan's dtype, multiples of its alignment if that is ``promised``."""
-    elements = plan.alignment // plan.dtype.bytes if promised else 1
+    """Yield the strides of operands, multiples of the plan's alignment if that is ``promised``."""
     layout = LAYOUTS[plan.layout]
     for name in names:
+        elements = plan.alignment // plan.operands.of(name).bytes if promised else 1
         for axis in layout.key_strides if name in _OF_KEYS else layout.query_strides:
             yield Argument(
                 f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis,

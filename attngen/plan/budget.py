@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attngen.plan.operands import Operands
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
@@ -24,13 +26,13 @@ class SharedMemory:
 
 
 def shared_memory(
-    *, tile_m: int, tile_n: int, stages: int, width_qk: int, width_v: int, element_bytes: int
+    *, tile_m: int, tile_n: int, stages: int, width_qk: int, width_v: int, operands: Operands
 ) -> SharedMemory:
     """Return what a tile needs: widths are padded head dims in elements."""
     return SharedMemory(
-        q=tile_m * width_qk * element_bytes,
-        k=tile_n * width_qk * element_bytes,
-        v=tile_n * width_v * element_bytes,
+        q=tile_m * width_qk * operands.q.bytes,
+        k=tile_n * width_qk * operands.k.bytes,
+        v=tile_n * width_v * operands.v.bytes,
         stages=stages,
     )
 
@@ -61,13 +63,17 @@ def gradient_memory(
     stages: int,
     width_qk: int,
     width_v: int,
-    element_bytes: int,
-    names: tuple[str, str, str, str],
+    operands: Operands,
+    by_keys: bool,
 ) -> GradientMemory:
-    """Return what a tile of a kernel of the backward needs: ``names`` of the operands, those that are kept first."""
+    """Return what a tile of a kernel of the backward needs, which keeps K and V if it is ``by_keys``, else Q and dO."""
+    keys = ("K", width_qk * operands.k.bytes), ("V", width_v * operands.v.bytes)
+    queries = ("Q", width_qk * operands.q.bytes), ("dO", width_v * operands.dout.bytes)
+    kept, moved = (keys, queries) if by_keys else (queries, keys)
+    (a, a_row), (b, b_row), (c, c_row), (d, d_row) = *kept, *moved
     return GradientMemory(
-        kept=(kept_rows * width_qk * element_bytes, kept_rows * width_v * element_bytes),
-        moved=(moved_rows * width_qk * element_bytes, moved_rows * width_v * element_bytes),
+        kept=(kept_rows * a_row, kept_rows * b_row),
+        moved=(moved_rows * c_row, moved_rows * d_row),
         stages=stages,
-        names=names,
+        names=(a, b, c, d),
     )

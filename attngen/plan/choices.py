@@ -9,6 +9,7 @@ from attngen.errors import PlanError
 from attngen.lang.bands import Axis
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
+from attngen.plan.operands import operands_of
 from attngen.plan.traits import bands_of, reads_data_per_key
 from attngen.schema.expand import KernelSpec
 
@@ -26,15 +27,17 @@ def refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
 
 
 def check_head_dims(spec: KernelSpec) -> None:
-    """Raise PlanError for a head dimension that kernels are not made for."""
+    """Raise PlanError for a head dimension that kernels are not made for: rows are whole chunks of 16 bytes."""
+    given = operands_of(spec)
+    step = max(HEAD_DIM_STEP, *(given.of(name).chunk_elements for name in ("q", "k", "v", "out")))
+    allowed = [head_dim for head_dim in HEAD_DIMS if head_dim % step == 0]
     for head_dim in (spec.head_dim_qk, spec.head_dim_v):
-        if head_dim not in HEAD_DIMS:
-            nearest = min(HEAD_DIMS, key=lambda d: (abs(d - head_dim), -d))
+        if head_dim not in allowed:
+            nearest = min(allowed, key=lambda d: (abs(d - head_dim), -d))
             raise refuse(
                 spec,
                 "head_dim",
-                f"head_dim {head_dim} is no multiple of {HEAD_DIM_STEP} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; "
-                f"nearest: {nearest}",
+                f"head_dim {head_dim} is no multiple of {step} from {allowed[0]} to {allowed[-1]}; nearest: {nearest}",
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from attngen.plan import naming
 from attngen.plan.choices import map_axes
 from attngen.plan.model import Argument, Launch, Plan, TileMapAxes, Workspace
+from attngen.plan.operands import operands_of
 from attngen.schema.expand import KernelSpec
 
 
@@ -44,6 +45,7 @@ def drafted(
         variant=spec.variant,
         arch_name=spec.arch,
         dtype_name=spec.dtype,
+        operands=operands_of(spec),
         head_dim_qk=spec.head_dim_qk,
         head_dim_v=spec.head_dim_v,
         layout=spec.layout,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+from attngen.dtypes import dtype
 from attngen.plan.model import Launch, Plan
 
 ROWS = 64  # query rows of a consumer: M of wgmma
-_WGMMA_K = 16  # elements that one instruction sums over, of 16 bits each
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,23 @@ RATES = (FLOPS, EXPONENTIALS, SHARED, MULTIPROCESSORS, MEMORY, CLOCK)
 MEMORY_PER_CLOCK = Fraction(MEMORY.value, MULTIPROCESSORS.value * CLOCK.value)
 
 
+def flops_per_clock(mma_k: int) -> int:
+    """Return the FLOP per clock and multiprocessor of products by so large a K: half the bytes, twice the rate."""
+    return FLOPS.value * mma_k // dtype("bf16").mma_k
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The wgmma instructions of one matrix product of a consumer: ``count`` times m64 n``n`` k16."""
+    """The wgmma instructions of one matrix product of a consumer: ``count`` times m64 n``n`` k``k``."""
 
     n: int
     count: int
+    k: int
 
     @property
     def clocks(self) -> int:
         """Clocks of the tensor cores: n / 2 for each instruction."""
-        return self.count * (2 * ROWS * self.n * _WGMMA_K // FLOPS.value)
+        return self.count * (2 * ROWS * self.n * self.k // flops_per_clock(self.k))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +121,18 @@ class Floor:
 def floor(plan: Plan) -> Floor:
     """Return the floors of a Hopper plan. Products run on the padding of head dims too, which memory does not hold."""
     width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
-    element = plan.dtype.bytes
-    q, k, v = ROWS * width_qk * element, plan.tile_n * width_qk * element, plan.tile_n * width_v * element
+    given = plan.operands
+    k, v = plan.tile_n * width_qk * given.k.bytes, plan.tile_n * width_v * given.v.bytes
+    key = plan.head_dim_qk * given.k.bytes + plan.head_dim_v * given.v.bytes
+    query = plan.head_dim_qk * given.q.bytes + plan.head_dim_v * given.out.bytes
     return Floor(
         consumers=plan.structure.consumers,
-        qk=Product(plan.tile_n, width_qk // _WGMMA_K),
-        pv=Product(width_v, plan.tile_n // _WGMMA_K),
+        qk=Product(plan.tile_n, width_qk // given.q.mma_k, given.q.mma_k),
+        pv=Product(width_v, plan.tile_n // given.p.mma_k, given.p.mma_k),
         exponentials=ROWS * plan.tile_n,
-        shared_reads=q + k + v,
-        loaded=plan.tile_n * (plan.head_dim_qk + plan.head_dim_v) * element,
-        tile=plan.tile_m * (plan.head_dim_qk + plan.head_dim_v) * element,
+        shared_reads=ROWS * width_qk * given.q.bytes + k + v,
+        loaded=plan.tile_n * key,
+        tile=plan.tile_m * query,
     )
 
 
@@ -146,6 +154,7 @@ class GradientFloor:
     launch: Launch
     products: tuple[int, int]
     flops: int
+    flops_per_clock: int
     exponentials: int
     loaded: int
     kept: int
@@ -154,7 +163,7 @@ class GradientFloor:
     def parts(self) -> dict[str, int]:
         """Clocks of a step by what takes them."""
         return {
-            "products": ceil(self.flops / FLOPS.value),
+            "products": ceil(self.flops / self.flops_per_clock),
             "exponentials": ceil(self.exponentials / EXPONENTIALS.value),
         }
 
@@ -186,21 +195,22 @@ class GradientFloor:
 def gradient_floor(plan: Plan, launch: Launch) -> GradientFloor | None:
     """Return the floors of one kernel of a backward, None for those that multiply nothing.
 
-    Rates are those of products of 16 bits on sm90a. Products run on the padding of head dims too, which memory does not
-    hold.
+    Rates are those of sm90a. Products run on the padding of head dims too, which memory does not hold.
     """
     products = _PRODUCTS_IN_CUDA if plan.sum_columns else _PRODUCTS
     if launch.name not in products:
         return None
     by_qk, by_v = products[launch.name]
-    m, n, element = launch.tile_m, launch.tile_n, plan.dtype.bytes
+    m, n, given = launch.tile_m, launch.tile_n, plan.operands
     width = by_qk * sum(c.width for c in plan.columns_qk) + by_v * sum(c.width for c in plan.columns_v)
-    query = (plan.head_dim_qk + plan.head_dim_v) * element + 8  # Q, dO, and two float32 numbers
-    key = (plan.head_dim_qk + plan.head_dim_v) * element
-    loaded, kept = (m * query, 2 * n * key) if launch.grid == "keys" else (
-        n * key, m * (query + plan.head_dim_qk * element)
+    query = plan.head_dim_qk * given.q.bytes + plan.head_dim_v * given.dout.bytes + 8  # Q, dO, and two float32 numbers
+    key = plan.head_dim_qk * given.k.bytes + plan.head_dim_v * given.v.bytes
+    gradients = plan.head_dim_qk * given.dk.bytes + plan.head_dim_v * given.dv.bytes
+    loaded, kept = (m * query, n * (key + gradients)) if launch.grid == "keys" else (
+        n * key, m * (query + plan.head_dim_qk * given.dq.bytes)
     )  # fmt: skip
-    return GradientFloor(launch, (by_qk, by_v), 2 * m * n * width, m * n, loaded, kept)
+    rate = flops_per_clock(given.q.mma_k)
+    return GradientFloor(launch, (by_qk, by_v), 2 * m * n * width, rate, m * n, loaded, kept)
 
 
 def row_sums_bytes(plan: Plan) -> int:
@@ -209,5 +219,7 @@ def row_sums_bytes(plan: Plan) -> int:
     Its sums read O, dO and the log-sum-exp, and write two float32 numbers; where dQ is added up in float32, its sums
     are cleared, and read again when dQ is written.
     """
-    sums = 2 * 4 * plan.sum_columns + plan.head_dim_qk * plan.dtype.bytes if plan.sum_columns else 0
-    return 2 * plan.head_dim_v * plan.dtype.bytes + 12 + sums
+    given = plan.operands
+    added = 2 * given.accumulator.bytes * plan.sum_columns
+    sums = added + plan.head_dim_qk * given.dq.bytes if plan.sum_columns else 0
+    return plan.head_dim_v * (given.out.bytes + given.dout.bytes) + 12 + sums

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import DType, dtype
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.bands import Heads
 from attngen.lang.variant import Variant
 from attngen.plan.layouts import LAYOUTS
+from attngen.plan.operands import Operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,16 @@ class Region:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Warps of a block that do the same, from ``first`` on, and the registers of each thread."""
+
+    name: str
+    first: int
+    warps: int
+    registers: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
     """What a schedule decides beside what all plans have; one that decides more than this has a subclass."""
@@ -160,6 +170,14 @@ class Structure:
     skips: bool = False  # a consumer passes over tiles that only other consumers see
     persistent: bool = False  # a block works until no tile is left
     shared: tuple[Region, ...] = ()
+    warp_roles: tuple[Role, ...] = ()  # and their registers; none where all warps do the same
+
+    def registers_of(self, role: str) -> int:
+        """Return the registers of each thread of a role; KeyError if there is none of that name."""
+        for one in self.warp_roles:
+            if one.name == role:
+                return one.registers
+        raise KeyError(role)
 
     @property
     def shared_bytes(self) -> int:
@@ -176,7 +194,8 @@ class Plan:
     spec_file: str  # as headers of sources name it
     variant: Variant
     arch_name: str
-    dtype_name: str
+    dtype_name: str  # as specs and names of kernels say it
+    operands: Operands
     head_dim_qk: int
     head_dim_v: int
     columns_qk: tuple[Columns, ...]
@@ -219,14 +238,9 @@ class Plan:
         return ARCHES[self.arch_name]
 
     @property
-    def dtype(self) -> DType:
-        """The row of the element type of q, k, v and out."""
-        return dtype(self.dtype_name)
-
-    @property
     def approximate(self) -> bool:
         """Whether functions of mask and score may be the hardware's, which are coarser than float32."""
-        return self.fast_math and self.dtype.bytes == 2
+        return self.fast_math and self.operands.out.bytes < self.operands.accumulator.bytes
 
     @property
     def varlen(self) -> bool:
@@ -259,8 +273,11 @@ class Plan:
 
         In a backward by tiles of keys these are queries, with Q, dO and the sums of dQ.
         """
-        width = sum(block.width for block in (*self.columns_qk, *self.columns_v))
-        return self.section_bytes // (width * self.dtype.bytes + 4 * self.sum_columns)
+        given = self.operands
+        by_qk, by_v = (given.k, given.v) if self.direction == "forward" else (given.q, given.dout)
+        row = sum(block.width for block in self.columns_qk) * by_qk.bytes
+        row += sum(block.width for block in self.columns_v) * by_v.bytes
+        return self.section_bytes // (row + given.accumulator.bytes * self.sum_columns)
 
     @property
     def signature(self) -> dict[str, str]:
@@ -317,6 +334,7 @@ class Plan:
             "capability": self.arch.capability,
             "specific": self.arch.specific,
             "dtype": self.dtype_name,
+            "operands": self.operands.to_dict(),
             "head_dim_qk": self.head_dim_qk,
             "head_dim_v": self.head_dim_v,
             "columns_qk": [asdict(c) for c in self.columns_qk],

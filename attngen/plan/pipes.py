@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from attngen.plan.model import Region
+from attngen.plan.model import Region, Role
 
 BARRIER_BYTES = 8  # an mbarrier
 WARPGROUP = 4  # warps
@@ -93,16 +93,6 @@ class NamedBarrier:
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
-    """Warps of a block that do the same, from ``first`` on, and the registers of each thread."""
-
-    name: str
-    first: int
-    warps: int
-    registers: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pipes:
     """All of a kernel, rings and events in the order in which their barriers lie in shared memory."""
 
@@ -124,6 +114,10 @@ class Pipes:
         stored = {name for ring in self.rings for name, _ in ring.stored} | {name for name, _ in self.others}
         if lost := stored - set(self.order):
             raise ValueError(f"no place in shared memory: {lost}")
+        for group in {role.first // WARPGROUP for role in self.roles}:  # setmaxnreg is of a whole warpgroup
+            counts = {role.registers for role in self.roles if role.first // WARPGROUP == group}
+            if len(counts) > 1:
+                raise ValueError(f"threads of one warpgroup have the same registers, not {sorted(counts)}")
 
     @property
     def rings(self) -> tuple[Ring, ...]:

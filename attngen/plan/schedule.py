@@ -25,7 +25,8 @@ class Schedule:
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns what warps of a kernel
-    hand to each other, where it says so itself.
+    hand to each other, where it says so itself. ``explanation`` is the function, as ``module:name``, that turns a
+    plan and its pipes into what ``attngen explain`` says of it alone.
     """
 
     name: str
@@ -42,3 +43,4 @@ class Schedule:
     pipes: Callable[[Plan], Pipes] | None = None
     layouts: tuple[str, ...] = ("dense", "varlen")
     split_kv: bool = False
+    explanation: str = "attngen.tools.explain.schedule:ScheduleExplanation"

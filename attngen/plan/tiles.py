@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.arch import Arch
+from attngen.dtypes import DType
+from attngen.plan.choices import TILE_SIZES
 from attngen.plan.model import Columns
 from attngen.schema.expand import Gradient, KernelSpec
 
@@ -23,8 +25,14 @@ class Tile:
     registers: int | None = None
 
 
-#: Columns that a product sums over, at least: the least K of ``tl.dot``.
-_PRODUCT_DEPTH = 16
+def product_depth(element: DType) -> int:
+    """Return how many elements a product sums over, at least: the least K of ``tl.dot``."""
+    return max(16, element.mma_k)
+
+
+def depth_sizes(element: DType) -> tuple[int, ...]:
+    """Return the sizes of a tile that products sum over."""
+    return tuple(size for size in TILE_SIZES if size >= product_depth(element))
 
 
 def completed(given: KernelSpec | Gradient, tile: Tile) -> Tile:
@@ -34,9 +42,9 @@ def completed(given: KernelSpec | Gradient, tile: Tile) -> Tile:
     )
 
 
-def family(arch: Arch, *, loads: str, aligned: bool, element_bytes: int, gathers: bool, dropout: bool = False) -> str:
+def family(arch: Arch, *, loads: str, aligned: bool, element: DType, gathers: bool, dropout: bool = False) -> str:
     """Return which rows of the table a kernel takes; ``gathers``: mask or score load a value for every pair."""
-    if element_bytes == 4:
+    if element.mma is None:
         return "fp32"
     if loads == "descriptor":
         own = "dropped" if dropout else "wgmma"
@@ -44,23 +52,24 @@ def family(arch: Arch, *, loads: str, aligned: bool, element_bytes: int, gathers
     return "pointer" if aligned else "unaligned"
 
 
-def columns(head_dim: int) -> tuple[Columns, ...]:
+def columns(head_dim: int, element: DType) -> tuple[Columns, ...]:
     """Split ``head_dim`` into at most two power-of-two blocks, padding the last one where that is not exact.
 
     96 is 64 + 32, 192 is 128 + 64, 80 is 64 + 16; 112 would need three blocks and is padded to 128. No block is
-    narrower than a product can be deep: 72 is 64 + 16, and 8 is padded to 16.
+    narrower than a product can be deep: of 16 bits, 72 is 64 + 16, and 8 is padded to 16.
     """
-    first = max(1 << (head_dim.bit_length() - 1), _PRODUCT_DEPTH)
+    depth = product_depth(element)
+    first = max(1 << (head_dim.bit_length() - 1), depth)
     if first >= head_dim:
         return (Columns(0, first, head_dim),)
     rest = head_dim - first
-    second = max(1 << (rest - 1).bit_length(), _PRODUCT_DEPTH)
+    second = max(1 << (rest - 1).bit_length(), depth)
     if second == first:
         return (Columns(0, 2 * first, head_dim),)
     return (Columns(0, first, first), Columns(first, second, rest))
 
 
-def gradient_columns(head_dim: int, *, wgmma: bool) -> tuple[Columns, ...]:
+def gradient_columns(head_dim: int, element: DType, *, wgmma: bool) -> tuple[Columns, ...]:
     """Return the blocks of a backward, which ``wgmma`` multiplies or not.
 
     ptxas lets these products wait for each other where a block of 16 columns stands beside another, and often where
@@ -68,7 +77,7 @@ def gradient_columns(head_dim: int, *, wgmma: bool) -> tuple[Columns, ...]:
     40 to 64, 72 to 128, 136 to 128 + 64. But no copy of 64 columns may bring padding alone (``tensormap.windowed``).
     """
     if not wgmma or head_dim % 16 == 0:
-        return columns(head_dim)
+        return columns(head_dim, element)
     if 128 < head_dim <= 192:
         return (Columns(0, 128, 128), Columns(128, 64, head_dim - 128))
     return (Columns(0, max(1 << (head_dim - 1).bit_length(), 32), head_dim),)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import RNG_STATE
@@ -25,11 +26,12 @@ from attngen.lang.variant import Tensor as DeclaredTensor
 
 #: torch dtype of q, k and v → name in manifests. fp64 has no kernel: only the reference takes it.
 ATTENTION_DTYPES: dict[torch.dtype, str] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
+    **{getattr(torch, dtype_row(name).torch): name for name in KERNEL_DTYPES},
     torch.float64: "fp64",
 }
+
+#: The same the other way round.
+TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION_DTYPES.items()}
 
 LAYOUTS = ("bshd", "bhsd")
 #: Orders of the axes of a cache: (pages, page_size, kv_heads, head_dim) or (pages, kv_heads, page_size, head_dim).

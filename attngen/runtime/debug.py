@@ -45,12 +45,12 @@ def check_lengths(call: Call) -> None:
     if call.layout == "varlen":
         assert call.cu_seqlens_q is not None
         assert call.cu_seqlens_k is not None
-        _offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.total_q, call.seqlen_q, "max_seqlen_q")
+        check_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.total_q, call.seqlen_q, "max_seqlen_q")
         starts = call.cu_seqlens_k.tolist()
-        _offsets("cu_seqlens_k", starts, call.total_k, call.seqlen_k, "max_seqlen_k")
+        check_offsets("cu_seqlens_k", starts, call.total_k, call.seqlen_k, "max_seqlen_k")
         lengths_k = [end - start for start, end in pairwise(starts)]
     if call.layout == "paged" and call.cu_seqlens_q is not None:
-        _offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.total_q, call.seqlen_q, "max_seqlen_q")
+        check_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.total_q, call.seqlen_q, "max_seqlen_q")
     if call.seqused_k is None:
         return
     for b, used in enumerate(call.seqused_k.tolist()):
@@ -77,13 +77,15 @@ def _pages(call: Call) -> None:
         )
 
 
-def _offsets(name: str, offsets: list[int], total: int, longest: int, limit: str) -> None:
+def check_offsets(name: str, offsets: list[int], total: int, longest: int | None = None, limit: str = "") -> None:
+    """Raise CallError unless offsets start with 0, never decrease, and end within the ``total`` rows of a tensor;
+    ``longest``: no sequence may be longer than this, which the call names ``limit``."""
     if offsets[0] != 0:
         raise CallError(f"{name} must start with 0, got {offsets[0]}")
     for i, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             raise CallError(f"{name} must not decrease, but {name}[{i + 1}] = {end} follows {start}")
-        if end - start > longest:
+        if longest is not None and end - start > longest:
             raise CallError(f"{limit} is {longest}, but sequence {i} has length {end - start}")
     if offsets[-1] > total:
         raise CallError(f"{name} ends at {offsets[-1]}, beyond the {total} rows of the tensor")

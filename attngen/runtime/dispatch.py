@@ -21,11 +21,12 @@ from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime.addresses import CU_SEQLENS_K, CU_SEQLENS_Q, FORWARD, SEQUSED_K, empty
 from attngen.runtime.arguments import DIRECTIONS, Call
-from attngen.runtime.binding import bind_call, find, require_reference
+from attngen.runtime.binding import bind_call, bind_paged_call, find, require_reference
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.dropout import with_state
 from attngen.runtime.explanation import Explanation
 from attngen.runtime.module import Kernel
+from attngen.runtime.paging import Paging, as_rows
 from attngen.runtime.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
@@ -388,22 +389,38 @@ def explain(
     package: str | None = None,
     direction: str = "forward",
     deterministic: bool = False,
+    page_table: Tensor | None = None,
+    page_layout: str = "NHD",
+    num_splits: int | None = None,
+    split_size: int | None = None,
     **arguments: Any,
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
+
+    With ``cu_seqlens_q`` it is about ``attention_varlen``, with ``page_table`` about ``attention_paged``, whose pages k
+    and v are. ``page_layout``, ``num_splits`` and ``split_size`` are of the latter alone.
 
     With ``direction='backward'`` it says what would give the gradients, from contiguous ones of the result. Raises what
     the call would raise, save that a call which no kernel takes is explained as well.
     """
     if direction not in DIRECTIONS:
         raise CallError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    packing = None
-    if cu_seqlens_q is not None:
-        packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
     arguments = dict(_with_state(q, variant, package, {DROPOUT_P.name: 0.0, **arguments}, draws=False))
-    call, found = bind_call(
-        q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
-    )
+    if page_table is not None:
+        if direction == "backward":
+            raise CallError("keys in pages have no backward")
+        paging = Paging(page_table, cu_seqlens_q, max_seqlen_q, num_splits, split_size)
+        call, found = bind_paged_call(
+            as_rows(q), k, v, paging, variant, softmax_scale, seqused_k, return_lse, page_layout, backend, package,
+            arguments,
+        )  # fmt: skip
+    else:
+        packing = None
+        if cu_seqlens_q is not None:
+            packing, layout = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "varlen"
+        call, found = bind_call(
+            q, k, v, packing, variant, softmax_scale, seqused_k, return_lse, layout, backend, package, arguments
+        )
     if not _on_gpu(q) or backend == "reference":
         require_reference(call, backend)
         reason = "backend='reference' asks for it" if backend == "reference" else f"q is on {call.device}"

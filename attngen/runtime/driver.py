@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from attngen.dtypes import dtype as dtype_row
 from attngen.errors import LoadError
 
 #: Most bytes of a kernel's parameters. CUDA C++ Programming Guide, "Function parameters" (sm70 and later).
@@ -309,7 +310,7 @@ class CudaDriver:
         """See ``Driver.encode_tensor_map``."""
         cu = self._cu
         status, tensor_map = cu.cuTensorMapEncodeTiled(
-            _TENSOR_MAP_DTYPES[dtype](cu),
+            getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype_row(dtype).tensor_map}"),
             len(extents),
             address,
             [cu.cuuint64_t(n) for n in extents],
@@ -335,12 +336,6 @@ class CudaDriver:
                 encoded[10] &= ~0x20
         return bytes(encoded)
 
-
-_TENSOR_MAP_DTYPES = {
-    "bf16": lambda cu: cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    "fp16": lambda cu: cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    "fp32": lambda cu: cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-}
 
 _SWIZZLES = {
     0: lambda cu: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd, prod
 from typing import Protocol
 
+from attngen.dtypes import DType
 from attngen.errors import LoadError
 from attngen.runtime.arguments import Call, View
 from attngen.runtime.driver import Driver
@@ -79,9 +80,7 @@ class Tiled(Protocol):
     @property
     def tile_n(self) -> int: ...
     @property
-    def dtype(self) -> str: ...
-    @property
-    def element_bytes(self) -> int: ...
+    def dtype_of(self) -> Callable[[str], DType]: ...
     @property
     def section_keys(self) -> int: ...
     @property
@@ -196,9 +195,7 @@ class Geometry:
             case "descriptor_shape":
                 return self._described_form(parameter)[0][self._axis(parameter)]
             case "descriptor_stride":
-                return usable_strides(*self._described_form(parameter), self.launch.element_bytes)[
-                    self._axis(parameter)
-                ]
+                return usable_strides(*self._described_form(parameter), self._bytes(parameter))[self._axis(parameter)]
             case _:
                 raise LoadError(f"parameter '{parameter.name}': kind '{parameter.kind}' is not a number")
 
@@ -252,8 +249,11 @@ class Geometry:
         described = self._described(parameter)
         if parameter.window is None:
             return described.shape, described.strides
-        strides = usable_strides(described.shape, described.strides, self.launch.element_bytes)
+        strides = usable_strides(described.shape, described.strides, self._bytes(parameter))
         return windowed(described.shape, strides, parameter.window)
+
+    def _bytes(self, parameter: Parameter) -> int:
+        return self.launch.dtype_of(parameter.of or "").bytes
 
     def _axis(self, parameter: Parameter) -> int:
         axis = parameter.axis

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from attngen.runtime.arguments import Call, View, view
+from attngen.runtime.paging import rows_view
 from attngen.runtime.sinks import add_gradients
 
 
@@ -68,7 +69,11 @@ def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:
 
 
 def view_of(tensor: Tensor, call: Call) -> View:
-    """Return the view of a tensor in the order of axes of a call."""
+    """Return the view of a tensor in the order of axes of a call, as kernels see it."""
+    if call.ragged and call.order != "thd":
+        rows = rows_view(tensor.shape, tensor.stride())
+        assert rows is not None, "its rows lie at two strides"
+        return rows
     return view(tensor.shape, tensor.stride(), call.order)
 
 

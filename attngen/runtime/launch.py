@@ -21,7 +21,7 @@ from attngen.runtime.geometry import Geometry, geometries, group_of, map_shapes,
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
 from attngen.runtime.splits import clusters_at_once
-from attngen.runtime.tensormap import TensorMap, paged
+from attngen.runtime.tensormap import TensorMap
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
 MAX_PLACED = 4096
@@ -241,12 +241,10 @@ def _descriptor(
     if of not in geometry.views:
         raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
     described = geometry.views[of]
-    shape, strides, box = described.shape, described.strides, parameter.box
-    if parameter.paged:
-        shape, strides, box = paged(shape, strides, box, geometry.sizes["page_size"])
     tensor_map = TensorMap(
-        driver, device, geometry.launch.dtype, shape, strides, box, parameter.swizzle, parameter.window,
-        group_of(geometry.call) if parameter.packed else None,
+        driver, device, geometry.launch.dtype_of(of).name, described.shape, described.strides, parameter.box,
+        parameter.swizzle, parameter.window, group_of(geometry.call) if parameter.packed else None,
+        in_pages=parameter.paged,
     )  # fmt: skip
     return tensor_map, position[of]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.arch import ARCHES, Arch
+from attngen.dtypes import DType
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import LoadError
 from attngen.files import read_regular
@@ -63,7 +64,7 @@ class Launch:
         self.tile_m: int = row["tile_m"]
         self.tile_n: int = row["tile_n"]
         self.full_name = f"{kernel.full_name} ({self.name})"
-        self.dtype, self.element_bytes = kernel.dtype, kernel.element_bytes
+        self.dtype_of = kernel.dtype_of
         self.section_keys, self.section_heads = kernel.section_keys, kernel.section_heads
         self.pack_gqa = kernel.pack_gqa
         self.persistent = bool(row.get("persistent"))
@@ -167,7 +168,9 @@ class Kernel:
         self.sum_columns: int = manifest.get("sum_columns", 0)  # of dQ, if it is added up in global memory
         self.ordered = bool(manifest.get("ordered"))  # which it is in a fixed order
         self.reproducible = self.ordered or not self.sum_columns  # dQ, dK and dV have the same bits on every run
-        self.element_bytes = _element_bytes(self.dtype, origin)
+        self._operands: Mapping[str, str] = manifest.get("operands", {})
+        for name in (self.dtype, *self._operands.values()):
+            _check_dtype(name, origin)
         self.workspaces = tuple(Workspace.from_dict(row) for row in manifest.get("workspaces", ()))
         self.launches = tuple(Launch(self, row, self._image_of(row)) for row in manifest["launches"])
         self.main = _launch_of(self.launches, manifest["main"], origin)
@@ -193,6 +196,10 @@ class Kernel:
         """Scalars whose value the build fixed."""
         rows = self.manifest["variant"].get("scalars", ())
         return {row["name"]: _number(row["const"]) for row in rows if row.get("const") is not None}
+
+    def dtype_of(self, operand: str) -> DType:
+        """Return the dtype of q, k, v, out or a gradient; of one that the manifest does not list, the kernel's."""
+        return dtype_row(self._operands.get(operand, self.dtype))
 
     def _image_of(self, row: Mapping[str, Any]) -> Callable[[], bytes]:
         read = self._others.get(row["name"])
@@ -231,9 +238,9 @@ def _arch(name: str, origin: str) -> Arch:
     return ARCHES[name]
 
 
-def _element_bytes(name: str, origin: str) -> int:
+def _check_dtype(name: str, origin: str) -> None:
     try:
-        return dtype_row(name).bytes
+        dtype_row(name)
     except KeyError:
         raise LoadError(f"{origin}: the manifest's dtype '{name[:40]}' is not known to attngen {VERSION}") from None
 

@@ -47,6 +47,15 @@ def rows_view(shape: Sequence[int], strides: Sequence[int]) -> View | None:
     return View(("s", "h", "d"), (batch * rows, *last), (outer if rows == 1 else step, *steps))
 
 
+def as_rows(q: Any) -> Any:
+    """Return q with rows at one stride, as kernels read them: (batch, seqlen_q, …) is copied where it has two."""
+    if isinstance(q, torch.Tensor) and q.dim() == 4:
+        batch, rows = q.shape[:2]
+        if batch > 1 and rows > 1 and q.stride(0) != rows * q.stride(1):
+            return q.contiguous()
+    return q
+
+
 def bind_paged(
     variant: Variant,
     q: Any,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attngen.errors import NoKernelError
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import Call, view
+from attngen.runtime.arguments import Call
 from attngen.runtime.geometry import geometries, map_shapes, workspace_sizes
 from attngen.runtime.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.launch import PreparedLaunches
@@ -43,7 +43,7 @@ class Buffers:
         """Return what each address is of that launches take, but for the variant's tensors."""
         return {
             **{name: getattr(self, name) for name in ("q", "k", "v", "out", "lse")},
-            **{name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")},
+            **{name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")},
             **self.workspaces,
             "tile_map:forward": self.words,
         }
@@ -76,7 +76,7 @@ class Pinned:
         if reason is not None:
             raise NoKernelError(f"{kernel.full_name} does not take this call: {reason}")
         names = list(call.tensors)
-        views = {"out": view(buffers.out.shape, buffers.out.stride(), call.order)}
+        views = {"out": view_of(buffers.out, call)}
         self._launch = PreparedLaunches(kernel, call, views, names, drivers.current(), call.device.index or 0)
         given = buffers.named(call) | {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
         self._kept = (call, buffers)  # the addresses below stay valid as long as these live

@@ -12,7 +12,7 @@ from torch import Tensor
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.addresses import LSE, OUT
-from attngen.runtime.arguments import Call, Number, default_scale, softmax_scale_of
+from attngen.runtime.arguments import TORCH_DTYPES, Call, Number, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.launch import PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
@@ -69,7 +69,7 @@ class PreparedCall:
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
         self.sinks_only = kernel is None and call.return_lse and call.variant.sink is not None
         self._device, self._scale = call.device, default_scale(call.head_dim_qk)
-        self._dtype = getattr(torch, _TORCH_DTYPES[call.dtype])
+        self._dtype = TORCH_DTYPES[call.dtype]
         self.scalars = Scalars(call)
         self._call = call.without_tensors()
         self._launch: PreparedLaunches | None = None
@@ -172,6 +172,3 @@ class PreparedCall:
 def given_or_new(given: Tensor | None, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return results, the output in the tensor that a caller allocated for it, if one did."""
     return out if given is None else given.copy_(out), lse
-
-
-_TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS
+from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, dtype
 from attngen.errors import NoKernelError
 from attngen.runtime import tensormap
 from attngen.runtime.arguments import Call, Number, View
@@ -198,22 +198,22 @@ def _against_group(kernel: Kernel, call: Call) -> str | None:
 
 def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     """Check what was promised to the compiler, and what a TMA descriptor can express."""
-    call, size = request.call, kernel.element_bytes
+    call = request.call
     views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v}
     if call.out is not None:
         views["out"] = call.out
-        if reason := _against_out(call.out, request, size):
+        if reason := _against_out(call.out, request, kernel.dtype_of("out").bytes):
             return reason
     for parameter in (parameter for launch in kernel.launches for parameter in launch.entry.layout.parameters):
         if parameter.kind == "descriptor" and parameter.of in views:
             if request.addresses[parameter.of] % tensormap.ADDRESS_ALIGNMENT:
                 return f"{parameter.of} does not start at a multiple of 16 B, which a TMA descriptor needs"
-            view = views[parameter.of]
+            view, size = views[parameter.of], kernel.dtype_of(parameter.of).bytes
             reason = tensormap.reason_against(parameter.of, view.shape, view.strides, size)
             if reason:
                 return reason
         elif parameter.divisibility:
-            reason = _against_promise(parameter, request, views, size)
+            reason = _against_promise(parameter, request, views, kernel)
             if reason:
                 return reason
     reason = _against_own_tensors(kernel, call)
@@ -259,7 +259,7 @@ def _against_own_tensors(kernel: Kernel, call: Call) -> str | None:
     return None
 
 
-def _against_promise(parameter: Parameter, request: Request, views: Mapping[str, View], size: int) -> str | None:
+def _against_promise(parameter: Parameter, request: Request, views: Mapping[str, View], kernel: Kernel) -> str | None:
     """Return why an address or a stride is no multiple of what the compiler was promised, or None."""
     promised, of = parameter.divisibility, parameter.of or parameter.name
     if parameter.kind == "pointer" and of in request.addresses and request.addresses[of] % promised:
@@ -269,6 +269,7 @@ def _against_promise(parameter: Parameter, request: Request, views: Mapping[str,
         if view.axes and axis in view.axes and view.shape[view.axes.index(axis)] == 1:
             return None  # never stepped along: the launch passes a stride that keeps the promise
         if view.stride(axis) % promised:
+            size = kernel.dtype_of(of).bytes
             found = view.stride(axis) * size
             return f"{of}'s stride along {axis} is {found} B, which is no multiple of {promised * size} B"
     return None
@@ -373,8 +374,9 @@ def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
     reason = None
     if not arch.wgmma:
         reason = f"for {arch.name}, only for {', '.join(name for name, row in ARCHES.items() if row.wgmma)}"
-    elif call.dtype == "fp32":
-        reason = "for fp32, only for bf16 and fp16"
+    elif dtype(call.dtype).mma is None:
+        multiplied = [name for name in ATTENTION_DTYPES if dtype(name).mma is not None]
+        reason = f"for {call.dtype}, only for {' and '.join(multiplied)}"
     elif access:
         reason = "for these strides and addresses, which tensor descriptors (TMA) cannot express"
     return reason and f"No CUDA kernel can be built {reason}; leave 'backend' out, and the lines for Triton are named"
@@ -382,7 +384,7 @@ def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
 
 def _access_lines(call: Call, request: Request | None) -> list[str]:
     """Return what a spec has to say for tensors that TMA or 16-byte loads cannot address."""
-    size = {"fp32": 4}.get(call.dtype, 2)
+    size = dtype(call.dtype).bytes
     views = {"q": call.q, "k": call.k, "v": call.v}
     addresses = request.addresses if request is not None else {}
     odd_address = any(addresses.get(name, 0) % 16 for name in views)

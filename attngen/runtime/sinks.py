@@ -17,7 +17,7 @@ from attngen.lang.derivative import differentiate_loads
 from attngen.lang.eager import evaluate
 from attngen.lang.ir import Expr, Load, Type, Var, names
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import ATTENTION_DTYPES, Call
+from attngen.runtime.arguments import TORCH_DTYPES, Call
 
 
 def sinks(call: Call, compute: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ def _gradients_of_heads(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
 
 def without_keys(call: Call) -> tuple[Tensor, Tensor]:
     """Return out and the log-sum-exp of a call that has queries and no keys, which a sink makes: 0, and the sink."""
-    out = torch.zeros(call.out_shape(), dtype=_torch_dtype(call), device=call.device)
+    out = torch.zeros(call.out_shape(), dtype=TORCH_DTYPES[call.dtype], device=call.device)
     sink = sinks_of_kernels(call, call.tensors, call.scalars)
     if call.order == "thd" and call.batch:
         return out, sink[_sequences_of_rows(call)[0]].T.contiguous()
@@ -85,10 +85,6 @@ def without_keys(call: Call) -> tuple[Tensor, Tensor]:
         return out, torch.full(call.lse_shape(), -math.inf, device=call.device)
     lse = torch.empty_strided(call.lse_shape(), call.lse_strides(), device=call.device)
     return out, lse.copy_(sink[:, :, None])
-
-
-def _torch_dtype(call: Call) -> torch.dtype:
-    return next(dtype for dtype, name in ATTENTION_DTYPES.items() if name == call.dtype)
 
 
 def _sequences_of_rows(call: Call) -> tuple[Tensor, Tensor]:

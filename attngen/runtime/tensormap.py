@@ -68,17 +68,20 @@ def smem_box(box: Sequence[int], swizzle: int | None, element_bytes: int) -> tup
     return tuple(cut), swizzle
 
 
-def windowed(shape: Sequence[int], strides: Sequence[int], window: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides in which the axis of rows, third from last, stands twice: row and place in a window.
+def windowed(
+    shape: Sequence[int], strides: Sequence[int], window: int, rows: int = -3
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides in which the axis of ``rows``, the third from last, stands twice: row and place in a
+    window.
 
     A box that starts at (row + n, window - n), ``window`` rows before the tensor, begins at ``row``; its first n rows
     lie inside, and those behind them come as zeros, whatever memory holds there. So one descriptor serves sequences of
     any length, and the rows of a neighbour are never seen. A box that would show nothing at all, by its rows or its
     columns, must not be asked for: its copy looks up where the descriptor begins, which may be nobody's memory.
     """
-    *outer, rows, heads, width = shape
-    *outer_strides, step, head_step, one = strides
-    return (*outer, rows + 1, window, heads, width), (*outer_strides, step, step, head_step, one)
+    extents, steps = tuple(shape), tuple(strides)
+    seen = (*extents[:rows], extents[rows] + 1, window, *extents[rows:][1:])
+    return seen, (*steps[:rows], steps[rows], steps[rows], *steps[rows:][1:])
 
 
 def packed(
@@ -100,17 +103,18 @@ def packed(
 
 
 def paged(
-    shape: Sequence[int], strides: Sequence[int], box: Sequence[int], page_size: int
+    shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return shape, strides and box of a cache with the axis of heads outside that of rows: page, KV head, row, column.
 
     A box has as many rows as divide a page and the rows of the kernel's box, so that none reaches into another page.
     Page number ``pages`` lies outside: its rows arrive as zeros.
     """
-    pages, rows, heads, width = shape
+    pages, page_size, heads, width = shape
     page_step, step, head_step, one = strides
     *outer, box_rows, columns = box
-    return (pages, heads, rows, width), (page_step, head_step, step, one), (*outer, gcd(page_size, box_rows), columns)
+    box = (*outer, gcd(page_size, box_rows), columns)
+    return (pages, heads, page_size, width), (page_step, head_step, step, one), box
 
 
 class TensorMap:
@@ -129,17 +133,23 @@ class TensorMap:
         swizzle: int | None,
         window: int | None = None,
         group: int | None = None,
+        in_pages: bool = False,
     ) -> None:
         """``shape``, ``strides`` (elements) and ``box`` slowest axis first, as torch has them; ``swizzle`` in bytes.
 
         ``window`` rows make the descriptor end where a sequence ends: it gets one axis more, see ``windowed``.
-        ``group`` query heads share the rows of a box, another axis more: see ``packed``.
+        ``group`` query heads share the rows of a box, another axis more: see ``packed``. ``in_pages``: the slowest axis
+        is that of pages, and ``box`` has the axes of ``paged``; a window has as many rows as a box then.
         """
         element_bytes = dtype_row(dtype).bytes
-        self._shift = 0
+        self._shift, rows = 0, -3
+        if in_pages:
+            shape, strides, box = paged(shape, strides, box)
+            window, rows = window and box[-2], -2
         if window is not None:
-            shape, strides = windowed(shape, usable_strides(shape, strides, element_bytes), window)
-            self._shift = window * strides[-3] * element_bytes
+            step = usable_strides(shape, strides, element_bytes)[rows]
+            shape, strides = windowed(shape, usable_strides(shape, strides, element_bytes), window, rows)
+            self._shift = window * step * element_bytes
         if group is not None:
             shape, strides, box = packed(shape, strides, box, group)
         self._driver, self._device, self._dtype = driver, device, dtype

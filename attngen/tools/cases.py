@@ -12,7 +12,8 @@ _WORD_TILES = 32
 class Case:
     """Sizes of one call. ``q_lengths`` and ``k_lengths`` have an entry for each sequence, equal ones in a dense call.
 
-    ``used`` is seqused_k, or None. ``values`` says what the variant's scalars and integer tensors hold: random
+    ``used`` is seqused_k, or None. ``page_size`` is of a call over pages, where queries of equal lengths come without
+    offsets; 0 of others. ``values`` says what the variant's scalars and integer tensors hold: random
     values, or the least or greatest that is declared.
     """
 
@@ -23,6 +24,7 @@ class Case:
     kv_heads: int = 1
     used: tuple[int, ...] | None = None
     values: str = "random"  # random | least | most
+    page_size: int = 0
 
     @property
     def batch(self) -> int:
@@ -38,6 +40,11 @@ class Case:
     def seqlen_k(self) -> int:
         """The longest key sequence."""
         return max(self.k_lengths)
+
+    @property
+    def max_pages(self) -> int:
+        """Entries of a row of the page table: more than the longest sequence needs."""
+        return -(-self.seqlen_k // self.page_size) + 2
 
 
 def dense_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case, ...]:
@@ -83,6 +90,31 @@ def varlen_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case
     )
 
 
+def paged_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case, ...]:
+    """Return the cases of a kernel for keys in pages: of one key, shorter and longer than a tile, and none of both."""
+    m, n = tile_m, tile_n
+    cases = [
+        Case("prompts and single tokens", (m + 3, 1, m), (2 * n + 1, n, 5), page_size=16),
+        Case("empty sequences", (0, m + 1, 3), (7, n + 2, 0), heads=1, page_size=1),
+        Case("queries of equal lengths", (3,) * 4, (2 * n + 3, 0, n, 1), heads=4, page_size=2 * n),
+        Case("least values", (m, 2), (n + 1, 2 * n), values="least", page_size=32),
+        Case("greatest values", (3, m + 3), (2 * n, n - 1), values="most", page_size=48),
+    ]
+    if small:
+        return tuple(cases)
+    return (
+        *cases,
+        Case("one token each", (1,) * 5, (3 * n, 1, n + 1, 7 * n + 3, 2), heads=8, kv_heads=2, page_size=16),
+        Case("one token, many keys", (1,), ((_WORD_TILES + 3) * n + 17,), heads=16, kv_heads=1, page_size=64),
+        Case("a whole page", (5, 64), (256, 512), heads=4, kv_heads=4, page_size=256),
+        Case("long", (1000, 13, 300), (1511, 700, 299), heads=4, kv_heads=1, page_size=128),
+        Case("long rows", (2 * m + 31, 5), ((_WORD_TILES + 3) * n + 17, 40), heads=2, kv_heads=2, page_size=80),
+    )
+
+
+_CASES = {"dense": dense_cases, "varlen": varlen_cases, "paged": paged_cases}
+
+
 def cases_of(layout: str, tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case, ...]:
     """Return the cases of a kernel by its layout."""
-    return (varlen_cases if layout == "varlen" else dense_cases)(tile_m, tile_n, small=small)
+    return _CASES[layout](tile_m, tile_n, small=small)

@@ -57,12 +57,13 @@ def arguments_of(
 
 def extents_of(case: Case, layout: str) -> dict[str, int]:
     """Return the extents of a case by the names that shapes may use."""
-    varlen = layout == "varlen"
+    packed = layout != "dense"
+    seqlen_k = case.max_pages * case.page_size if layout == "paged" else case.seqlen_k
     return {
         "b": case.batch, "h": case.heads, "hk": case.kv_heads, "heads": case.heads, "kv_heads": case.kv_heads,
-        "seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k,
-        "total_q": sum(case.q_lengths) if varlen else case.batch * case.seqlen_q,
-        "total_k": sum(case.k_lengths) if varlen else case.batch * case.seqlen_k,
+        "seqlen_q": case.seqlen_q, "seqlen_k": seqlen_k,
+        "total_q": sum(case.q_lengths) if packed else case.batch * case.seqlen_q,
+        "total_k": sum(case.k_lengths) if packed else case.batch * case.seqlen_k,
     }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_choices_keep_their_speed(variant: str, fields: dict[str, object]) -> No
     assert resources["wgmma"] == plan.launch("forward").products
     assert resources["shared_memory"] == plan.structure.shared_bytes
     if not plan.structure.specialized:
-        assert resources["registers"] <= plan.structure.consumer_registers
+        assert resources["registers"] <= plan.structure.registers_of("consumers")
 
 
 def test_an_artifact_holds_what_it_says() -> None:

@@ -243,3 +243,43 @@ def test_divisions_by_what_is_no_constant() -> None:
         (product,) = machine.products
         quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
         assert product.descriptors == (quotient & 0xFFFF_FFFF,), (a, b)
+
+
+#: A call of a function at the end, as ptxas makes one of a long division; R40 says where it returns to.
+_CALL = " MOV R40, {back:#x}\n IMAD.MOV.U32 R41, RZ, RZ, R20\n CALL.REL.NOINC `($__internal_0_$__cuda_sm20_rem_s64)"
+_FUNCTION = """
+$__internal_0_$__cuda_sm20_rem_s64:
+ I2F.U64.RP R34, R32
+ {written}
+ IMAD.WIDE.U32 R36, P4, R34, R43, R36
+ RET.REL.NODEC R40 `(k)
+.L_x_6:
+ BRA `(.L_x_6)
+"""
+
+
+def _with_call(written: str = "MUFU.RCP R34, R34", off: int = 0) -> str:
+    step = " UIADD3 UR7, UR7, 0x1, URZ\n"
+    before, after = _SASS.split(step)
+    place = sum(not line.endswith(":") for line in before.strip().splitlines())
+    call = _CALL.format(back=16 * (place + 3 + off))
+    return before + call + "\n" + step + after + _FUNCTION.format(written=written).lstrip("\n")
+
+
+def test_a_called_function_leaves_what_it_writes_unknown() -> None:
+    assert wrong_products(PTX, listing(_with_call()), PARAMETERS, 4) == []
+    with pytest.raises(CannotDecide, match="depends on data"):
+        wrong_products(PTX, listing(_with_call("R2UR UR6, R34")), PARAMETERS, 4)
+
+
+@pytest.mark.parametrize(
+    ("written", "off", "reason"),
+    [
+        ("STS [R34], R34", 0, "function with STS"),
+        ("BRA `(.L_x_2)", 0, "function with BRA"),
+        ("MUFU.RCP R34, R34", 1, "returns to"),
+    ],
+)
+def test_a_function_that_does_more_is_not_understood(written: str, off: int, reason: str) -> None:
+    with pytest.raises(CannotDecide, match=reason):
+        wrong_products(PTX, listing(_with_call(written, off)), PARAMETERS, 4)

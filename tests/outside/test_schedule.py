@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from attngen.store.key import key_of
+from attngen.tools.explain.explanation import explain_spec
 from tests.outside.split_keys import SCHEDULE
 from tests.runtime.support import FakeDriver, decode, launch_of
 
@@ -117,3 +119,14 @@ def test_a_call_makes_both_launches_on_one_workspace(recorder: Recorder) -> None
     for name in ("out_partial_ptr", "lse_partial_ptr"):
         assert first[name] == second[name] != 0
     assert second["lse_partial_ptr"] - second["out_partial_ptr"] == 4 * splits * 2 * 4 * 5 * 64
+
+
+@pytest.mark.usefixtures("known")
+def test_it_is_explained_beside_those_that_attngen_knows(tmp_path: Path) -> None:
+    path = tmp_path / "outside.yaml"
+    path.write_text(SPEC)
+    for found in explain_spec(path, seqlens=[128]):
+        labels = [label for label, _ in found.facts()]
+        own = found.plan.schedule == "hopper_forward"
+        assert ("rings" in labels) == ("roles" in labels) == own
+        assert ("pipes" in found.to_dict()) == own

@@ -15,17 +15,20 @@ from tests.plan.specs import planned
 
 @cache
 def forward(
-    consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool, specialized: bool
-) -> Pipes:
+    consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool, specialized: bool,
+    value_loader: bool = False,
+) -> Pipes:  # fmt: skip
     """Return the pipes of a forward by ranges of tiles."""
     found = _plan("forward", 128)
     assert found.structure is not None
     roles = replace(
         found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
-        specialized=specialized, persistent=specialized,
+        specialized=specialized, persistent=specialized, value_loader=value_loader,
     )  # fmt: skip
     m, n = found.tile_m, found.tile_n
-    return forward_pipes(roles, driver="ranges", tile_m=m, tile_n=n, stages=stages, qk=128, v=128, warps=warps)
+    return forward_pipes(
+        roles, driver="ranges", tile_m=m, tile_n=n, stages=stages, qk=128, v=128, operands=found.operands, warps=warps
+    )
 
 
 @cache
@@ -34,7 +37,9 @@ def backward(q_stages: int, stages: int, warps: int, overlap: str) -> Pipes:
     found = _plan("backward", 128)
     assert found.structure is not None
     roles = replace(found.structure, q_stages=q_stages, overlap=overlap)
-    return backward_pipes(roles, tile_m=found.tile_m, stages=stages, qk=128, v=128, warps=warps)
+    return backward_pipes(
+        roles, tile_m=found.tile_m, stages=stages, qk=128, v=128, operands=found.operands, warps=warps
+    )
 
 
 @cache
@@ -43,7 +48,7 @@ def cluster(q_stages: int, stages: int, warps: int, *, ordered: bool) -> Pipes:
     found = _plan("backward", 256)
     assert found.structure is not None
     roles = replace(found.structure, q_stages=q_stages, ordered=ordered)
-    return cluster_pipes(roles, tile_m=found.tile_m, stages=stages, qk=256, v=256, warps=warps)
+    return cluster_pipes(roles, tile_m=found.tile_m, stages=stages, qk=256, v=256, operands=found.operands, warps=warps)
 
 
 @cache

@@ -38,6 +38,7 @@ class Rules:
     skips_are_bounded: bool = True  # no more than stages - 1 while a tile of V is held
     only_leader_awaits_skipped: bool = True  # of V, so that no other warp can wait for a phase that is long over
     v_until_product: bool = True  # V is released when its product is complete
+    value_loader_says_so: bool = True  # a loader of V of its own releases the record that it has read
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Case:
     pingpong: bool
     overlap: bool
     skips: bool
+    value_loader: bool = False  # K and V are loaded by a warp each
 
     @classmethod
     def random(cls, random: Random) -> Case:
@@ -73,6 +75,7 @@ class Case:
             pingpong=consumers > 1 and random.random() < 0.6,
             overlap=random.random() < 0.5,
             skips=random.random() < 0.7,
+            value_loader=random.random() < 0.4,
         )
 
     def skipped(self, tile: Tile, consumer: int) -> bool:
@@ -186,12 +189,14 @@ class Simulation:
         consumers = case.consumers
         found = declared.forward(
             consumers, 1 if unified else case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
-            specialized=not unified,
+            specialized=not unified, value_loader=case.value_loader and not unified,
         )  # fmt: skip
         self.q, self.k, self.v = (Ring(found.ring(name)) for name in ("q", "k", "v"))
         if not unified:
             work = found.ring("work")
             self.work_full, self.work_empty = barriers(work.full, work.stages), barriers(work.empty, work.stages)
+            for barrier in self.work_empty:
+                barrier.count -= case.value_loader and not rules.value_loader_says_so
             (self.work_asked,) = barriers(found.barrier("work_asked").signal, 1)
         self.records: list[int | None] = [None, None]
         self.group = [Named(WARPS) for _ in range(consumers)]  # products, too, keep a consumer's warps together
@@ -199,6 +204,8 @@ class Simulation:
         self.roles: dict[str, Role] = {}
         if not unified:
             self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
+            if case.value_loader:
+                self.roles |= {"loader": page_loader(self, self.k), "value loader": page_loader(self, self.v)}
         role = unified_warp if unified else consumer
         self.roles |= {f"warp {c}.{w}": role(self, c, w) for c in range(consumers) for w in range(WARPS)}
 
@@ -281,6 +288,31 @@ def loader(s: Simulation) -> Role:
             k.advance()
         yield pending.empty()
         s.copy(pending, (work, count - 1))
+
+
+def page_loader(s: Simulation, ring: Ring) -> Role:
+    """``forward/_page_loader.cu.j2``: K and V each have one."""
+    slot = work_phase = 0
+    to, of_k = Place(ring), ring is s.k
+    for expected in (*range(len(s.case.works)), None):
+        yield s.work_full[slot].done(work_phase)
+        if s.records[slot] != expected:
+            raise ProtocolError(f"the loader of {'K' if of_k else 'V'} read record {s.records[slot]} for {expected}")
+        if not of_k and s.rules.value_loader_says_so:
+            s.work_empty[slot].arrive()
+        slot ^= 1
+        work_phase ^= slot == 0
+        if expected is None:
+            return
+        count = len(s.case.works[expected])
+        if of_k and count <= s.case.lookahead:
+            s.work_asked.arrive()
+        for number in range(count):
+            yield to.empty()
+            if of_k and count - number == s.case.lookahead < count:
+                s.work_asked.arrive()
+            s.copy(to, (expected, number))
+            to.advance()
 
 
 def query_loader(s: Simulation) -> Role:

@@ -41,18 +41,21 @@ def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -
         elif region.name != "sum_tile":
             assert region.offset % 8 == 0
     # what a launch reserves for each thread of four warpgroups, and what its roles make of it
-    assert roles.producer_registers + 2 * roles.consumer_registers + roles.queries_registers <= 4 * (65536 // 512)
-    assert roles.consumer_registers >= 64 // 2 + max(columns_qk.width, columns_v.width) // 2  # a product, dK or dV
-    assert roles.queries_registers >= roles.dq_part // 2
+    loads, values, keys, queries = (roles.registers_of(name) for name in ("query_loader", "values", "keys", "queries"))
+    assert loads + values + keys + queries <= 4 * (65536 // 512)
+    assert values == keys
+    assert values >= 64 // 2 + max(columns_qk.width, columns_v.width) // 2  # a product, dK or dV
+    assert queries >= roles.dq_part // 2
     sizes = {region.name: region.bytes for region in roles.shared}
     assert sizes["q"] >= 64 * columns_qk.width * 2  # where dK goes out
     assert sizes["dout"] >= 64 * columns_v.width * 2  # and dV
     # each block has half of the columns of dQ, in products and copies of some; and loads half of the copies of dO
     assert 2 * roles.dq_columns == roles.sum_columns == columns_qk.width >= found.head_dim_qk
     assert roles.dq_columns % roles.dq_part == 0
-    assert roles.dq_part % roles.box_columns == 0
+    box = roles.box_bytes // found.operands.q.bytes
+    assert roles.dq_part % box == 0
     assert columns_v.width >= found.head_dim_v
-    assert columns_v.width // roles.parts_of(columns_v.width) % roles.box_columns == 0
+    assert columns_v.width // roles.parts_of(columns_v.width) % box == 0
     assert found.stages >= roles.parts_of(columns_v.width)
 
 
@@ -62,12 +65,13 @@ def test_no_copy_of_a_cluster_brings_padding_alone(head_dim: object) -> None:
     found = backward(head_dim=head_dim, layout="varlen")
     roles, text = found.structure, render(found).text
     assert roles is not None
+    box = roles.box_bytes // found.operands.q.bytes
     for name, dim, columns in (
         ("kQkEnd", found.head_dim_qk, found.columns_qk), ("kVEnd", found.head_dim_v, found.columns_v)
     ):  # fmt: skip
         end = re.search(rf"{name} = (\d+)", text)
         copied = columns[0].width if end is None else int(end[1])
-        assert copied - roles.box_columns < dim <= copied <= columns[0].width
+        assert copied - box < dim <= copied <= columns[0].width
     stages = ("column", "part * kVPart + column")
     assert all((f"min({column}, k" in text) == ("kQkEnd" in text) for column in stages)
 
@@ -127,13 +131,14 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
         if region.name in ("k", "v", "q", "dout", "ds"):  # swizzled by 128 bytes x 8 rows
             assert region.offset % 1024 == 0
     # what a launch reserves for each thread, and what its roles make of it
-    assert roles.producer_registers + roles.consumers * roles.consumer_registers <= 3 * (
+    assert roles.registers_of("loader") + roles.consumers * roles.registers_of("consumers") <= 3 * (
         65536 // found.threads // 8 * 8
     )
     assert roles.sum_columns >= head_dim
     assert found.tile_m * roles.sum_columns == roles.consumers * 64 * roles.dq_columns
-    assert roles.dq_columns % roles.box_columns == 0 or roles.dq_by_rows
-    assert found.columns_qk[0].width - head_dim < roles.box_columns  # no copy lies outside of a windowed descriptor
+    box = roles.box_bytes // found.operands.q.bytes
+    assert roles.dq_columns % box == 0 or roles.dq_by_rows
+    assert found.columns_qk[0].width - head_dim < box  # no copy lies outside of a windowed descriptor
     sizes = {region.name: region.bytes for region in roles.shared}
     assert sizes["dq"] >= sizes["v"]  # through which dV leaves
     assert sizes["ds"] >= sizes["k"]

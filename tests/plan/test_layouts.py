@@ -11,9 +11,9 @@ from attngen.plan import arguments, plan
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules import hopper_forward, named, schedules, with_schedule
+from attngen.plan.schedules import candidates, hopper_forward, named, schedules, with_schedule
 from attngen.schema import expand, load_spec_text
-from attngen.schema.expand import KernelSpec
+from attngen.schema.expand import KernelSpec, Roles
 from attngen.schema.models import KernelModel
 from tests.plan.specs import planned
 
@@ -53,8 +53,11 @@ def test_a_schedule_is_never_asked_for_a_layout_that_it_lacks(row: str) -> None:
     lacking = [layout for layout in LAYOUTS if layout not in schedule.layouts]
     (spec,) = kernels("variant: causal")
     for layout in lacking:
+        asked = replace(spec, layout=layout, backend=schedule.backend, direction=schedule.direction)
+        if any(layout in other.layouts for other in candidates(asked, schedule.backend)):
+            asked = replace(asked, roles=Roles(producer=0))
         with pytest.raises(PlanError, match=f"have no kernel with '{layout}'; allowed: dense, varlen") as caught:
-            plan(replace(spec, layout=layout, backend=schedule.backend, direction=schedule.direction))
+            plan(asked)
         assert (caught.value.field, caught.value.location.line) == ("layout", 5)
 
 
@@ -100,12 +103,13 @@ def test_arguments_of_pages() -> None:
 
 
 def test_tensor_maps_of_pages() -> None:
-    """Over (page, KV head, row, column) whatever the order in memory, without a window: pages end within tensors."""
+    """Over (page, KV head, row, column) whatever the order in memory; a window stands behind the axis of rows."""
     paged = of_layout("paged")
-    for name in "kv":
-        found = arguments.tensor_map(paged, name, 128, 64, window=128)
-        assert (found.box, found.window, found.paged) == ((1, 1, 128, 64), None, True)
-        assert found.to_dict()["paged"] is True
+    for window, box in ((None, (1, 1, 128, 64)), (128, (1, 1, 1, 128, 64))):
+        for name in "kv":
+            found = arguments.tensor_map(paged, name, 128, 64, window=window)
+            assert (found.box, found.window, found.paged) == (box, window, True)
+            assert found.to_dict()["paged"] is True
     q = arguments.tensor_map(paged, "q", 128, 64)
     assert q == arguments.tensor_map(of_layout("varlen"), "q", 128, 64)
     assert "paged" not in q.to_dict()

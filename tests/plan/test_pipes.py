@@ -205,3 +205,10 @@ def test_barriers_of_one_number_are_refused() -> None:
         replace(found, pipes=(*found.pipes, found.pipes[0]))
     with pytest.raises(ValueError, match="no place in shared memory"):
         replace(found, order=found.order[1:])
+
+
+def test_registers_are_those_of_whole_warpgroups() -> None:
+    found = declared.backward(3, 2, 4, "pingpong")
+    *others, last = found.roles
+    with pytest.raises(ValueError, match=r"same registers, not \[24, 32\]"):
+        replace(found, roles=(*others, replace(last, registers=32)))

@@ -38,6 +38,7 @@ def test_without_roles() -> None:
         ("skips_are_bounded", "deadlock|read", False),
         ("only_leader_awaits_skipped", "deadlock", True),
         ("only_leader_awaits_skipped", "deadlock", False),
+        ("value_loader_says_so", "loader of V read record|deadlock", True),
         ("v_until_product", "read", True),
         ("v_until_product", "read", False),
     ],
@@ -48,4 +49,6 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool)
     with pytest.raises(ProtocolError, match=becomes):
         for _ in range(RUNS):
             case = replace(Case.random(random), consumers=2, pingpong=pingpong, skips=True)
+            if rule == "value_loader_says_so":
+                case = replace(case, value_loader=True)
             Simulation(case, Rules(**{rule: False}), random).run()

@@ -7,12 +7,14 @@ import re
 import pytest
 
 from attngen.arch import ARCHES
+from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.plan.budget import shared_memory
 from attngen.plan.tiles import columns, gradient_columns, padded_width
 from tests.plan.specs import planned
 
 HEAD_DIMS = range(8, 257, 8)
+BF16 = dtype("bf16")
 
 
 def memory_of(plan):  # type: ignore[no-untyped-def]
@@ -22,7 +24,7 @@ def memory_of(plan):  # type: ignore[no-untyped-def]
         stages=plan.stages,
         width_qk=padded_width(plan.columns_qk),
         width_v=padded_width(plan.columns_v),
-        element_bytes=plan.dtype.bytes,
+        operands=plan.operands,
     )
 
 
@@ -89,7 +91,7 @@ def test_sizes_that_do_not_exist_are_refused_with_the_nearest(fields: dict[str, 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_columns_are_powers_of_two_that_cover_the_head_dim(head_dim: int) -> None:
-    blocks = columns(head_dim)
+    blocks = columns(head_dim, BF16)
     assert len(blocks) <= 2
     assert sum(block.used for block in blocks) == head_dim
     start = 0
@@ -100,19 +102,19 @@ def test_columns_are_powers_of_two_that_cover_the_head_dim(head_dim: int) -> Non
         assert 0 < block.used <= block.width
         start += block.width
     # those of the next multiple of 16, which a product is deep, or fewer
-    assert padded_width(blocks) <= padded_width(columns(-(-head_dim // 16) * 16))
+    assert padded_width(blocks) <= padded_width(columns(-(-head_dim // 16) * 16, BF16))
     assert padded_width(blocks) < (head_dim + 8) * 1.4
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_columns_of_a_backward_bring_no_padding_alone(head_dim: int) -> None:
     """A copy has 64 columns at most; one that lay wholly behind the head dim would be that of nobody's memory."""
-    blocks = gradient_columns(head_dim, wgmma=True)
+    blocks = gradient_columns(head_dim, BF16, wgmma=True)
     if head_dim % 16 == 0:
-        assert blocks == columns(head_dim)
+        assert blocks == columns(head_dim, BF16)
     else:
         assert min(block.width for block in blocks) >= 32
-    assert gradient_columns(head_dim, wgmma=False) == columns(head_dim)
+    assert gradient_columns(head_dim, BF16, wgmma=False) == columns(head_dim, BF16)
     assert sum(block.used for block in blocks) == head_dim
     assert [block.start for block in blocks] == [0, *(block.width for block in blocks[:-1])]
     for block in blocks:
@@ -122,9 +124,9 @@ def test_columns_of_a_backward_bring_no_padding_alone(head_dim: int) -> None:
 
 
 def test_columns_by_example() -> None:
-    widths = {d: tuple(block.width for block in columns(d)) for d in (64, 80, 96, 112, 128, 192, 208)}
+    widths = {d: tuple(block.width for block in columns(d, BF16)) for d in (64, 80, 96, 112, 128, 192, 208)}
     assert widths == {64: (64,), 80: (64, 16), 96: (64, 32), 112: (128,), 128: (128,), 192: (128, 64), 208: (256,)}
-    widths = {d: tuple(block.width for block in columns(d)) for d in (8, 24, 40, 56, 72, 88, 104, 136, 248)}
+    widths = {d: tuple(block.width for block in columns(d, BF16)) for d in (8, 24, 40, 56, 72, 88, 104, 136, 248)}
     assert widths == {
         8: (16,), 24: (32,), 40: (32, 16), 56: (64,), 72: (64, 16), 88: (64, 32), 104: (128,), 136: (128, 16),
         248: (256,),

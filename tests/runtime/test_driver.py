@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.dtypes import DTYPES
 from attngen.errors import LoadError
 from attngen.runtime import driver as drivers
 from attngen.runtime.driver import CudaDriver, Frame
@@ -235,9 +236,10 @@ def test_the_real_bindings_have_what_is_used() -> None:
         "cuThreadExchangeStreamCaptureMode", "cuuint64_t", "cuuint32_t",
     ):  # fmt: skip
         assert hasattr(cu, name)
-    for table in (drivers._TENSOR_MAP_DTYPES, drivers._SWIZZLES):
-        for pick in table.values():
-            assert pick(cu) is not None
+    for pick in drivers._SWIZZLES.values():
+        assert pick(cu) is not None
+    for name in (row.tensor_map for row in DTYPES.values() if row.tensor_map):
+        assert hasattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}")
     assert cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     assert cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

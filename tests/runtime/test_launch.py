@@ -282,6 +282,23 @@ def test_a_map_alone_makes_no_workspace(gpu: FakeDriver) -> None:
     both(q, k, v, variant="causal", tile_map=made)
 
 
+def test_descriptors_have_the_dtype_of_their_operand(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = manifest_of(variant(), loads="descriptor")
+    manifest["operands"] = {"q": "bf16", "v": "fp16"}
+    install(kernel_of(manifest))
+    encoded, encode = [], gpu.encode_tensor_map
+    monkeypatch.setattr(gpu, "encode_tensor_map", lambda dtype, *args: (encoded.append(dtype), encode(dtype, *args))[1])
+    attngen.attention(*tensors(), variant="causal")
+    assert encoded == ["bf16", "bf16", "fp16"]  # k, which is not listed, has the kernel's
+
+
+def test_an_operand_of_an_unknown_dtype_is_refused() -> None:
+    manifest = manifest_of(variant())
+    manifest["operands"] = {"v": "fp5"}
+    with pytest.raises(LoadError, match="dtype 'fp5' is not known"):
+        kernel_of(manifest)
+
+
 def test_a_manifest_that_names_what_is_not_there(gpu: FakeDriver) -> None:
     broken = kernel(variant())
     main_of(broken.manifest)["parameters"].append({"name": "x", "kind": "size", "type": "i32", "of": "moons"})

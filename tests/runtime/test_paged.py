@@ -319,6 +319,28 @@ def test_few_rows_share_keys(gpu: FakeDriver, rows: int, heads: int, asked: dict
     assert launch.values["asked_split_size"] == asked.get("split_size", 0)
 
 
+def test_a_call_over_pages_is_explained(gpu: FakeDriver) -> None:
+    kernels = [kernel(CAUSAL, package="pages", layout="paged", split_kv=each) for each in (False, True)]
+    registry.add(package_of_kernels(kernels, "memory"))
+    c = cache([40, 7], 16, head_dim=64, dtype=torch.bfloat16)
+    tensors = (torch.randn(2, 1, 4, 64).bfloat16(), c.k_pages, c.v_pages)
+    given: dict[str, Any] = {"variant": "causal", "page_table": c.page_table, "seqused_k": c.seqused_k}
+    found = attngen.explain(*tensors, **given)
+    assert (found.runs, found.to_dict()["call"]) == ("kernel", "forward, paged, bf16, head_dim 64")
+    assert found.kernel is not None
+    assert found.kernel.split_kv
+    one = attngen.explain(*tensors, **given, num_splits=1)
+    assert one.kernel is not None
+    assert not one.kernel.split_kv
+    many = attngen.explain(torch.randn(2, 50, 4, 64).bfloat16(), *tensors[1:], **given, split_size=64)
+    assert many.kernel is found.kernel
+    assert not gpu.launches
+    assert "do not share keys" not in str(many)
+    with pytest.raises(CallError, match="keys in pages have no backward"):
+        attngen.explain(*tensors, **given, direction="backward")
+    assert attngen.explain(*tensors, **given, backend="reference").runs == "reference"
+
+
 def test_a_kernel_of_the_other_kind_serves_where_it_is_the_only_one(gpu: FakeDriver) -> None:
     install(CAUSAL)
     c = cache([40, 7], 16, head_dim=64, dtype=torch.bfloat16)

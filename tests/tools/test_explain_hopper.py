@@ -18,7 +18,9 @@ from attngen.plan.floors import MEMORY_PER_CLOCK, RATES, floor
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
 from attngen.tools.explain.explanation import explain_spec
-from attngen.tools.explain.hopper import HopperExplanation
+from attngen.tools.explain.hopper_forward import HopperExplanation
+from attngen.tools.explain.pipes import barriers
+from attngen.tools.explain.schedule import explanation_of
 from attngen.tools.explain.visits import visits
 
 CUDA, TRITON = "fwd_sm90a_wgmma", "fwd_sm90a_tma"
@@ -35,8 +37,8 @@ def planned(variant: str = "causal", head_dim: object = 128, more: str = "") -> 
 
 
 def explained(*arguments: Any) -> HopperExplanation:
-    found = HopperExplanation.of(planned(*arguments))
-    assert found is not None
+    found = explanation_of(planned(*arguments))
+    assert isinstance(found, HopperExplanation)
     return found
 
 
@@ -104,10 +106,9 @@ def test_a_consumer_that_skips_takes_the_steps_of_its_rows(tmp_path: Path) -> No
     path = tmp_path / "t.yaml"
     path.write_text(spec_text("causal", 64, "    tile: {m: 192, n: 64}\n"))
     (found,) = explain_spec(path, seqlens=[384])
-    assert found.hopper is not None
-    assert found.hopper.hopper.skips
+    assert found.plan.structure.skips
     (counted,) = found.visits
-    assert found.hopper.heads[0].steps == counted.steps == 1 + 2 + 3 + 4 + 5 + 6
+    assert found.schedule.heads[0].steps == counted.steps == 1 + 2 + 3 + 4 + 5 + 6
     assert counted.full + counted.partial == 3 + 6  # of the block
     assert counted.skipped == 3 * (3 + 6) - counted.steps
     assert counted.efficiency == pytest.approx((384 * 385 / 2) / (21 * 64 * 64))
@@ -181,10 +182,10 @@ def test_a_head_takes_what_its_visits_take(tmp_path: Path, head_dim: int) -> Non
     path = tmp_path / "t.yaml"
     path.write_text(spec_text("full", head_dim, tile(64)))
     (found,) = explain_spec(path, seqlens=[512])
-    assert found.hopper is not None
-    (head,) = found.hopper.heads
+    assert found.schedule.floor is not None
+    (head,) = found.schedule.heads
     assert head.steps == 8 * 8  # of 64 rows x 64 keys
-    assert head.clocks == max(64 * found.hopper.floor.clocks, 4 * found.hopper.floor.tile_memory)
+    assert head.clocks == max(64 * found.schedule.floor.clocks, 4 * found.schedule.floor.tile_memory)
     assert head.tflops == pytest.approx(4 * head_dim * 512**2 / head.us / 1e6)
 
 
@@ -214,21 +215,72 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "head_dim", "more"), CHOICES)
-def test_barriers_are_those_of_the_kernel(variant: str, head_dim: int, more: str) -> None:
-    found = explained(variant, head_dim, more)
+BACKWARDS = [
+    ("causal", 128, "    passes: backward\n"),
+    ("causal", 64, "    passes: backward\n    deterministic: true\n"),
+    ("causal", 256, "    passes: backward\n"),
+    ("allowed", 192, "    passes: backward\n    deterministic: true\n"),
+]
+
+
+@pytest.mark.parametrize(("variant", "head_dim", "more"), CHOICES + BACKWARDS)
+def test_rings_and_barriers_are_those_of_the_kernel(tmp_path: Path, variant: str, head_dim: int, more: str) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(spec_text(variant, head_dim, more, "{backend: cuda}" if "backward" in more else "cuda"))
+    if "backward" in more:
+        path.write_text(path.read_text().replace("    backend:", "    backward:"))
+    (found,) = explain_spec(path, seqlens=[256])
+    pipes = found.schedule.pipes
+    assert pipes is not None
     text = render(found.plan).text
     arrivals = {
         name: (int(count), int(each))
-        for name, count, each in re.findall(r"init_barriers\(k(\w+), (\d+), (\d+)\);", text)
+        for name, count, each in re.findall(r"init_barriers\((?:here \+ )?k(\w+), (\d+), (\d+)\);", text)
     }
+    listed = list(barriers(pipes))
     told = {
         barrier.name.title().replace("_", ""): (barrier.count, barrier.arrivals)
-        for barrier in found.barriers
+        for barrier in listed
         if not barrier.named
     }
     assert told == arrivals
-    assert ("turn" in {barrier.name for barrier in found.barriers}) == ("take_turn" in text)
+    numbers = {
+        name.lower(): int(n) for name, n in re.findall(r"^  k(\w+) = (\d+),  // \d+ of them", text, re.MULTILINE)
+    }
+    assert {barrier.name for barrier in listed if barrier.named} == set(numbers)
+    assert ("turn" in {barrier.name for barrier in listed if barrier.named}) == ("Named::kTurn" in text)
+    printed = output(path, found.plan.name, "--seqlen", 256)
+    for ring in pipes.rings:
+        assert re.search(
+            rf"{ring.name} +{ring.stages} x .*{re.escape(ring.writers)} -> {re.escape(ring.readers)}", printed
+        )
+    for barrier in listed:
+        assert re.search(
+            rf"{barrier.name} +{barrier.count} x {barrier.arrivals} .*{re.escape(barrier.guards)}", printed
+        )
+    (kernel,) = json.loads(output(path, found.plan.name, "--json", "--seqlen", 256))["kernels"]
+    assert [one["name"] for one in kernel["pipes"]["rings"]] == [ring.name for ring in pipes.rings]
+    assert [one["name"] for one in kernel["pipes"]["barriers"]] == [barrier.name for barrier in listed]
+
+
+@pytest.mark.parametrize(("variant", "head_dim", "more"), CHOICES + BACKWARDS)
+def test_registers_of_roles_are_those_of_the_kernel(variant: str, head_dim: int, more: str) -> None:
+    """What a warpgroup gives up or takes is what its role declares; ``setmaxnreg`` is of whole warpgroups."""
+    choice = (
+        spec_text(variant, head_dim, more).replace("backend:", "backward: {backend:") if "backward" in more else None
+    )
+    text = choice.replace("cuda\n", "cuda}\n", 1) if choice else spec_text(variant, head_dim, more)
+    (kernel,) = expand(load_spec_text(text))
+    found = plan(kernel)
+    source = render(found).text
+    constants = {name: int(value) for name, value in re.findall(r"k(\w+)Registers = (\d+)", source)}
+    declared = {role.registers for role in found.structure.warp_roles}
+    if len(found.structure.warp_roles) == 1:
+        assert constants == {}  # nobody gives up or takes any
+    else:
+        assert set(constants.values()) == declared
+        used = set(re.findall(r"(?:shrink|grow)_registers<k(\w+)Registers>", source))
+        assert used == set(constants)
 
 
 @pytest.mark.parametrize(("variant", "head_dim", "more"), CHOICES)
@@ -237,8 +289,9 @@ def test_text_tells_regions_roles_and_order(tmp_path: Path, variant: str, head_d
     path.write_text(spec_text(variant, head_dim, more))
     (found,) = explain_spec(path, seqlens=[256])
     text = output(path, found.plan.name, "--seqlen", 256)
-    hopper = found.hopper
-    assert hopper is not None
+    hopper = found.schedule
+    assert isinstance(hopper, HopperExplanation)
+    assert hopper.floor is not None
     for region in hopper.hopper.shared:
         assert re.search(rf"{region.offset} +{region.bytes}  {region.name} ", text), region
     assert f"{hopper.hopper.shared_bytes} B of 232448 B" in text
@@ -271,7 +324,8 @@ def test_json_has_the_same_numbers(both: Path) -> None:
     for region, following in zip(memory["regions"], memory["regions"][1:], strict=False):
         assert region["offset"] + region["bytes"] == following["offset"]
         assert region["holds"]
-    assert set(hopper) == {"roles", "registers", "barriers", "loop", "floor"}
+    assert set(hopper) == {"roles", "registers", "loop", "floor"}
+    assert set(kernel["pipes"]) == {"rings", "barriers", "roles"}
     assert hopper["roles"]["consumers"] == 2
     assert hopper["roles"]["scheduler_warp"] == 8
     assert hopper["floor"]["consumer"] == {

@@ -138,12 +138,12 @@ def test_huge_tensors_are_avoided() -> None:
 
 
 def test_cases_cover_what_matters() -> None:
-    for layout in ("dense", "varlen"):
+    for layout in ("dense", "varlen", "paged"):
         for small in (True, False):
             cases = cases_of(layout, 64, 64, small=small)
             assert len({case.name for case in cases}) == len(cases)
             assert {case.values for case in cases} == {"random", "least", "most"}
-            assert any(case.used for case in cases)
+            assert any(case.used or case.page_size for case in cases)
             assert any(q > k for case in cases for q, k in zip(case.q_lengths, case.k_lengths, strict=True))
             assert all(case.heads % case.kv_heads == 0 for case in cases)
     assert max(case.seqlen_k for case in dense_cases(64, 64)) > 32 * 64  # more tiles than one word lists

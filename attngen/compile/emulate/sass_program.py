@@ -24,6 +24,7 @@ from attngen.compile.emulate.program import (
     jump,
     stop,
 )
+from attngen.compile.emulate.sass_calls import written_by_call
 from attngen.compile.emulate.sass_operands import Operands, Source, applied, inverted, negated
 from attngen.compile.emulate.sass_text import SassInstruction, read_sass
 from attngen.compile.emulate.storing import store_step
@@ -116,6 +117,11 @@ class _Builder:
             return self._branch(instruction, guard)
         if name == "EXIT":
             return jump(END, guard)
+        if name == "CALL":
+            written = written_by_call(self._instructions, self._labels, place)
+            return forget([slot for text in written for slot in self._operands.result(text)])
+        if name == "RET":
+            return stop("the end of a function")
         if name == "HGMMA":
             return self._product(instruction, guard, place)
         if (handler := _HANDLERS.get(name)) is not None:

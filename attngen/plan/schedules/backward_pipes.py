@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attngen.plan.model import Plan
+from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperBackward
 
-_ELEMENT_BYTES = 2
 STEP_BYTES, WORK_BYTES = 8, 32
 SUMS = 8  # places of dQ that are remembered
 SUM_BYTES, ORDERED_SUM_BYTES = 8, 20
@@ -21,7 +21,7 @@ _ORDER = (
 
 
 def backward_pipes(
-    roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v: int, warps: int = WARPGROUP
+    roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v: int, operands: Operands, warps: int = WARPGROUP
 ) -> Pipes:
     """Return the pipes of a backward whose matrices have ``qk`` and ``v`` columns in shared memory.
 
@@ -34,7 +34,7 @@ def backward_pipes(
         guards="K and V of a tile of work stay until all products of its steps are complete",
         full=Signal(1, loader, "K and V of a tile of work have landed", bytes=True),
         empty=Signal(consumers, each, "consumers have multiplied the last step of a tile of work"),
-        stored=(("k", keys * qk * _ELEMENT_BYTES), ("v", keys * v * _ELEMENT_BYTES)),
+        stored=(("k", keys * qk * operands.k.bytes), ("v", keys * v * operands.v.bytes)),
     )  # fmt: skip
     q = Ring(
         "q", roles.q_stages, loader, each,
@@ -43,7 +43,7 @@ def backward_pipes(
         full=Signal(2, f"{loader} twice, for Q and for the numbers of rows", "a step has landed", bytes=True),
         empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
         stored=(
-            ("q", tile_m * qk * _ELEMENT_BYTES), ("lse", tile_m * 4), ("delta", tile_m * 4), ("step", STEP_BYTES),
+            ("q", tile_m * qk * operands.q.bytes), ("lse", tile_m * 4), ("delta", tile_m * 4), ("step", STEP_BYTES),
         ),
     )  # fmt: skip
     dout = Ring(
@@ -51,7 +51,7 @@ def backward_pipes(
         guards="a tile of dO stays until its product is added to dV",
         full=Signal(1, loader, "a tile of dO has landed", bytes=True),
         empty=Signal(consumers, each, "dV of a step is complete"),
-        stored=(("dout", tile_m * v * _ELEMENT_BYTES),),
+        stored=(("dout", tile_m * v * operands.dout.bytes),),
     )  # fmt: skip
     dq = Ring(
         "dq", consumers, each, "the warp that adds",
@@ -59,7 +59,7 @@ def backward_pipes(
         "through the same places",
         full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
         empty=Signal(1, "the warp that adds", "dQ of a step has left"),
-        stored=(("dq", 64 * roles.dq_columns * 4),),
+        stored=(("dq", 64 * roles.dq_columns * operands.accumulator.bytes),),
     )  # fmt: skip
     work = Ring(
         "work", 2, loader, each,
@@ -82,14 +82,14 @@ def backward_pipes(
         full=Signal(warps * consumers, "each warp of both consumers", "dS of both is written")
         if roles.pingpong
         else None,
-        stored=(("ds", tile_m * keys * _ELEMENT_BYTES),),
+        stored=(("ds", tile_m * keys * operands.ds.bytes),),
         alternates=True,
     )  # fmt: skip
     sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else SUM_BYTES)
     return Pipes(
         (kv, q, dout, dq, work, piece, ds),
         named=_named(roles),
-        roles=_roles(roles),
+        roles=roles.warp_roles,
         order=_ORDER,
         others=(("sum_tile", sums),),  # read behind dq_full, and written 8 steps later: more than are in flight
     )
@@ -99,8 +99,9 @@ def backward_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned backward by single blocks."""
     assert isinstance(plan.structure, HopperBackward)
     return backward_pipes(
-        plan.structure, tile_m=plan.tile_m, stages=plan.stages, qk=plan.columns_qk[0].width, v=plan.columns_v[0].width
-    )
+        plan.structure, tile_m=plan.tile_m, stages=plan.stages, qk=plan.columns_qk[0].width,
+        v=plan.columns_v[0].width, operands=plan.operands,
+    )  # fmt: skip
 
 
 def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
@@ -117,12 +118,13 @@ def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
     )
 
 
-def _roles(roles: HopperBackward) -> tuple[Role, ...]:
-    """Return the warps: consumers first, then the producer's, of which the third has nothing to do."""
-    first, registers = WARPGROUP * roles.consumers, roles.producer_registers
+def backward_roles(consumers: int, producer: int, consumer: int) -> tuple[Role, ...]:
+    """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
+    producer's, of which the third has nothing to do."""
+    first = WARPGROUP * consumers
     return (
-        Role("consumers", 0, first, roles.consumer_registers),
-        Role("loader", first, 1, registers),
-        Role("adder", first + 1, 1, registers),
-        Role("rounder", first + 3, 1, registers),
+        Role("consumers", 0, first, consumer),
+        Role("loader", first, 1, producer),
+        Role("adder", first + 1, 1, producer),
+        Role("rounder", first + 3, 1, producer),
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from attngen.plan.model import Plan
+from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.backward_pipes import STEP_BYTES, SUMS
 from attngen.plan.schedules.structures import HopperBackward
-
-_ELEMENT_BYTES = 2
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
@@ -15,7 +14,9 @@ _ORDER = (
 )  # fmt: skip
 
 
-def cluster_pipes(roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v: int, warps: int = WARPGROUP) -> Pipes:
+def cluster_pipes(
+    roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v: int, operands: Operands, warps: int = WARPGROUP
+) -> Pipes:
     """Return the pipes of a block of a cluster whose matrices have ``qk`` and ``v`` columns in shared memory.
 
     ``warps`` is the number of a warpgroup's warps, which a model may have fewer of.
@@ -25,12 +26,12 @@ def cluster_pipes(roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v
     both = "the warpgroups of values and of keys, of both blocks"
     row_bytes = tile_m * 4
 
-    def once(name: str, loader: str, readers: str, columns: int) -> Ring:
+    def once(name: str, loader: str, readers: str, row_bytes: int) -> Ring:
         return Ring(
             name, 1, loader, readers,
             guards="loaded once: a block has one tile of keys",
             full=Signal(1, loader, "the keys have landed", bytes=True),
-            stored=((name, keys * columns * _ELEMENT_BYTES),),
+            stored=((name, keys * row_bytes),),
         )  # fmt: skip
 
     q = Ring(
@@ -39,7 +40,7 @@ def cluster_pipes(roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v
         full=Signal(2, f"{of_q}, and {of_rows}", "a step has landed", bytes=True),
         empty=Signal(2 * blocks, both, f"nobody reads a stage that {of_q} of either block writes"),
         stored=(
-            ("q", tile_m * qk * _ELEMENT_BYTES), ("lse", row_bytes), ("delta", row_bytes), ("step", STEP_BYTES),
+            ("q", tile_m * qk * operands.q.bytes), ("lse", row_bytes), ("delta", row_bytes), ("step", STEP_BYTES),
         ),
     )  # fmt: skip
     dout = Ring(
@@ -47,7 +48,7 @@ def cluster_pipes(roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v
         guards="a tile of dO, or half of one, half of it loaded by each block, until dP and dV are multiplied",
         full=Signal(1, of_dout, "a stage of dO has landed", bytes=True),
         empty=Signal(2 * blocks, both, f"nobody reads a stage that {of_dout} of either block writes"),
-        stored=(("dout", tile_m * v // roles.parts_of(v) * _ELEMENT_BYTES),),
+        stored=(("dout", tile_m * v // roles.parts_of(v) * operands.dout.bytes),),
     )  # fmt: skip
     p = Ring(
         "p", 2, "the warpgroup of values", "the warpgroup of keys",
@@ -60,14 +61,14 @@ def cluster_pipes(roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v
         guards="dS of a step, until both blocks have multiplied dQ: this one from here, the other from its copy",
         full=Signal(1, "the warpgroup of keys", "dS of a step is written, or there is no more"),
         empty=Signal(blocks, "the warpgroup of queries of each block", "P of another step may come"),
-        stored=(("ds", tile_m * keys * _ELEMENT_BYTES),),
+        stored=(("ds", tile_m * keys * operands.ds.bytes),),
         alternates=True,
     )  # fmt: skip
     other_ds = Ring(
         "other_ds", 2, "the warpgroup of keys of the other block", "the warpgroup of queries",
         guards="a copy of dS of the other block; that it may be overwritten says ds_empty there",
         full=Signal(1, "the warpgroup of queries, before it waits", "dS of the other block has landed", bytes=True),
-        stored=(("other_ds", tile_m * keys * _ELEMENT_BYTES),),
+        stored=(("other_ds", tile_m * keys * operands.ds.bytes),),
         alternates=True,
     )  # fmt: skip
     turns = (
@@ -76,15 +77,15 @@ def cluster_pipes(roles: HopperBackward, *, tile_m: int, stages: int, qk: int, v
     )
     return Pipes(
         (
-            once("k", of_q, "the warpgroups of values and of queries", qk),
-            once("v", of_dout, "the warpgroup of keys", v),
-            once("other_k", of_dout, "the warpgroup of queries", roles.dq_columns),
+            once("k", of_q, "the warpgroups of values and of queries", qk * operands.k.bytes),
+            once("v", of_dout, "the warpgroup of keys", v * operands.v.bytes),
+            once("other_k", of_dout, "the warpgroup of queries", roles.dq_columns * operands.k.bytes),
             q, dout, p, ds, other_ds, *(turns if roles.ordered else ()),
         ),
         named=(
             NamedBarrier("group", 1, 2, 32 * WARPGROUP, "threads of a warpgroup meet around dS, dK and dV"),
         ),
-        roles=_roles(roles),
+        roles=roles.warp_roles,
         order=_ORDER,
         others=(("sum_tile", 4 * SUMS), *([("index", 4)] if roles.ordered else [])),
     )  # fmt: skip
@@ -94,17 +95,18 @@ def cluster_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned backward by clusters."""
     assert isinstance(plan.structure, HopperBackward)
     return cluster_pipes(
-        plan.structure, tile_m=plan.tile_m, stages=plan.stages, qk=plan.columns_qk[0].width, v=plan.columns_v[0].width
-    )
+        plan.structure, tile_m=plan.tile_m, stages=plan.stages, qk=plan.columns_qk[0].width,
+        v=plan.columns_v[0].width, operands=plan.operands,
+    )  # fmt: skip
 
 
-def _roles(roles: HopperBackward) -> tuple[Role, ...]:
-    """Return the warps of a block, a warpgroup for each of values, keys and queries, then the loaders'."""
-    first, registers = 3 * WARPGROUP, roles.producer_registers
-    loaders = ("query_loader", "dout_loader", "row_loader", *(["turns"] if roles.ordered else []))
+def cluster_roles(producer: int, consumer: int, queries: int, *, ordered: bool) -> tuple[Role, ...]:
+    """Return the warps of a block with the registers of their threads: a warpgroup for each of values, keys and
+    queries, then the loaders'."""
+    first, loaders = 3 * WARPGROUP, ("query_loader", "dout_loader", "row_loader", *(["turns"] if ordered else []))
     return (
-        Role("values", 0, WARPGROUP, roles.consumer_registers),
-        Role("keys", WARPGROUP, WARPGROUP, roles.consumer_registers),
-        Role("queries", 2 * WARPGROUP, WARPGROUP, roles.queries_registers),
-        *(Role(name, first + i, 1, registers) for i, name in enumerate(loaders)),
+        Role("values", 0, WARPGROUP, consumer),
+        Role("keys", WARPGROUP, WARPGROUP, consumer),
+        Role("queries", 2 * WARPGROUP, WARPGROUP, queries),
+        *(Role(name, first + i, 1, producer) for i, name in enumerate(loaders)),
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attngen.dtypes import dtype
 from attngen.plan.model import Plan
+from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperForward
 
@@ -17,21 +17,26 @@ _ORDER = ("q", "k", "v", "out", "work", "barriers", "tile_info")
 
 
 def forward_pipes(
-    roles: HopperForward, *, driver: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int, warps: int = WARPGROUP
-) -> Pipes:
+    roles: HopperForward, *, driver: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands,
+    warps: int = WARPGROUP,
+) -> Pipes:  # fmt: skip
     """Return the pipes of a forward whose matrices have ``qk`` and ``v`` columns in shared memory.
 
     ``warps`` is the number of a consumer's warps, which a model may have fewer of.
     """
-    element, consumers = dtype("bf16").bytes, roles.consumers
+    consumers = roles.consumers
     each, loads = "each warpgroup", "the first warp"
-    by_q = by_kv = loads
+    by_q = by_k = by_v = loads
     if roles.specialized:
-        each, by_q, by_kv = "each consumer", "the loader of Q", "the loader of K and V"
+        each, by_q, by_k = "each consumer", "the loader of Q", "the loader of K and V"
+        by_v = by_k
+    if roles.value_loader:
+        by_k, by_v = "the loader of K", "the loader of V"
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
     told = ", and what each consumer does with it is written" if roles.specialized else ""
     scheduler = roles.consumers + 1 if driver == "ranges" else 1
+    others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
     q = Ring(
         "q", roles.q_stages, by_q, each,
         guards="a tile of Q is multiplied with every tile of K of its tile of work, then another takes its place",
@@ -39,47 +44,47 @@ def forward_pipes(
         empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time")
         if roles.specialized
         else None,
-        stored=(("q", tile_m * qk * element),),
+        stored=(("q", tile_m * qk * operands.q.bytes),),
     )  # fmt: skip
     k = Ring(
-        "k", stages, by_kv, each,
+        "k", stages, by_k, each,
         guards="a tile of K, and its word of what each consumer has to do with it, stay until S is there"
         if roles.specialized
         else "a tile of K stays until S is there",
-        full=Signal(1, by_kv, f"a tile of K has landed{told}", bytes=True),
+        full=Signal(1, by_k, f"a tile of K has landed{told}", bytes=True),
         empty=Signal(consumers, each, f"{done} K"),
-        stored=(("k", tile_n * qk * element), *tile_info),
+        stored=(("k", tile_n * qk * operands.k.bytes), *tile_info),
     )  # fmt: skip
     of_v = Ring(
-        "v", stages, by_kv, each,
+        "v", stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step behind K",
-        full=Signal(1, by_kv, "a tile of V has landed", bytes=True),
+        full=Signal(1, by_v, "a tile of V has landed", bytes=True),
         empty=Signal(consumers, each, f"{done} V"),
-        stored=(("v", tile_n * v * element),),
+        stored=(("v", tile_n * v * operands.v.bytes),),
     )  # fmt: skip
     work = Ring(
-        "work", _SLOTS, "the scheduler", "the consumers and both loaders",
-        guards="the record of a tile of work stays until all have read it; the loader of K and V does not say so: the "
+        "work", _SLOTS, "the scheduler", f"the consumers and {'all' if roles.value_loader else 'both'} loaders",
+        guards=f"the record of a tile of work stays until all have read it; {by_k} does not say so: the "
         "scheduler takes another tile behind its request, which follows its read, and a block with one tile has a slot "
         "for each record",
         full=Signal(scheduler, "the scheduler's lanes that write the record", "a record is written"),
         empty=Signal(
-            warps * consumers + 1, "each warp of the consumers, and the loader of Q",
-            "the warps of consumers, and the loader of Q, have read a record",
+            warps * consumers + 1 + roles.value_loader, f"each warp of the consumers, and {others}",
+            f"the warps of consumers, and {others}, have read a record",
         ),
         stored=(("work", WORK_BYTES),),
         alternates=True,
     )  # fmt: skip
     asked = Event(
         "work_asked",
-        Signal(1, by_kv, "the loader nears the end of a tile of work: the scheduler may take the next one"),
+        Signal(1, by_k, "the loader nears the end of a tile of work: the scheduler may take the next one"),
     )
     return Pipes(
         (q, k, of_v, *([work] if roles.specialized else []), *([asked] if roles.persistent else [])),
         named=_named(roles, each),
-        roles=_roles(roles),
+        roles=roles.warp_roles,
         order=_ORDER,
-        others=(("out", tile_m * roles.out_columns * element),) if roles.staged else (),
+        others=(("out", tile_m * roles.out_columns * operands.out.bytes),) if roles.staged else (),
     )
 
 
@@ -88,7 +93,7 @@ def forward_pipes_of(plan: Plan) -> Pipes:
     assert isinstance(plan.structure, HopperForward)
     return forward_pipes(
         plan.structure, driver=plan.driver, tile_m=plan.tile_m, tile_n=plan.tile_n, stages=plan.stages,
-        qk=plan.columns_qk[0].width, v=plan.columns_v[0].width,
+        qk=plan.columns_qk[0].width, v=plan.columns_v[0].width, operands=plan.operands,
     )  # fmt: skip
 
 
@@ -107,11 +112,16 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
     return tuple(found)
 
 
-def _roles(roles: HopperForward) -> tuple[Role, ...]:
-    """Return the warps: consumers first, then the producer's, of which the last has nothing to do."""
-    first = WARPGROUP * roles.consumers
-    consumers = Role("consumers", 0, first, roles.consumer_registers)
-    if not roles.specialized:
-        return (consumers,)
-    producers = ("scheduler", "loader", "query_loader")
-    return consumers, *(Role(name, first + i, 1, roles.producer_registers) for i, name in enumerate(producers))
+def forward_roles(consumers: int, producer: int, consumer: int, *, value_loader: bool = False) -> tuple[Role, ...]:
+    """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
+    producer's, of which the last has nothing to do unless it is a loader of V."""
+    first, producers = WARPGROUP * consumers, ["scheduler", "loader", "query_loader"]
+    if value_loader:
+        producers.append("value_loader")
+    alone = (Role(name, first + i, 1, producer) for i, name in enumerate(producers))
+    return Role("consumers", 0, first, consumer), *alone
+
+
+def alike(consumers: int, registers: int) -> tuple[Role, ...]:
+    """Return the warps where all do the same."""
+    return (Role("consumers", 0, WARPGROUP * consumers, registers),)

@@ -7,25 +7,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from attngen.arch import Arch
+from attngen.dtypes import ATTENTION_DTYPES, DType, dtype
 from attngen.errors import PlanError
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, naming
-from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
+from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, SPILLS, left_to_others
 from attngen.plan.choices import check_head_dims, driver_of, refuse
 from attngen.plan.draft import axes_of, drafted, row_workspaces
-from attngen.plan.model import Argument, Columns, Launch, Plan, Workspace
+from attngen.plan.model import Argument, Launch, Plan, Workspace
+from attngen.plan.operands import Operands, operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of
-from attngen.plan.schedules.cluster_pipes import cluster_pipes
-from attngen.plan.schedules.hopper_forward import MMA_BYTES, widths
+from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of, backward_roles
+from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
+from attngen.plan.schedules.hopper_forward import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
 from attngen.schema.expand import Backward, KernelSpec
 
+#: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
+_DTYPES = tuple(name for name in ATTENTION_DTYPES if dtype(name).mma is not None and dtype(name).register_elements == 2)
 _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS
 #: Registers of a thread of the producer and of a consumer, up to this head dim and beyond: dK and dV take most.
@@ -99,7 +103,6 @@ _CLUSTER = 2
 #: Registers of a thread that produces, that keeps dK or dV, and that multiplies dQ, up to this head dim and beyond: of
 #: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more; few of them leave more to
 #: what finds tiles.
-_ALL_OF_DQ = 192
 _ALL_REGISTERS = (40, 192, 88)
 _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
@@ -111,9 +114,11 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     check_head_dims(spec)
     given = (spec.backward or Backward()).dkdv
     wide = is_wide(spec)
-    columns_qk, columns_v = (
-        (_halves if wide else widths)(head_dim) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
-    )
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "dout", "p", "ds")
+    # each block of a cluster has half of the columns of dQ, and loads half of dO
+    parts = _CLUSTER if wide else 1
+    columns_qk, columns_v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     qk, v = columns_qk.width, columns_v.width
     family = given.family or _family(spec)
     # packed sequences and dQ that is cut leave too few registers for gradients under the softmax
@@ -144,23 +149,24 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     by_rows = choice.tile_m == _KEYS
     draft = HopperBackward(
         consumers=_CONSUMERS,
-        producer_registers=registers[0],
-        consumer_registers=registers[1],
+        warp_roles=backward_roles(_CONSUMERS, *registers),
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
         rows_early=choice.rows_ahead > 0 and driver == "ranges" and not varlen,
         q_stages=choice.q_stages,
-        box_columns=64 if qk % 64 == 0 and v % 64 == 0 and (by_rows or qk > 64) else 32,
-        dq_columns=qk if by_rows else 64 if qk > 64 else 32,
+        box_bytes=widest_box(
+            *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
+        ),
+        dq_columns=qk if by_rows else _dq_columns(qk),
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
         shared=(),
     )
     if wide:
         heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
-        draft = _clustered(draft, qk, v, divides=heavy and family in ("light", "divided", "tight"))
-    roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v)
+        draft = _clustered(draft, qk, v, element, divides=heavy and family in ("light", "divided", "tight"))
+    roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v, operands)
     planned = drafted(
         spec,
         label=label,
@@ -211,41 +217,39 @@ def is_wide(spec: KernelSpec) -> bool:
     return max(spec.head_dim_qk, spec.head_dim_v) > _BLOCK_HEAD_DIM
 
 
-def _clustered(draft: HopperBackward, qk: int, v: int, *, divides: bool) -> HopperBackward:
+def _clustered(draft: HopperBackward, qk: int, v: int, element: DType, *, divides: bool) -> HopperBackward:
     """Return the roles of a block of a cluster; a mask that ``divides`` positions takes more of what finds tiles."""
-    all_of_dq, columns = max(qk, v) <= _ALL_OF_DQ, qk // _CLUSTER
+    all_of_dq, columns = max(qk, v) <= ALL_OF_DQ, qk // _CLUSTER
     parts = [part for part in _REGISTERS_OF_PART if columns % part == 0]
     part = columns if all_of_dq else parts[-1 if divides else 0]
-    producer, consumers, queries = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
+    registers = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
     return replace(
         draft,
         cluster=_CLUSTER,
-        producer_registers=producer,
-        consumer_registers=consumers,
-        queries_registers=queries,
-        box_columns=64 if part % 64 == 0 else 32,  # of which V has a whole number in any case
+        warp_roles=cluster_roles(*registers, ordered=draft.ordered),
+        box_bytes=widest_box(part * element.bytes),  # of which V has a whole number in any case
         dq_columns=columns,
         dq_part=part,
         dq_by_rows=False,
     )
 
 
-def row_lanes(head_dim: int) -> int:
-    """Return how many lanes of a warp read a row of so many columns, 8 each; some may have none."""
-    return 1 << (head_dim // 8 - 1).bit_length()
+def _dq_columns(qk: int) -> int:
+    """Return the columns of dQ that a consumer multiplies, if it has all rows of them."""
+    return 64 if qk > 64 else 32
 
 
-def _halves(head_dim: int) -> Columns:
-    """Return the columns of which each block of a cluster has half of dQ, and loads half of dO, in copies of 32."""
-    return Columns(0, -(-head_dim // (32 * _CLUSTER)) * 32 * _CLUSTER, head_dim)
+def row_lanes(head_dim: int, element: DType) -> int:
+    """Return how many lanes of a warp read a row of so many columns, 16 bytes each; some may have none."""
+    return 1 << (head_dim // element.chunk_elements - 1).bit_length()
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Return why the schedule cannot serve a spec at all, or None."""
     if not arch.wgmma:
         return refuse(spec, "backward", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
-    if spec.dtype not in ("bf16", "fp16"):
-        return refuse(spec, "dtype", f"a backward in cuda takes bf16 and fp16, not {spec.dtype}")
+    if spec.dtype not in _DTYPES:
+        return refuse(spec, "dtype", f"a backward in cuda takes {' and '.join(_DTYPES)}, not {spec.dtype}")
     if spec.alignment not in (None, 16):
         return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
     if spec.loads == "pointer":
@@ -264,33 +268,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    if spec.variant.dropout and _varies(spec):
-        return refuse(
-            spec,
-            "backward",
-            "scores whose derivative differs from pair to pair, or from head to head, have no dropout in cuda; "
-            "allowed: triton",
-        )
-    if max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ and _varies(spec) and _takes_registers(spec.variant):
-        return refuse(
-            spec,
-            "backward",
-            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a score whose derivative differs from pair "
-            "to pair, or from head to head, beside tensors that are read by position or a mask of several comparisons; "
-            "allowed: triton",
-        )
-    both_read = reads_data_per_key(spec.variant) and reads_positions(replace(spec.variant, mask=TRUE))
-    if (
-        max(spec.head_dim_qk, spec.head_dim_v) > _ALL_OF_DQ
-        and both_read
-        and (spec.deterministic or spec.variant.dropout)
-    ):
-        return refuse(
-            spec,
-            "backward",
-            f"head dims beyond {_ALL_OF_DQ} leave no registers in cuda for a fixed order or dropout beside a mask and "
-            "a score that both read tensors by position; allowed: triton",
-        )
+    for row in left_to_others("backwards in CUDA", max(spec.head_dim_qk, spec.head_dim_v), _traits(spec)):
+        return refuse(spec, "backward", f"{row.says}; allowed: triton")
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
@@ -299,10 +278,19 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _takes_registers(variant: Variant) -> bool:
-    """Whether tensors are read by position, or the mask is made of more than one comparison."""
+def _traits(spec: KernelSpec) -> frozenset[str]:
+    """Return what the table of refusals asks about a spec: what takes registers beside sums and products."""
+    variant = spec.variant
     several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
-    return several or reads_positions(variant)
+    of_score = replace(variant, mask=TRUE)
+    found = {
+        "dropout": variant.dropout,
+        "ordered": spec.deterministic,
+        "varying_derivative": _varies(spec),
+        "positions_or_comparisons": several or reads_positions(variant),
+        "both_read": reads_data_per_key(variant) and reads_positions(of_score),
+    }
+    return frozenset(name for name, holds in found.items() if holds)
 
 
 def _varies(spec: KernelSpec) -> bool:
@@ -318,7 +306,7 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
         symbol = naming.launch_name(plan.name, name)
         return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
 
-    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v))
+    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
     yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
     axes = axes_of(plan, "dkdv") if plan.driver == "tile_map" else None
     if axes is not None:
@@ -350,7 +338,7 @@ def _dkdv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     """Return the arguments of the launch of all products. Blocks that are no clusters take tiles from a counter, and
     round dQ, too; otherwise the hardware hands out tiles, if their order need not be known."""
     window, keys = plan.tile_m if plan.varlen else None, roles.keys
-    boxes = partial(arguments.tensor_map, plan, columns=roles.box_columns)
+    boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
     alone = roles.cluster == 1
     written = ("dq", "dk", "dv") if alone else ("dk", "dv")
     operands = (
@@ -403,7 +391,7 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
     In the loop one of each product; before it S of the first step and, where steps do not overlap, its dP and dV. Where
     consumers take turns, all of the first step stand before the loop, but dQ, which that of the last one follows.
     """
-    depth = MMA_BYTES // plan.dtype.bytes
+    depth = plan.operands.shared("q", "k", "v", "dout", "p", "ds").mma_k
     s, dp, rows = plan.columns_qk[0].width // depth, plan.columns_v[0].width // depth, plan.tile_m // depth
     keys = plan.tile_n // depth
     loop = s + dp + 2 * rows + keys
@@ -447,17 +435,17 @@ def by_head(variant: Variant) -> bool:
 
 
 def _with_memory(
-    spec: KernelSpec, arch: Arch, draft: HopperBackward, tile_m: int, stages: int, qk: int, v: int
+    spec: KernelSpec, arch: Arch, draft: HopperBackward, tile_m: int, stages: int, qk: int, v: int, operands: Operands
 ) -> HopperBackward:
     """Return the roles with the stages of Q that fit."""
     for q_stages in range(draft.q_stages, 1, -1):
         roles = replace(draft, q_stages=q_stages)
         found = backward_pipes if roles.cluster == 1 else cluster_pipes
-        regions = found(roles, tile_m=tile_m, stages=stages, qk=qk, v=v).regions
+        regions = found(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
             return replace(roles, shared=regions)
-    operands = " + ".join(
+    listed = " + ".join(
         f"{_OPERANDS[region.name]} {region.bytes}" + (f" ({stages} stages)" if region.name == "dout" else "")
         for region in regions
         if region.name in _OPERANDS
@@ -466,7 +454,7 @@ def _with_memory(
         spec,
         "backward.dkdv",
         f"Shared memory {regions[-1].offset + regions[-1].bytes} B exceeds {arch.shared_memory} B on {arch.name}: "
-        f"{operands} + barriers and rows",
+        f"{listed} + barriers and rows",
     )
 
 
@@ -488,4 +476,5 @@ SCHEDULE = Schedule(
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_backward", "wgmma"),
     alternatives=alternatives,
     pipes=backward_pipes_of,
+    explanation="attngen.tools.explain.hopper_backward:BlockExplanation",
 )

@@ -1,31 +1,37 @@
-"""The Hopper schedules in CUDA, with warp roles and without: registers, shared memory, and every choice left open."""
+"""The Hopper forward in CUDA with warp roles, and what it shares with that without: tiles, memory, open choices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from attngen.arch import Arch
+from attngen.dtypes import SWIZZLE_BYTES, DType
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
-from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Argument, Columns, Plan, Role
+from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of
+from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of, forward_roles
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
 _ROWS = 64  # query rows of a consumer: M of wgmma
-#: Bytes of a row that one wgmma sums over: K is 16 elements of 16 bits, 32 of 8 (PTX ISA, wgmma.mma_async).
-MMA_BYTES = 32
+#: Bytes of a row that one copy may bring, swizzled: as many as divide the rows of all operands. Rows are padded to
+#: the fewest.
+BOX_BYTES = (SWIZZLE_BYTES, 64)
 
+#: Keys that N of wgmma goes by in these kernels, at least.
+_LEAST_KEYS = 16
 #: Registers that a consumer needs beside S, P and O: addresses, references, indices and sums.
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
@@ -33,8 +39,8 @@ _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
 #: the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
-#: Of a thread without roles, which an instruction can name.
-_MOST_REGISTERS = 255
+#: ptxas takes a wgmma of more columns than these only where threads begin with so many registers (its error C7602).
+_COLUMNS_OF_FEW_REGISTERS, _REGISTERS_OF_MORE_COLUMNS = 192, 142
 
 
 #: Time of a tile of work by its consumers, as far as it decides between tiles: docs/performance.md, "Packed heads".
@@ -87,13 +93,47 @@ class HopperTile:
     roles: HopperForward
 
 
-def widths(head_dim: int) -> Columns:
-    """Return the columns that a head dim takes in shared memory: a multiple of 32, so that copies can be swizzled."""
-    return Columns(0, -(-head_dim // 32) * 32, head_dim)
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What tells the Hopper forwards apart, each from a module of its own.
+
+    ``check`` refuses what the roles of a spec and the driver of its tiles do not allow. ``warp_roles`` returns the
+    roles with their registers, for a number of consumers, keys of a tile and columns of V. ``products`` counts the
+    wgmma instructions of a kernel, from those of one Q K^T and of one P V.
+    """
+
+    schedule: str
+    label: str
+    specialized: bool
+    check: Callable[[KernelSpec, Roles, str], None]
+    warp_roles: Callable[[KernelSpec, Roles, int, int, int], tuple[Role, ...]]
+    products: Callable[[HopperForward, int, int], int]
 
 
-def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
-    """Return the plan of a Hopper forward, with warp roles or without."""
+def widths(head_dim: int, element: DType, parts: int = 1) -> Columns:
+    """Return the columns that a head dim takes in shared memory: whole copies, of each of so many ``parts``."""
+    columns = parts * BOX_BYTES[-1] // element.bytes
+    return Columns(0, -(-head_dim // columns) * columns, head_dim)
+
+
+def _is_paged(spec: KernelSpec) -> bool:
+    return LAYOUTS[spec.layout].key_access == "paged"
+
+
+def _widths(spec: KernelSpec, operands: Operands) -> tuple[Columns, Columns]:
+    """Return the columns of q and k, and those of v. A copy of a page may bring a single row, of 128 bytes then: it
+    begins at a multiple of these in shared memory."""
+    parts = BOX_BYTES[0] // BOX_BYTES[-1] if _is_paged(spec) else 1
+    return widths(spec.head_dim_qk, operands.q, parts), widths(spec.head_dim_v, operands.v, parts)
+
+
+def widest_box(*row_bytes: int) -> int:
+    """Return the bytes of a row of one copy, of which operands with rows of so many bytes have a whole number."""
+    return next(box for box in BOX_BYTES if all(size % box == 0 for size in row_bytes))
+
+
+def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
+    """Return the plan of a Hopper forward of that form."""
     if refused := refusal(spec, arch):
         raise refused
     if spec.softmax_scale is not None:
@@ -111,13 +151,14 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
         raise refuse(
             spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
         )
-    tile = hopper_tile(spec, arch, driver)
+    operands = operands_of(spec)
+    tile, columns = hopper_tile(spec, arch, driver, form), _widths(spec, operands)
     roles = tile.roles
     warpgroups = roles.consumers + roles.specialized
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
     planned = drafted(
         spec,
-        label=label,
+        label=form.label,
         width=f"c{roles.consumers}" if roles.specialized else f"w{4 * warpgroups}",
         tile_map=driver == "tile_map",
         alignment=16,
@@ -130,10 +171,10 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
         ),
-        columns_qk=(widths(spec.head_dim_qk),),
-        columns_v=(widths(spec.head_dim_v),),
+        columns_qk=columns[:1],
+        columns_v=columns[1:],
         backend="cuda",
-        schedule=schedule,
+        schedule=form.schedule,
         loads="descriptor",
         q_operand="shared",
         tile_m=tile.tile_m,
@@ -156,14 +197,14 @@ def plan_forward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pla
         persistent=roles.persistent,
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
-        products=_products(planned, roles),
+        products=_products(planned, roles, form),
     )
 
 
 def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    boxes = partial(arguments.tensor_map, plan, columns=roles.box_columns)
-    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.varlen else []
+    boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
+    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.ragged_queries else []
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n),
         boxes("v", plan.tile_n, window=plan.tile_n), *staged, arguments.pointer(plan, "out"),
@@ -175,62 +216,62 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _products(planned: Plan, roles: HopperForward) -> int:
-    """Return how many wgmma instructions the kernel has.
+def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
+    """Return how many wgmma instructions the kernel has."""
+    qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
+    return form.products(roles, qk, pv)
 
-    Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V in the loop and after it.
-    Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q K^T of its own. Without a
-    producer a block has one tile of work, and no Q K^T after it.
-    """
-    depth = MMA_BYTES // planned.dtype.bytes
-    qk, pv = planned.columns_qk[0].width // depth, planned.tile_n // depth
-    if not roles.specialized:
-        return 2 * qk + 2 * pv
+
+def _products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
+    """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
+    in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
+    Q K^T of its own."""
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
-def hopper_tile(spec: KernelSpec, arch: Arch, driver: str) -> HopperTile:
+def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> HopperTile:
     """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
 
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
     """
-    qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
+    qk, v = (columns.width for columns in _widths(spec, operands_of(spec)))
     families = _families(spec)
     choice = next(row for row in _TABLE if row.family in families and max(qk, v) <= row.head_dim)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n] if spec.roles and not spec.tile_n else []
     *larger, least = spec.tile_n or choice.tile_n, *fewer
     for tile_n in larger:
         with suppress(PlanError):
-            return _tile(spec, arch, driver, choice, tile_n)
-    return _tile(spec, arch, driver, choice, least)
+            return _tile(spec, arch, driver, form, choice, tile_n)
+    return _tile(spec, arch, driver, form, choice, least)
 
 
-def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: int) -> HopperTile:
+def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice, tile_n: int) -> HopperTile:
     """Return the tile of so many keys."""
-    qk, v = widths(spec.head_dim_qk).width, widths(spec.head_dim_v).width
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "p")
+    qk, v = (columns.width for columns in _widths(spec, operands))
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
-    if tile_n % 16 or not 16 <= tile_n <= 256:
-        nearest = min(max(round(tile_n / 16) * 16, 16), 256)
-        raise refuse(spec, "tile.n", f"{tile_n} is no multiple of 16 from 16 to 256; nearest: {nearest}")
-    specialized = roles.producer != 0
-    if not specialized:
-        _check_unified(spec, roles, driver)
+    step = max(_LEAST_KEYS, element.mma_k)
+    if tile_n % step or not step <= tile_n <= 256:
+        nearest = min(max(round(tile_n / step) * step, step), 256)
+        raise refuse(spec, "tile.n", f"{tile_n} is no multiple of {step} from {step} to 256; nearest: {nearest}")
+    specialized = form.specialized
+    form.check(spec, roles, driver)
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
-    registers = _registers(spec, roles, consumers, tile_n, v)
+    warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v)
     stages = spec.stages or 2
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
-    box = 64 if qk % 64 == 0 and v % 64 == 0 else 32
+    box = widest_box(qk * element.bytes, v * element.bytes)
     softmax = spec.softmax or _SOFTMAXES[0]
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
-        producer_registers=registers[0],
-        consumer_registers=registers[1],
+        warp_roles=warp_roles,
         pingpong=schedule == "pingpong",
         overlap=roles.overlap is not False,
         persistent=specialized and spec.persistent is not False,
@@ -238,15 +279,18 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, choice: _Choice, tile_n: in
         staged=spec.epilogue != "direct",
         skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - _ROWS,
         q_stages=1,
-        box_columns=box,
+        box_bytes=box,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
+        value_loader=_is_paged(spec),  # pages take many small copies
         redo_above=_REDO_ABOVE[spec.dtype],
         redo_growth="4.0f",
         softmax=softmax,
         shared=(),
     )
-    return HopperTile(tile_m, tile_n, stages, _with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v))
+    return HopperTile(
+        tile_m, tile_n, stages, _with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
+    )
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -301,23 +345,6 @@ def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _check_unified(spec: KernelSpec, roles: Roles, driver: str) -> None:
-    """Refuse what needs a producer."""
-    none = "without a producer (warps: {producer: 0})"
-    if driver != "ranges":
-        raise refuse(
-            spec, "warps", f"{none} tiles must be ranges that the mask's bounds give, not {driver}; allowed: producer 1"
-        )
-    if roles.schedule == "pingpong":
-        raise refuse(spec, "warps", f"{none} warpgroups take no turns; allowed: cooperative")
-    if roles.producer_registers or roles.consumer_registers:
-        raise refuse(spec, "warps", f"{none} all threads have the same registers; leave them out")
-    if spec.persistent:
-        raise refuse(spec, "persistent", f"{none} a block has one tile of work; allowed: false")
-    if spec.pack_gqa:
-        raise refuse(spec, "pack_gqa", f"{none} each query head has tiles of its own; allowed: false")
-
-
 def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     """Return the number of consumers, which the rows of the tile and the roles must agree on."""
     if roles.producer not in (None, 0, 1):
@@ -329,7 +356,12 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     by_default = 1 if spec.pack_gqa else choice.consumers
     consumers = roles.consumer or from_tile or by_default
     if consumers not in _REGISTERS:
-        raise refuse(spec, "warps", f"{consumers} consumers are not allowed; allowed: 1, 2, 3")
+        raise refuse(
+            spec,
+            "warps",
+            f"{consumers} consumers are not allowed; allowed: {', '.join(map(str, _REGISTERS))}: a warp finds what the "
+            f"rows of each see in {HopperForward.lanes_of_part} of its 32 lanes, and in as many what all rows see",
+        )
     if from_tile not in (None, consumers):
         raise refuse(
             spec, "tile.m", f"{spec.tile_m} rows are not {consumers} consumers x {_ROWS}; nearest: {_ROWS * consumers}"
@@ -337,15 +369,11 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     return consumers
 
 
-def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[int, int]:
-    """Return the registers per thread of the producer and of a consumer; without roles all threads have the same."""
-    if roles.producer == 0:
-        even = min(65536 // (128 * consumers) // 8 * 8, _MOST_REGISTERS)
-        _check_registers(spec, even, tile_n, width_v)
-        return 0, even
+def _warp_roles(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[Role, ...]:
+    """Return the roles with the registers per thread of the producer and of a consumer."""
     default = _REGISTERS[consumers]
     busy = _searches(spec) or spec.pack_gqa is True
-    if busy and _needed_registers(tile_n, width_v) <= _SEARCHING_REGISTERS[consumers][1]:
+    if busy and _needed_registers(tile_n, width_v, operands_of(spec)) <= _SEARCHING_REGISTERS[consumers][1]:
         default = _SEARCHING_REGISTERS[consumers]
     producer = roles.producer_registers or default[0]
     consumer = roles.consumer_registers or default[1]
@@ -362,24 +390,39 @@ def _registers(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, widt
             f"128 threads x ({producer} + {consumers} x {consumer}) = {total} registers; a launch of {threads} threads "
             f"reserves {launch} each, {pool} in all, which the producer gives up and the consumers take",
         )
-    _check_registers(spec, consumer, tile_n, width_v)
-    return producer, consumer
+    check_registers(spec, consumer, tile_n, width_v)
+    if max(tile_n, width_v) > _COLUMNS_OF_FEW_REGISTERS and launch < _REGISTERS_OF_MORE_COLUMNS:
+        raise refuse(
+            spec,
+            "warps",
+            f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
+            f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
+        )
+    return forward_roles(consumers, producer, consumer, value_loader=_is_paged(spec))
 
 
-def _needed_registers(tile_n: int, width_v: int) -> int:
+def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:
     """Return what logits, probabilities, outputs and the rest take of a thread."""
-    return tile_n // 2 + tile_n // 4 + width_v // 2 + _OTHER_REGISTERS
+    return sum(_fragments(tile_n, width_v, operands)) + _OTHER_REGISTERS
 
 
-def _check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int) -> None:
+def _fragments(tile_n: int, width_v: int, operands: Operands) -> tuple[int, int, int]:
+    """Return the registers of a thread that S, P and O take."""
+    logits, outputs = (fragment_registers(columns, operands.accumulator) for columns in (tile_n, width_v))
+    return logits, fragment_registers(tile_n, operands.p), outputs
+
+
+def check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int) -> None:
     """Refuse a tile whose logits, probabilities and outputs a thread cannot hold."""
-    needed = _needed_registers(tile_n, width_v)
+    operands = operands_of(spec)
+    needed = _needed_registers(tile_n, width_v, operands)
     if needed > consumer and "spill" not in spec.allow:
+        s, p, o = _fragments(tile_n, width_v, operands)
         raise refuse(
             spec,
             "tile",
-            f"a consumer has {consumer} registers and needs {needed}: S {tile_n // 2} + P {tile_n // 4} + "
-            f"O {width_v // 2} + others {_OTHER_REGISTERS}; "
+            f"a consumer has {consumer} registers and needs {needed}: S {s} + P {p} + O {o} + "
+            f"others {_OTHER_REGISTERS}; "
             + ("a smaller tile.n needs less" if tile_n > min(_FEWER_KEYS) else "fewer consumers have more each"),
         )
 
@@ -399,13 +442,17 @@ def _with_memory(
     stages: int,
     qk: int,
     v: int,
+    operands: Operands,
 ) -> HopperForward:
     """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
-    parts = [columns for columns in (v // 2, 64, 32) if columns % draft.box_columns == 0 and v % columns == 0]
+    box = draft.box_bytes // operands.out.bytes
+    parts = [columns for columns in (v // 2, 64, 32) if columns % box == 0 and v % columns == 0]
     choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
-        pipes = forward_pipes(roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v)
+        pipes = forward_pipes(
+            roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands
+        )
         regions = pipes.regions
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
@@ -428,6 +475,15 @@ def keep_promises(spec: KernelSpec) -> None:
         )
 
 
+FORM = Form(
+    schedule="hopper_forward",
+    label="wgmma",
+    specialized=True,
+    check=lambda spec, roles, driver: None,
+    warp_roles=_warp_roles,
+    products=_products_with_roles,
+)
+
 SCHEDULE = Schedule(
     name="hopper_forward",
     backend="cuda",
@@ -436,8 +492,10 @@ SCHEDULE = Schedule(
     view="attngen.render.views.hopper_forward:cuda_view",
     supports=lambda arch: arch.wgmma,
     suits=lambda spec: spec.roles is None or spec.roles.producer != 0,
-    plan=lambda spec, arch: plan_forward(spec, arch, "hopper_forward", "wgmma"),
+    plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
+    explanation="attngen.tools.explain.hopper_forward:explain",
+    layouts=("dense", "varlen", "paged"),
 )

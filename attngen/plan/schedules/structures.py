@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from attngen.plan.model import Structure
 
@@ -11,20 +12,28 @@ from attngen.plan.model import Structure
 class HopperForward(Structure):
     """Roles, pipeline and memory of a Hopper forward; a consumer has 64 query rows."""
 
+    #: Lanes of a warp that find what the rows of one consumer see; so many more find what all rows see.
+    lanes_of_part: ClassVar[int] = 8
+    most_consumers: ClassVar[int] = 32 // lanes_of_part - 1
+
     specialized: bool  # a warpgroup more produces; else those that multiply also load
-    producer_registers: int  # per thread, as is the next
-    consumer_registers: int
     pingpong: bool  # consumers take turns at the tensor cores
     overlap: bool  # the product with V runs under the softmax of the next tile
     longest_first: bool  # query tiles from the last to the first, head by head within a section
     staged: bool  # outputs leave through shared memory
     q_stages: int  # tiles of Q in flight
-    box_columns: int  # columns of one copy
+    box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once
     lookahead: int  # steps before the end of a tile at which the next one is taken
+    value_loader: bool  # V has a loader of its own
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
     softmax: str
+
+    def __post_init__(self) -> None:
+        """Check that a warp has lanes for each consumer: the templates count on it."""
+        if not 1 <= self.consumers <= self.most_consumers:
+            raise ValueError(f"{self.consumers} consumers, of 1 to {self.most_consumers}")
 
     @property
     def schedule(self) -> str:
@@ -37,8 +46,6 @@ class HopperBackward(Structure):
     """Roles, pipeline and memory of a Hopper kernel of dQ, dK and dV in CUDA."""
 
     # consumers keep sums in registers: of 64 keys each, or one of dV and one of dK
-    producer_registers: int  # per thread, as are the next two
-    consumer_registers: int
     overlap: str  # what the softmax of a step runs over: pingpong (products of the other consumer) |
     # gradients (dQ and dK of the step before) | dk | nothing;
     # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
@@ -46,13 +53,12 @@ class HopperBackward(Structure):
     rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
     rows_early: bool  # the loader asks for LSE and D of a step before it has a place for them
     q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
-    box_columns: int  # columns of one copy
+    box_bytes: int  # of a row of one copy, over which it is swizzled
     dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
     dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys behind its sums
     cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
-    queries_registers: int = 0  # where a warpgroup of its own multiplies dQ,
-    dq_part: int = 0  # so many columns at once
+    dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
 
     @property
     def pingpong(self) -> bool:

@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
-from attngen.dtypes import dtype
 from attngen.lang.ir import names
 from attngen.lang.settle import reads_products
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
-from attngen.plan.allowances import SPILLS
+from attngen.plan.allowances import SPILLS, may_wait
 from attngen.plan.choices import (
     SECTION_BYTES,
     STAGES,
-    TILE_SIZES,
     WARPS,
     check_sizes,
     driver_of,
@@ -27,10 +25,11 @@ from attngen.plan.choices import (
 )
 from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Launch, Plan
+from attngen.plan.operands import Operands, operands_of
 from attngen.plan.own_gradients import differentiable, differentiable_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.symbols import gradient_pointer
-from attngen.plan.tiles import Tile, completed, family, gradient_columns, padded_width
+from attngen.plan.tiles import Tile, completed, depth_sizes, family, gradient_columns, padded_width
 from attngen.plan.traits import gathers, is_light
 from attngen.plan.triton import LABELS, alignment_of, loads_of
 from attngen.schema.expand import Backward, Gradient, KernelSpec
@@ -88,10 +87,12 @@ _SMALLER_GRADIENTS = (
     (Tile(32, 32, 1, 4), Tile(32, 32, 1, 4)),
     (Tile(16, 32, 1, 4), Tile(32, 16, 1, 4)),
     (Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    # 32 keys or queries to sum over: what tensors of bytes ask of Triton before 3.9 (compile/layouts.py)
+    (Tile(32, 16, 1, 8), Tile(32, 32, 1, 8)),
 )
 
-#: Query rows of a block that computes the sums of rows, and its warps by the bytes of an element.
-_ROWS, _ROWS_WARPS = 64, {2: 4, 4: 8}
+#: Query rows of a block that computes the sums of rows, and its warps for each byte of an element.
+_ROWS, _WARPS_PER_BYTE = 64, 2
 
 #: Head dims of the tiles that were raced.
 _RACED = (64, 128)
@@ -117,10 +118,11 @@ _DQ = _Kind("dq", "queries", "query_words", "q_tiles")
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     loads = loads_of(spec, arch)
-    element = dtype(spec.dtype)
-    multiplied = arch.wgmma and element.bytes == 2
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "dout", "p", "ds")
+    multiplied = arch.wgmma and element.mma is not None
     columns_qk, columns_v = (
-        gradient_columns(head_dim, wgmma=multiplied) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
+        gradient_columns(head_dim, element, wgmma=multiplied) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
     )
     alignment = alignment_of(spec, element.bytes)
     if spec.deterministic and differentiable_of(spec.variant):
@@ -133,7 +135,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         arch,
         loads=loads,
         aligned=alignment == 16,
-        element_bytes=element.bytes,
+        element=element,
         gathers=gathers(spec.variant),
         dropout=spec.variant.dropout,
     )
@@ -149,9 +151,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         rows = "gather_dropped"
     widths = padded_width(columns_qk), padded_width(columns_v)
     given = spec.backward or Backward()
-    tiles = {
-        kind: _tile(spec, arch, kind, getattr(given, kind.name), rows, widths, element.bytes) for kind in (_DKDV, _DQ)
-    }
+    tiles = {kind: _tile(spec, arch, kind, getattr(given, kind.name), rows, widths, operands) for kind in (_DKDV, _DQ)}
     main = tiles[_DKDV]
     planned = drafted(
         spec,
@@ -175,7 +175,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         mask_code="branch",
         softmax="exact_max",
         section_bytes=SECTION_BYTES,
-        allow=(*spec.allow, "serialized_wgmma") if _serializes(spec.variant) else spec.allow,
+        allow=(*spec.allow, "serialized_wgmma") if _may_wait(spec.variant) else spec.allow,
     )
     launches = [_preprocess(planned)]
     for kind, tile in tiles.items():
@@ -202,9 +202,10 @@ def _default_tile(kernel: str, family: str, head_dim: int) -> Tile:
     return row[2] if kernel == "dkdv" else row[3]
 
 
-def _serializes(variant: Variant) -> bool:
-    """Whether ptxas is known to wait for products: before atomic additions in a loop, and where nothing reads S."""
-    return bool(differentiable_of(variant)) or not reads_products(variant)
+def _may_wait(variant: Variant) -> bool:
+    """Whether ptxas makes products wait for each other, which the table of allowances knows."""
+    traits = {"own_gradients": bool(differentiable_of(variant)), "constant_logits": not reads_products(variant)}
+    return may_wait("backwards in Triton", [name for name, holds in traits.items() if holds])
 
 
 def _numbers(tile: Tile) -> tuple[int, int, int, int]:
@@ -212,14 +213,15 @@ def _numbers(tile: Tile) -> tuple[int, int, int, int]:
 
 
 def _tile(
-    spec: KernelSpec, arch: Arch, kind: _Kind, given: Gradient, family: str, widths: tuple[int, int], element: int
+    spec: KernelSpec, arch: Arch, kind: _Kind, given: Gradient, family: str, widths: tuple[int, int], operands: Operands
 ) -> Tile:
     """Return the spec's tile of one kernel, completed from the table, and within the shared memory of the arch."""
+    rows = depth_sizes(operands.ds)  # products sum over queries and over keys
     check_sizes(
         spec,
         (
-            (f"backward.{kind.name}.tile.m", given.tile_m, TILE_SIZES),
-            (f"backward.{kind.name}.tile.n", given.tile_n, TILE_SIZES),
+            (f"backward.{kind.name}.tile.m", given.tile_m, rows),
+            (f"backward.{kind.name}.tile.n", given.tile_n, rows),
             (f"backward.{kind.name}.stages", given.stages, STAGES),
             (f"backward.{kind.name}.warps", given.num_warps, WARPS),
         ),
@@ -239,12 +241,12 @@ def _tile(
             stages=tile.stages,
             width_qk=widths[0],
             width_v=widths[1],
-            element_bytes=element,
-            names=("K", "V", "Q", "dO") if kind.by_keys else ("Q", "dO", "K", "V"),
+            operands=operands,
+            by_keys=kind.by_keys,
         )
         if needed.total <= arch.shared_memory:
             return tile
-        smaller = _smaller(kind, given, tile)
+        smaller = _smaller(kind, given, tile, rows[0])
         if smaller is None:
             raise refuse(
                 spec,
@@ -254,13 +256,13 @@ def _tile(
         tile = smaller
 
 
-def _smaller(kind: _Kind, given: Gradient, tile: Tile) -> Tile | None:
-    """Return the next smaller tile that keeps what the spec fixed, or None: fewer stages, then fewer rows a step."""
+def _smaller(kind: _Kind, given: Gradient, tile: Tile, least: int) -> Tile | None:
+    """Return the next smaller tile that keeps what the spec fixed, or None: fewer stages, then fewer rows."""
     if given.stages is None and tile.stages > 1:
         return replace(tile, stages=tile.stages - 1)
-    if kind.by_keys and given.tile_m is None and tile.m > TILE_SIZES[0]:
+    if kind.by_keys and given.tile_m is None and tile.m > least:
         return replace(tile, m=tile.m // 2)
-    if not kind.by_keys and given.tile_n is None and tile.n > TILE_SIZES[0]:
+    if not kind.by_keys and given.tile_n is None and tile.n > least:
         return replace(tile, n=tile.n // 2)
     return None
 
@@ -274,7 +276,7 @@ def _preprocess(planned: Plan) -> Launch:
         tile_m=_ROWS,
         tile_n=planned.tile_n,
         stages=1,
-        num_warps=_ROWS_WARPS[planned.dtype.bytes],
+        num_warps=_WARPS_PER_BYTE * planned.operands.shared("out", "dout").bytes,
         arguments=_preprocess_arguments(planned),
     )
 
@@ -377,4 +379,5 @@ SCHEDULE = Schedule(
     supports=lambda arch: True,
     plan=_plan,
     alternatives=_alternatives,
+    explanation="attngen.tools.explain.backward:BackwardExplanation",
 )

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attngen.arch import Arch
-from attngen.dtypes import dtype
 from attngen.plan import arguments, budget
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
+from attngen.plan.operands import Operands, operands_of
 from attngen.plan.schedule import Schedule
-from attngen.plan.tiles import Tile, columns, completed, family, padded_width
+from attngen.plan.tiles import Tile, columns, completed, depth_sizes, family, padded_width
 from attngen.plan.traits import gathers
 from attngen.plan.triton import LABELS, alignment_of, loads_of
 from attngen.schema.expand import KernelSpec
@@ -55,19 +55,20 @@ _SMALLER = (
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     loads = loads_of(spec, arch)
-    element = dtype(spec.dtype)
-    columns_qk, columns_v = columns(spec.head_dim_qk), columns(spec.head_dim_v)
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "p")
+    columns_qk, columns_v = columns(spec.head_dim_qk, element), columns(spec.head_dim_v, element)
     widths = padded_width(columns_qk), padded_width(columns_v)
     alignment = alignment_of(spec, element.bytes)
     rows = family(
         arch,
         loads=loads,
         aligned=alignment == 16,
-        element_bytes=element.bytes,
+        element=element,
         gathers=gathers(spec.variant),
         dropout=spec.variant.dropout,
     )
-    tile = _tile(spec, arch, _default_tile(rows, max(widths)), widths, element.bytes)
+    tile = _tile(spec, arch, _default_tile(rows, max(widths)), widths, operands)
     driver = driver_of(spec)
     in_registers = loads == "descriptor" and not gathers(spec.variant)
     planned = drafted(
@@ -140,13 +141,14 @@ def _default_tile(family: str, head_dim: int) -> Tile:
     return next(tile for name, largest, tile in _TABLE if name == family and head_dim <= largest)
 
 
-def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], element_bytes: int) -> Tile:
+def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], operands: Operands) -> Tile:
     """Return the spec's tile, completed from the table, and within the shared memory of the arch."""
+    keys = depth_sizes(operands.p)
     check_sizes(
         spec,
         (
             ("tile.m", spec.tile_m, TILE_SIZES),
-            ("tile.n", spec.tile_n, TILE_SIZES),
+            ("tile.n", spec.tile_n, keys),
             ("num_warps", spec.num_warps, WARPS),
             ("pipeline.stages", spec.stages, STAGES),
         ),
@@ -166,11 +168,11 @@ def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], el
             stages=tile.stages,
             width_qk=widths[0],
             width_v=widths[1],
-            element_bytes=element_bytes,
+            operands=operands,
         )
         if needed.total <= arch.shared_memory:
             return tile
-        smaller = _smaller(spec, tile)
+        smaller = _smaller(spec, tile, keys[0])
         if smaller is None:
             raise refuse(
                 spec,
@@ -180,11 +182,11 @@ def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], el
         tile = smaller
 
 
-def _smaller(spec: KernelSpec, tile: Tile) -> Tile | None:
-    """Return the next smaller tile that keeps what the spec fixed, or None."""
+def _smaller(spec: KernelSpec, tile: Tile, least: int) -> Tile | None:
+    """Return the next smaller tile, of ``least`` keys, that keeps what the spec fixed, or None."""
     if spec.stages is None and tile.stages > 1:
         return Tile(tile.m, tile.n, tile.stages - 1, tile.warps)
-    if spec.tile_n is None and tile.n > TILE_SIZES[0]:
+    if spec.tile_n is None and tile.n > least:
         return Tile(tile.m, tile.n // 2, tile.stages, tile.warps)
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from attngen.dtypes import DType
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Launch, Plan
@@ -18,7 +19,7 @@ from attngen.render.cuda_math import Steps, Tiles, elements, tiles
 from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
-from attngen.render.views.hopper_forward import RegionView, argument_lines, padding
+from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionView, argument_lines, padding
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
@@ -64,6 +65,8 @@ class CudaBackwardView:
     command: str
     summary: str
     uses_expressions: bool
+    element: DType  # of q, k, v, dout, p and ds
+    gradient: DType  # of dq, dk and dv
     width_qk: int
     padding_qk: str
     width_v: int
@@ -137,12 +140,16 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     dq_factor_lines, dq_factor = factor(plan.of_launch(rounding) if rounding else dkdv, code.factor)
     steps = reads([*code.partial.all, *code.full.all, code.exponent])
     spans = reads([*found.lines, *found.values.values(), *listed])
-    end_qk, end_v = (-(-each // roles.box_columns) * roles.box_columns for each in (plan.head_dim_qk, plan.head_dim_v))
+    box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
+    end_qk, end_v = (-(-each // box) * box for each in (plan.head_dim_qk, plan.head_dim_v))
+    out = plan.operands.shared("out", "dout")
     return CudaBackwardView(
         template=template,
         command=command(plan),
         summary=summary(plan),
         uses_expressions=plan.variant.masked or plan.variant.score is not None,
+        element=plan.operands.shared("q", "k", "v", "dout", "p", "ds"),
+        gradient=plan.operands.shared("dq", "dk", "dv"),
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
@@ -158,12 +165,12 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         pipes=_pipes(plan, roles),
         last_tile=(MAX_SEQLEN - 1) // plan.tile_m,
         piece_bytes=PIECE_BYTES,
-        swizzle={64: 1, 32: 2}[roles.box_columns],
-        swizzled_row="(row % 8)" if roles.box_columns == 64 else "(row / 2 % 4)",
+        swizzle=SWIZZLES[roles.box_bytes],
+        swizzled_row=SWIZZLED_ROWS[roles.box_bytes],
         preprocess=parts["preprocess"],
         preprocess_lines=_lines(plan, parts["preprocess"]),
-        lanes_of_row=row_lanes(plan.head_dim_v),
-        chunks_of_row=plan.head_dim_v // 8,
+        lanes_of_row=row_lanes(plan.head_dim_v, out),
+        chunks_of_row=plan.head_dim_v // out.chunk_elements,
         row_of_out=_row(plan, "out", "row"),
         row_of_dout=_row(plan, "dout", "row"),
         dkdv=parts["dkdv"],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from attngen.dtypes import dtype
+from attngen.dtypes import DType, dtype
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Argument, Columns, Plan
@@ -22,6 +22,9 @@ _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O on its way out",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
+#: How descriptors of wgmma name the swizzle of rows of so many bytes, and what it exchanges chunks by.
+SWIZZLES = {128: 1, 64: 2}
+SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
 _TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4"}
 
 
@@ -56,6 +59,7 @@ class CudaView:
     command: str
     summary: str
     uses_expressions: bool
+    element: DType  # of q, k, v and p
     width_qk: int
     padding_qk: str
     width_v: int
@@ -112,26 +116,34 @@ class CudaView:
 
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
-    """Return the view of a plan."""
+    """Return the view of a plan with warp roles, whose consumers are told of a tile in a word."""
+    return forward_view(
+        plan, template, tile="(tile_info & kTileMask)", masked="tile_info >> (kPartialBit + warpgroup) & 1"
+    )
+
+
+def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaView:
+    """Return the view of a plan; the template calls the number of a tile of keys ``tile``, and ``masked`` whether it
+    needs the mask."""
     hopper = plan.structure
     assert isinstance(hopper, HopperForward)
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
     spans = reads([*found.lines, *found.values.values(), *listed])
     steps = reads([*code.partial.all, *code.full.all])
-    head, head_rows = ("", "work.q_begin + q") if plan.varlen else ("work.b * stride_out_b + ", "q")
+    head, head_rows = ("", "work.q_begin + q") if plan.ragged_queries else ("work.b * stride_out_b + ", "q")
     h = "h" if plan.pack_gqa else "work.h"
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
-    logit_tile = "(tile_info & kTileMask)" if hopper.specialized else "tile"
-    kv_first = f"{logit_tile} * kBlockN + 2 * (lane % 4)"
+    kv_first = f"{tile} * kBlockN + 2 * (lane % 4)"
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     return CudaView(
         template=template,
         command=command(plan),
         summary=summary(plan),
         uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
+        element=plan.operands.shared("q", "k", "v", "p"),
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
@@ -140,7 +152,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
             RegionView(constant(region.name), region.offset, _region_text(region.name, region.bytes))
             for region in hopper.shared
         ),
-        swizzle={64: 1, 32: 2}[hopper.box_columns],
+        swizzle=SWIZZLES[hopper.box_bytes],
         region_bytes={region.name: region.bytes for region in hopper.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
         tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
@@ -172,20 +184,20 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         head_lines=partial(_head_lines, plan),
         first_head="0" if plan.pack_gqa else "work.h",
         query_box=_query_box(plan),
-        seqlen_q="work.seqlen_q" if plan.varlen else "seqlen_q",
-        head_dim_v_chunks=plan.head_dim_v // 8,
+        seqlen_q="work.seqlen_q" if plan.ragged_queries else "seqlen_q",
+        head_dim_v_chunks=plan.head_dim_v // plan.operands.out.chunk_elements,
         out_row=f"(out_ptr + {head}{h} * stride_out_h + ({head_rows}) * stride_out_s)",
-        lse_row=f"lse_ptr[{lse if plan.varlen else dense_lse}]",
-        swizzled_row="(row % 8)" if hopper.box_columns == 64 else "(row / 2 % 4)",
+        lse_row=f"lse_ptr[{lse if plan.ragged_queries else dense_lse}]",
+        swizzled_row=SWIZZLED_ROWS[hopper.box_bytes],
         pending_stage="held.stage" if hopper.skips else "v_ring.stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
         partial=code.partial,
         full=code.full,
         uses_kv="kv_first" in steps,
-        logit_tile=logit_tile,
+        logit_tile=tile,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
-        logit_partial="tile_info >> (kPartialBit + warpgroup) & 1" if hopper.specialized else "partial",
+        logit_partial=masked,
         logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
         multiplier=code.multiplier,
         sink=_sink(plan, work_lines),
@@ -236,7 +248,8 @@ def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str
         name = argument.type.removeprefix("*")
         tensor = (argument.of or "").removeprefix("tensor:")
         name = next((own.dtype for own in plan.variant.tensors if own.name == tensor), name)
-        element = _TYPES.get(name) or dtype(name).cuda
+        operand = argument.of if argument.of in plan.operands.to_dict() else None
+        element = plan.operands.of(operand).cuda if operand else _TYPES.get(name) or dtype(name).cuda
         return f"{'' if argument.of in written else 'const '}{element}* {argument.name},"
     return f"{_TYPES[argument.type]} {argument.name},"
 
@@ -244,7 +257,7 @@ def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str
 def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
     """Return the statements that name what expressions read of a tile of work, before those of their ``own``."""
     lines = [int_constant("seqlen_k", "{work.seqlen_k}")]
-    if plan.varlen and "seqlen_q" in read:
+    if plan.ragged_queries and "seqlen_q" in read:
         lines.append(int_constant("seqlen_q", "{work.seqlen_q}"))
     own_head, other_head = ("hk", "h") if plan.pack_gqa else ("h", "hk")
     for name in ("b", own_head, "q_begin", "k_begin"):
@@ -261,7 +274,7 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
 
 def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
     """Return the lines that name what the loader of K and V uses of a tile of work."""
-    read = reads(listed) | {"tiles", "seqlen_k", "k_begin" if plan.varlen else "b"}
+    read = reads(listed) | {"tiles", "seqlen_k", "k_begin" if plan.key_access == "ragged" else "b"}
     if "q_hi" in read:
         read |= {"q_start", "seqlen_q"}
     if plan.driver != "ranges":
@@ -270,7 +283,7 @@ def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
         read |= {"hk"}
     head = "hk" if plan.pack_gqa else "h"
     names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
-    passed = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
+    passed = () if plan.ragged_queries else ("seqlen_q",)  # an argument of the kernel
     used = [name for name in names if name not in passed and name in read]
     line = f"const int {', '.join(f'{name} = work.{name}' for name in used)};"
     return (line,) if plan.pack_gqa else (line, f"const int hk = {'h' if 'h' in used else 'work.h'} / group;")
@@ -294,8 +307,8 @@ def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
 
 def _query_box(plan: Plan) -> str:
     """Return where a tile of Q begins along the axes behind that of its heads."""
-    row = "work.q_begin + work.q_start" if plan.varlen else "work.q_start"
-    return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.varlen else ["work.b"])])
+    row = "work.q_begin + work.q_start" if plan.ragged_queries else "work.q_start"
+    return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.ragged_queries else ["work.b"])])
 
 
 # --- ranges of tiles ----------------------------------------------------------------------------------------

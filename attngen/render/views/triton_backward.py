@@ -12,14 +12,22 @@ from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, g
 from attngen.render.expressions import TRITON, in_product
 from attngen.render.header import command, summary
 from attngen.render.triton_math import Ranges, map_lines, ranges, words
-from attngen.render.views.triton_forward import begins, column_offsets, head_address, parameter_list, precision_of
+from attngen.render.views.triton_forward import (
+    begins,
+    column_offsets,
+    head_address,
+    parameter_list,
+    precision_of,
+    triton_type,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One column block of dQ, dK or dV, or of O and dO: its name, width and columns, and the test of its padding."""
+    """One column block of dQ, dK or dV, or of O and dO: its name, dtype, width, columns and test of padding."""
 
     name: str
+    type: str
     width: int
     columns: str
     inside: str
@@ -104,7 +112,6 @@ class BackwardView:
     dkdv: Kernel
     dq: Kernel
     classifiers: tuple[Classifier, ...]
-    element: str
 
 
 def backward_view(plan: Plan, template: str) -> BackwardView:
@@ -120,11 +127,10 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
         lists=any(kernel.part.driver != "ranges" for kernel in (dkdv, dq)),
         preprocess=preprocess,
         preprocess_lines=parameter_list(preprocess.arguments),
-        out_blocks=_results("out", plan.columns_v, plan.head_dim_v),
+        out_blocks=_results(plan, "out", plan.columns_v, plan.head_dim_v),
         dkdv=dkdv,
         dq=dq,
         classifiers=classifiers,
-        element=f"tl.{plan.dtype.triton_language}",
     )
 
 
@@ -136,12 +142,13 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> Kernel:
     before = [*spans.lines, *listed.lines, *code.hoisted, *code.of_head, *code.factor_lines]
     read = reads([*before, *code.logit, *code.mask, *code.derivative, *code.after])
     if form is BY_KEYS:
+        scale = leaf("dropout_scale") if plan.variant.dropout else None
         results = (
-            *_results("dk", plan.columns_qk, plan.head_dim_qk, code.factor),
-            *_results("dv", plan.columns_v, plan.head_dim_v, leaf("dropout_scale") if plan.variant.dropout else None),
+            *_results(plan, "dk", plan.columns_qk, plan.head_dim_qk, code.factor),
+            *_results(plan, "dv", plan.columns_v, plan.head_dim_v, scale),
         )
     else:
-        results = _results("dq", plan.columns_qk, plan.head_dim_qk, code.factor)
+        results = _results(plan, "dq", plan.columns_qk, plan.head_dim_qk, code.factor)
     return Kernel(
         part=part,
         searches="first_at_least" in read,
@@ -169,13 +176,16 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> Kernel:
 _ROWS = ("q_row", "q_pos", "q_packed")
 
 
-def _results(name: str, blocks: tuple[Columns, ...], head_dim: int, factor: Piece | None = None) -> tuple[Result, ...]:
+def _results(
+    plan: Plan, name: str, blocks: tuple[Columns, ...], head_dim: int, factor: Piece | None = None
+) -> tuple[Result, ...]:
     results = []
     for index, block in enumerate(blocks):
         columns = f"{block.start} + " * (block.start > 0) + f"tl.arange(0, {block.width})"
         inside = f" & (column[None, :] < {head_dim})" if block.used < block.width else ""
         scaled = None if factor is None or factor.text == "1.0" else in_product(factor, TRITON)
-        results.append(Result(f"{name}{block_suffix(blocks, index)}", block.width, columns, inside, scaled))
+        label = f"{name}{block_suffix(blocks, index)}"
+        results.append(Result(label, triton_type(plan, name), block.width, columns, inside, scaled))
     return tuple(results)
 
 
@@ -252,7 +262,7 @@ def _load(plan: Plan, part: Launch, form: Form, names: tuple[str, str], which: i
 
 
 def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str | None) -> Step:
-    precision, element = precision_of(plan), f"tl.{plan.dtype.triton_language}"
+    precision = precision_of(plan)
 
     def product(result: str, left: str, right: str, blocks: tuple[Columns, ...]) -> tuple[str, ...]:
         """Multiply two tiles over their common columns, block by block."""
@@ -265,6 +275,7 @@ def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str 
 
     def add(result: str, left: str, right: str, blocks: tuple[Columns, ...]) -> tuple[str, ...]:
         """Add a product to each column block of a result."""
+        element = triton_type(plan, left)
         return tuple(
             f"{result}{s} = tl.dot({left}.to({element}), {right}{s}, {result}{s}{precision})"
             for s in (block_suffix(blocks, number) for number in range(len(blocks)))

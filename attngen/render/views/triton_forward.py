@@ -93,7 +93,8 @@ class TritonView:
     ragged_step: Step
     sink_lines: tuple[str, ...]
     sink: Piece | None
-    element: str
+    p_type: str
+    out_type: str
     precision: str
     classifier: ClassifierView | None
 
@@ -130,7 +131,8 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         ragged_step=ragged_step,
         sink_lines=lines(sink_lines),
         sink=None if sink_value is None else in_product(sink_value, TRITON),
-        element=f"tl.{plan.dtype.triton_language}",
+        p_type=triton_type(plan, "p"),
+        out_type=triton_type(plan, "out"),
         precision=precision_of(plan),
         classifier=_classifier(plan, uses_q_pos=code.uses_q_pos) if plan.has_launch("classify") else None,
     )
@@ -147,9 +149,14 @@ def begins(plan: Plan, read: Collection[str]) -> tuple[str, ...]:
     return () if plan.varlen else tuple(f"{name} = {value}" for name, value in begins.items() if name in read)
 
 
+def triton_type(plan: Plan, operand: str) -> str:
+    """Return the dtype of an operand as Triton code names it."""
+    return f"tl.{plan.operands.of(operand).triton_language}"
+
+
 def precision_of(plan: Plan) -> str:
     """Return how ``tl.dot`` multiplies float32: exactly, never rounded to TF32."""
-    return ', input_precision="ieee"' if plan.dtype.name == "fp32" else ""
+    return ', input_precision="ieee"' if plan.operands.q.mma is None else ""
 
 
 def _block(plan: Plan, index: int) -> Block:

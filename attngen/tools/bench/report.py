@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attngen.plan.schedules.structures import HopperForward
 from attngen.tools.bench.cases import DIRECTIONS, SUITES, BenchCase
 from attngen.tools.bench.ladder import Ladder, Rung
 from attngen.tools.bench.machine import Ceilings, Reading
@@ -306,9 +305,11 @@ def memory_of(rung: Rung, resources: Mapping[str, Mapping[str, Any]]) -> dict[st
     None for what is not known before the kernel is compiled, or does not exist.
     """
     found = rung.plan
-    roles = found.structure if found is not None else None
-    if found is None or not isinstance(roles, HopperForward):
+    if found is None or not found.structure.shared:
         return {"registers": None, "consumer_registers": None, "shared_memory": None}
     launched = resources.get(found.name, {}).get("registers")
-    own = roles.consumer_registers if roles.specialized else launched
-    return {"registers": launched, "consumer_registers": own, "shared_memory": roles.shared_bytes}
+    roles = found.structure.warp_roles
+    own = (
+        max(role.registers for role in roles) if len(roles) > 1 else launched
+    )  # all that do the same keep the launch's
+    return {"registers": launched, "consumer_registers": own, "shared_memory": found.structure.shared_bytes}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ from attngen.tools.build.pipeline import plans as plans_of
 from attngen.tools.explain.backward import DROPOUT, backward_facts, derivatives
 from attngen.tools.explain.floor import HeadFloor
 from attngen.tools.explain.gradients import GradientFloors
-from attngen.tools.explain.hopper import HopperExplanation
+from attngen.tools.explain.pipes import barrier_lines, pipes_dict, ring_lines
+from attngen.tools.explain.schedule import ScheduleExplanation, explanation_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +73,9 @@ class PlanExplanation:
     full: tuple[Band, ...]
     exact: bool
     memory: SharedMemory
+    schedule: ScheduleExplanation
     scalars: Mapping[str, bool | int | float]
     visits: tuple[Visits, ...] = ()
-    hopper: HopperExplanation | None = None  # of CUDA kernels
     queries: tuple[tuple[Band, ...], tuple[Band, ...]] = ((), ())
     gradients: GradientFloors | None = None  # of Hopper backwards in 16 bits
     tensors: Mapping[str, str] = field(default_factory=dict)  # what those that the mask reads were taken to hold
@@ -89,7 +90,7 @@ class PlanExplanation:
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen explain --json`` prints it."""
         plan = self.plan
-        regions = {"regions": self.hopper.regions()} if self.hopper else {}
+        regions = [{**asdict(one), "holds": self.schedule.holds(one.name)} for one in plan.structure.shared]
         return {
             "plan": plan.to_dict(),
             "backend_reason": plan.backend_reason,
@@ -108,7 +109,7 @@ class PlanExplanation:
                 "stages": self.memory.stages,
                 "total": self.shared_bytes,
                 "limit": plan.arch.shared_memory,
-                **regions,
+                **({"regions": regions} if regions else {}),
             },
             "scalars": dict(self.scalars),
             "assumed": {"scalars": list(self.assumed), "tensors": dict(self.tensors), "seed": self.seed},
@@ -126,7 +127,8 @@ class PlanExplanation:
                 }
                 for found in self.visits
             ],
-            **({"hopper": self.hopper.to_dict()} if self.hopper else {}),
+            **self.schedule.to_dict(),
+            **({"pipes": pipes_dict(self.schedule.pipes)} if self.schedule.pipes else {}),
             **(
                 {"derivatives": dict(derivatives(plan)), "queries": self._queries()}
                 if plan.direction == "backward"
@@ -146,10 +148,10 @@ class PlanExplanation:
         """Return label and text of everything but bands, floors and efficiency, for people."""
         plan = self.plan
         if plan.direction == "backward":
-            return backward_facts(plan)
+            return [*backward_facts(plan, self.schedule), *self._pipes()]
         classifier = plan.launch("classify").symbol if plan.has_launch("classify") else ""
-        told = self.hopper.facts() if self.hopper else {}
-        target = f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}{', CUDA' if told else ''}"
+        told = self.schedule.facts()
+        target = f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}"
         operands = f"{self.memory.total} B of {plan.arch.shared_memory} B: {self.memory}"
         return [
             ("variant", plan.variant.name),
@@ -167,13 +169,19 @@ class PlanExplanation:
             *_labelled("roles", told.get("roles", [])),
             *_labelled("registers", told.get("registers", [])),
             *_labelled("shared memory", told.get("shared memory", [operands])),
-            *_labelled("barriers", told.get("barriers", [])),
+            *self._pipes(),
             ("softmax", f"{plan.softmax}{', approximate functions' if plan.approximate else ', exact functions'}"),
             ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier)}"),
             *_labelled("steps", told.get("steps", [])),
-            ("grid", self.hopper.grid(_section(plan)) if self.hopper else _grid(plan)),
+            ("grid", self.schedule.grid(_section(plan))),
             *_labelled("arguments", argument_lines(plan.arguments)),
         ]
+
+    def _pipes(self) -> list[tuple[str, str]]:
+        pipes = self.schedule.pipes
+        if pipes is None:
+            return []
+        return [*_labelled("rings", ring_lines(pipes)), *_labelled("barriers", barrier_lines(pipes))]
 
 
 def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
@@ -223,10 +231,6 @@ def _loads(plan: Plan) -> str:
     if plan.loads == "descriptor":
         return f"by tensor descriptors (TMA); strides and addresses are multiples of {plan.alignment} B"
     return f"by pointers; strides and addresses are multiples of {plan.alignment} B"
-
-
-def _grid(plan: Plan) -> str:
-    return f"ceil(seqlen_q / {plan.tile_m}) x heads x batch blocks; {_section(plan)}"
 
 
 def _section(plan: Plan) -> str:
@@ -376,11 +380,11 @@ class _Measured:
             raise CallError(f"the given tensors are made for a sequence of {made_for} tokens, not for {lengths}")
         return (made_for,)
 
-    def hopper(self, plan: Plan) -> HopperExplanation | None:
-        """Explain the roles of a CUDA kernel, and the floors of a head by the steps of its consumers."""
-        found = HopperExplanation.of(plan)
-        if found is None:
-            return None
+    def schedule(self, plan: Plan) -> ScheduleExplanation:
+        """Return what the schedule tells, with the floors of a head by the steps of its consumers, if it has floors."""
+        found = explanation_of(plan)
+        if found.floor is None:
+            return found
         heads = (HeadFloor.of(plan, found.floor, v.seqlen, v.steps, v.visible_pairs) for v in self.of(plan)[1])
         return replace(found, heads=tuple(heads))
 
@@ -397,11 +401,11 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
         stages=plan.stages,
         width_qk=padded_width(plan.columns_qk),
         width_v=padded_width(plan.columns_v),
-        element_bytes=plan.dtype.bytes,
+        operands=plan.operands,
     )
     scalars, visits = measured.of(plan)
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
-    explained = PlanExplanation(plan, visible, full, found.exact, memory, scalars, visits, measured.hopper(plan))
+    explained = PlanExplanation(plan, visible, full, found.exact, memory, measured.schedule(plan), scalars, visits)
     tensors, assumed = measured.told(plan)
     explained = replace(explained, tensors=tensors, assumed=assumed, seed=measured.seed)
     if plan.direction == "forward":

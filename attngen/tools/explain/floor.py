@@ -79,4 +79,4 @@ _MEMORY = f"{float(MEMORY_PER_CLOCK):.1f} B per clock"
 
 
 def _product(product: Product) -> str:
-    return f"{product.clocks} = {product.count} x {product.n // 2} (m64n{product.n}k16)"
+    return f"{product.clocks} = {product.count} x {product.n // 2} (m64n{product.n}k{product.k})"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from attngen.plan.floors import (
     CLOCK,
     EXPONENTIALS,
-    FLOPS,
     MEMORY_PER_CLOCK,
     MULTIPROCESSORS,
     GradientFloor,
@@ -54,7 +53,7 @@ class GradientFloors:
         """
         found = (gradient_floor(plan, launch) for launch in plan.launches)
         kernels = tuple(low for low in found if low is not None)
-        if plan.arch_name != "sm90a" or plan.dtype.bytes != 2 or not kernels:
+        if plan.arch_name != "sm90a" or plan.operands.q.mma is None or not kernels:
             return None
         rows = zip(*(visited(plan.of_launch(low.launch)) for low in kernels), strict=True)
         return cls(plan, kernels, tuple(_head(plan, kernels, each) for each in rows))
@@ -83,9 +82,8 @@ class GradientFloors:
             m, n = low.launch.tile_m, low.launch.tile_n
             by_qk, by_v = low.products
             yield f"floor of a step of {low.launch.name} in clocks: {m} queries x {n} keys"
-            products = (
-                f"{by_qk} products of q's head_dim and {by_v} of v's: {low.flops} FLOP at {FLOPS.value} per clock"
-            )
+            flops = f"{low.flops} FLOP at {low.flops_per_clock} per clock"
+            products = f"{by_qk} products of q's head_dim and {by_v} of v's: {flops}"
             detail = {"products": products, "exponentials": f"{m} x {n} at {EXPONENTIALS.value} per clock"}
             for name, clocks in low.parts.items():
                 yield f"  {name:14s} {clocks:6d}  {detail[name]}"

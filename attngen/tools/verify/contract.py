@@ -121,8 +121,8 @@ class Deviation:
 
 
 def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviation:
-    """Compare results with what is expected of a call."""
-    by_row = (lambda t: t.transpose(0, 1)) if call.layout == "varlen" else (lambda t: t.transpose(1, 2))
+    """Compare results with what is expected of a call; those over pages as the rows of all sequences."""
+    by_row = (lambda t: t.transpose(0, 1)) if call.ragged else (lambda t: t.transpose(1, 2))
     dead = wanted.dead
     live = wanted.rows & ~dead
     summed = wanted.rows & (wanted.lse != -math.inf)

@@ -1,7 +1,8 @@
 """Random inputs of a call, made from what a variant declares and from nothing else.
 
-Keys and values after the end of each sequence are NaN: in the padding of a dense tensor, after ``seqused_k``, and
-after the last packed sequence. A kernel that lets any of it through gives NaN.
+Keys and values after the end of each sequence are NaN: in the padding of a dense tensor, after ``seqused_k``, after the
+last packed sequence, in the rows of a page that a sequence does not fill, and in pages that nobody has. A kernel that
+lets any of it through gives NaN. Entries of a page table after those that a sequence needs are no pages of the cache.
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ from torch import Tensor
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.paging import Paging, bind_paged
 from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of
 
 #: Rows of NaN after each sequence of a dense tensor, or after the last packed one.
 _POISONED_ROWS = 24
+
+#: Pages of a cache that no sequence has.
+_SPARE_PAGES = 3
+
+#: Entries of a page table that are not to be read.
+_NO_PAGES = (-1, 2**31 - 1, -(2**31))
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,17 @@ class Inputs:
     packing: Packing | None = None
     seqused_k: Tensor | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    paging: Paging | None = None
+    page_layout: str = "NHD"
+    packed: Inputs | None = None  # of a call over pages: the same sequences, one after the other
 
     def bind(self, variant: Variant) -> Call:
         """Return the checked call; the log-sum-exp is asked for."""
+        if self.paging is not None:
+            return bind_paged(
+                variant, self.q, self.k, self.v, self.paging, softmax_scale=None, seqused_k=self.seqused_k,
+                return_lse=True, page_layout=self.page_layout, arguments=self.arguments,
+            )  # fmt: skip
         return bind(
             variant, self.q, self.k, self.v, self.packing, softmax_scale=None, seqused_k=self.seqused_k,
             return_lse=True, layout="bshd", arguments=self.arguments,
@@ -67,6 +83,8 @@ def make_inputs(
     ``calm`` from 1 to 0 narrows the integer tensors that have no declared range, for variants that use these as
     indices: see ``values.arguments_of``.
     """
+    if layout == "paged":
+        return _in_pages(variant, case, element, device, seed, calm)
     generator = torch.Generator().manual_seed(seed)
     lengths = case.k_lengths if case.used is None else case.used
     shapes = {"q": (case.heads, element.head_dim_qk), "k": (case.kv_heads, element.head_dim_qk)}
@@ -89,6 +107,61 @@ def make_inputs(
         seqused_k=None if case.used is None else torch.tensor(case.used, dtype=torch.int32, device=device),
         arguments=arguments,
     )
+
+
+def _in_pages(
+    variant: Variant, case: Case, element: Element, device: torch.device | str, seed: int, calm: float
+) -> Inputs:
+    """Return the inputs of a call over pages in random order, beside those of its sequences packed."""
+    generator = torch.Generator().manual_seed(seed)
+    made = arguments_of(variant, case, "paged", generator, calm)
+    arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
+    starts_q, starts_k = (
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        for lengths in (case.q_lengths, case.k_lengths)
+    )
+    rows = {"q": case.q_lengths, "k": case.k_lengths, "v": case.k_lengths}
+    shapes = {"q": (case.heads, element.head_dim_qk), "k": (case.kv_heads, element.head_dim_qk)}
+    shapes["v"] = (case.kv_heads, element.head_dim_v)
+    flat = {name: _cut(_packed(rows[name], rows[name], shapes[name], generator), rows[name], "varlen") for name in rows}
+    table, pages = _paged(case, starts_k, flat["k"], flat["v"], generator)
+    equal = len(set(case.q_lengths)) == 1
+    page_layout = "HND" if seed % 2 else "NHD"
+    if page_layout == "HND":
+        pages = tuple(tensor.transpose(1, 2).contiguous() for tensor in pages)
+    flat = {name: tensor.to(device, element.torch) for name, tensor in flat.items()}
+    starts_q, starts_k, table = (tensor.to(device) for tensor in (starts_q, starts_k, table))
+    longest = case.max_pages * case.page_size  # what shapes of the variant's tensors mean by seqlen_k
+    return Inputs(
+        flat["q"].unflatten(0, (case.batch, case.seqlen_q)) if equal else flat["q"],
+        pages[0].to(device, element.torch),
+        pages[1].to(device, element.torch),
+        seqused_k=starts_k.diff(),
+        arguments=arguments,
+        paging=Paging(table) if equal else Paging(table, starts_q, case.seqlen_q),
+        page_layout=page_layout,
+        packed=Inputs(**flat, packing=Packing(starts_q, starts_k, case.seqlen_q, longest), arguments=arguments),
+    )
+
+
+def _paged(
+    case: Case, starts: Tensor, k: Tensor, v: Tensor, generator: torch.Generator
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a page table, and keys and values in pages (pages, page_size, kv_heads, head_dim)."""
+    counts = [-(-length // case.page_size) for length in case.k_lengths]
+    order = iter(torch.randperm(sum(counts) + _SPARE_PAGES, generator=generator).tolist())
+    table = torch.tensor(_NO_PAGES)[torch.randint(0, len(_NO_PAGES), (case.batch, case.max_pages), generator=generator)]
+    shape = (sum(counts) + _SPARE_PAGES, case.page_size)
+    pages = tuple(torch.full((*shape, *rows.shape[1:]), torch.nan) for rows in (k, v))
+    for b, count in enumerate(counts):
+        for i in range(count):
+            page = next(order)
+            table[b, i] = page
+            first = int(starts[b]) + i * case.page_size
+            last = min(first + case.page_size, int(starts[b + 1]))
+            for tensor, rows in zip(pages, (k, v), strict=True):
+                tensor[page, : last - first] = rows[first:last]
+    return table.to(torch.int32), pages
 
 
 def _padded(

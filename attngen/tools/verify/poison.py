@@ -61,6 +61,7 @@ def poisoned(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Poi
     memory = Guarded(call.device)
     out = memory.allocate("out", call.out_shape(), q.dtype).fill_(torch.nan)
     lse = memory.allocate("the log-sum-exp", call.lse_shape(), torch.float32).fill_(torch.nan)
+    lse = lse.as_strided(call.lse_shape(), call.lse_strides())
     sizes, maps = prepared_shapes(kernel, call)
     words = {owner: memory.allocate("the tile map", shape, torch.int32) for owner, shape in maps.items()}
     return Poisoned(Buffers(q, k, v, out, lse, words.get("forward"), _workspaces(memory, sizes)), memory)

@@ -86,6 +86,7 @@ __device__ __forceinline__ void transpose(uint32_t (&x)[4], int lane) {
 // two rows, 8 apart. Each gets a block of both.
 template <typename Element>
 __device__ __forceinline__ void round_sums(const float4 (&sums)[4], float factor, int lane, uint4& upper, uint4& lower) {
+  static_assert(sizeof(Element) == 2);  // a block of 8 columns is 16 bytes
   uint32_t of_upper[4], of_lower[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -102,8 +103,9 @@ __device__ __forceinline__ void round_sums(const float4 (&sums)[4], float factor
 template <typename Element>
 __device__ __forceinline__ void clear_rows(
     Element* rows, long long stride, int columns, int first, int end, int thread, int threads) {
-  const int chunks = columns / 8;
+  constexpr int kChunk = 16 / sizeof(Element);
+  const int chunks = columns / kChunk;
   for (int i = thread; i < (end - first) * chunks; i += threads) {
-    *reinterpret_cast<int4*>(rows + (first + i / chunks) * stride + i % chunks * 8) = {};
+    *reinterpret_cast<int4*>(rows + (first + i / chunks) * stride + i % chunks * kChunk) = {};
   }
 }

@@ -46,10 +46,23 @@ __device__ __forceinline__ void raise_reference(const float (&maximum)[2], float
   }
 }
 
+// Where a row (all four lanes of it) asks for no new reference, puts its old one in place of its maximum: a warp raises
+// references together, but no row's bits may depend on the rows beside it.
+__device__ __forceinline__ void keep_references(
+    const bool (&kept)[2], const float (&reference)[2], float (&maximum)[2]) {
+  const unsigned row_lanes = 0xfu << (threadIdx.x % 32 & ~3u);
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const unsigned asking = __ballot_sync(~0u, !kept[row]);
+    if ((asking & row_lanes) == 0) maximum[row] = reference[row];
+  }
+}
+
 // P = exp2(S * scale - reference) in 16 bits, as the A operand of the next product; adds to the sums of its rows.
 template <typename Element, int kCount>
 __device__ __forceinline__ void exponentiate(
     const float (&s)[kCount], float scale, const float (&reference)[2], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
+  static_assert(sizeof(Element) == 2);  // pairs of an accumulator lie as the A operand wants them
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
     const float low = exp2_approx(fmaf(s[i], scale, -reference[row_of(i)]));

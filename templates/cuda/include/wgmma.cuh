@@ -1,6 +1,6 @@
 // Matrix products of a warpgroup (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate").
 //
-// D (64 x N, float32) = A (64 x 16) * B (16 x N), accumulated or not. A lies in shared memory (ss) or in registers (rs),
+// D (64 x N, float32) = A (64 x K) * B (K x N), accumulated or not; K is 32 bytes of elements. A lies in shared memory (ss) or in registers (rs),
 // B in shared memory, both described by 64-bit descriptors. A thread holds N / 2 values of D: element i of lane l of
 // warp w is row 16w + l / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (l % 4) + i % 2.
 #pragma once
@@ -79,14 +79,15 @@ template <typename Element, int kN>
 struct Product;
 
 // X0 to X6 are the numbers of the operands that follow D.
-#define DEFINE_PRODUCT(Element, TYPE, N, D, OUT, X0, X1, X2, X3, X4, X5, X6)                                      \
+#define DEFINE_PRODUCT(Element, TYPE, K, N, D, OUT, X0, X1, X2, X3, X4, X5, X6)                                   \
   template <>                                                                                                     \
   struct Product<Element, N> {                                                                                    \
+    static constexpr int kK = K;                                                                                  \
     template <int kTransposeB, int kTransposeA = 0>                                                               \
     static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {        \
       asm volatile(                                                                                               \
           "{.reg .pred p; setp.ne.b32 p, " X2 ", 0;"                                                              \
-          " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                        \
+          " wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE                                    \
           " {" D "}, " X0 ", " X1 ", p, 1, 1, " X4 ", " X3 ";}"                                                   \
           : OUT(d)                                                                                                \
           : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB), "n"(kTransposeA));                                 \
@@ -95,15 +96,15 @@ struct Product;
     static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) { \
       asm volatile(                                                                                               \
           "{.reg .pred p; setp.ne.b32 p, " X5 ", 0;"                                                              \
-          " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                        \
+          " wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE                                    \
           " {" D "}, {" X0 ", " X1 ", " X2 ", " X3 "}, " X4 ", p, 1, 1, " X6 ";}"                                 \
           : OUT(d)                                                                                                \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));               \
     }                                                                                                             \
   };
 #define DEFINE_PRODUCTS(N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
-  DEFINE_PRODUCT(bf16, "bf16", N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
-  DEFINE_PRODUCT(fp16, "f16", N, D, OUT, X0, X1, X2, X3, X4, X5, X6)
+  DEFINE_PRODUCT(bf16, "bf16", 16, N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
+  DEFINE_PRODUCT(fp16, "f16", 16, N, D, OUT, X0, X1, X2, X3, X4, X5, X6)
 
 DEFINE_PRODUCTS(16, D1, OUT1, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 DEFINE_PRODUCTS(32, D2, OUT2, "%16", "%17", "%18", "%19", "%20", "%21", "%22")

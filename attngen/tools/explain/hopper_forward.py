@@ -1,4 +1,4 @@
-"""A Hopper kernel in CUDA in words and numbers: roles, registers, shared memory, barriers, loop, floor."""
+"""A Hopper forward in CUDA in words and numbers: roles, registers, shared memory, loop, floor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from attngen.plan.floors import ROWS, Floor, floor
+from attngen.plan.floors import ROWS, floor
 from attngen.plan.model import Plan
+from attngen.plan.operands import fragment_registers
 from attngen.plan.pipes import Pipes
-from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.structures import HopperForward
-from attngen.tools.explain.floor import HeadFloor, floor_dict, floor_lines
+from attngen.tools.explain.floor import floor_dict
+from attngen.tools.explain.schedule import ScheduleExplanation
 
 _WARPGROUP = 128  # threads
 
@@ -33,41 +34,25 @@ class Registers:
 
 
 @dataclass(frozen=True, slots=True)
-class Barrier:
-    """A barrier in shared memory (``count`` of them) or, if ``named``, one of the hardware's for each consumer."""
+class HopperExplanation(ScheduleExplanation):
+    """What the Hopper forwards, with warp roles and without, tell of a plan."""
 
-    name: str
-    count: int
-    arrivals: int  # threads or warps that arrive in each phase; threads of a named barrier
-    named: bool
-    guards: str
+    @property
+    def hopper(self) -> HopperForward:
+        """The structure of the plan."""
+        assert isinstance(self.plan.structure, HopperForward)
+        return self.plan.structure
 
-
-@dataclass(frozen=True, slots=True)
-class HopperExplanation:
-    """Everything that ``attngen explain`` says of a Hopper kernel beside what it says of any."""
-
-    plan: Plan
-    hopper: HopperForward
-    pipes: Pipes
-    registers: Registers
-    barriers: tuple[Barrier, ...]
-    floor: Floor
-    heads: tuple[HeadFloor, ...] = ()
-
-    @classmethod
-    def of(cls, plan: Plan) -> HopperExplanation | None:
-        """Return the explanation of a plan, or None if the plan has no roles."""
-        roles = plan.structure
-        if not isinstance(roles, HopperForward):
-            return None
-        pipes = forward_pipes_of(plan)
-        return cls(plan, roles, pipes, _registers(plan, roles), tuple(_barriers(pipes)), floor(plan))
+    @property
+    def registers(self) -> Registers:
+        """Registers of each role, and how a consumer uses its own."""
+        return _registers(self.plan, self.hopper)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen explain --json`` prints it."""
-        hopper = self.hopper
-        return {
+        """Return its entries of the JSON form."""
+        hopper, low = self.hopper, self.floor
+        assert low is not None
+        told = {
             "roles": {
                 "specialized": hopper.specialized,
                 "consumers": hopper.consumers,
@@ -83,29 +68,25 @@ class HopperExplanation:
                 "pack_gqa": self.plan.pack_gqa,
             },
             "registers": asdict(self.registers),
-            "barriers": [asdict(barrier) for barrier in self.barriers],
             "loop": dict(self.loop()),
-            "floor": floor_dict(self.floor, self.heads),
+            "floor": floor_dict(low, self.heads),
         }
+        return {"hopper": told}
 
-    def regions(self) -> list[dict[str, Any]]:
-        """Return the map of shared memory: name, offset and size in bytes, and what it holds."""
-        return [
-            {**asdict(region), "holds": _holds(self.plan, self.hopper, region.name)} for region in self.hopper.shared
-        ]
+    def holds(self, region: str) -> str:
+        """Say what a region of shared memory holds."""
+        return _holds(self.plan, self.hopper, region)
 
     def facts(self) -> dict[str, list[str]]:
         """Return lines by label, for people."""
         total, limit = self.hopper.shared_bytes, self.plan.arch.shared_memory
-        regions = self.regions()
         return {
-            "roles": list(_roles(self.plan, self.hopper, self.pipes)),
+            "roles": list(_roles(self.plan, self.hopper)),
             "registers": self._registers(),
             "shared memory": [
                 f"{total} B of {limit} B; offset, bytes and what is there:",
-                *(f"{r['offset']:6d} {r['bytes']:6d}  {r['name']:10s} {r['holds']}" for r in regions),
+                *(f"{r.offset:6d} {r.bytes:6d}  {r.name:10s} {self.holds(r.name)}" for r in self.hopper.shared),
             ],
-            "barriers": [_barrier(barrier) for barrier in self.barriers],
             "steps": [f"{name:10s} {text}" for name, text in self.loop()],
         }
 
@@ -147,13 +128,9 @@ class HopperExplanation:
             yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
         yield "epilogue", _epilogue(self.plan, hopper)
 
-    def floor_lines(self) -> Iterator[str]:
-        """Yield the floor, for people."""
-        return floor_lines(self.plan, self.floor, self.heads)
-
     def _warps(self) -> dict[str, int | None]:
         """Return the warp of each role of the producer; without roles, the first warp loads."""
-        if not self.hopper.specialized:
+        if not self.hopper.specialized or self.pipes is None:
             return {"scheduler_warp": None, "loader_warp": 0, "query_loader_warp": 0}
         return {f"{name}_warp": self.pipes.role(name).first for name in ("scheduler", "loader", "query_loader")}
 
@@ -170,6 +147,11 @@ class HopperExplanation:
         ]
 
 
+def explain(plan: Plan, pipes: Pipes | None) -> HopperExplanation:
+    """Return what the schedule tells of a plan."""
+    return HopperExplanation(plan, pipes, floor(plan))
+
+
 _SOFTMAX = {
     "fixed_reference": "P(j) from the old reference; redone from a maximum if a lane's sum exceeds {above} or grows "
     "{growth} times",
@@ -180,8 +162,11 @@ _SOFTMAX = {
 
 def _registers(plan: Plan, hopper: HopperForward) -> Registers:
     launch = min(plan.arch.registers // plan.threads // 8 * 8, 256)
-    s, p, o = plan.tile_n // 2, plan.tile_n // 4, plan.columns_v[0].width // 2
-    producer, consumer = hopper.producer_registers, hopper.consumer_registers
+    given = plan.operands
+    s, o = (fragment_registers(columns, given.accumulator) for columns in (plan.tile_n, plan.columns_v[0].width))
+    p = fragment_registers(plan.tile_n, given.p)
+    producer = hopper.registers_of("loader") if hopper.specialized else 0
+    consumer = hopper.registers_of("consumers")
     return Registers(
         producer=producer,
         consumer=consumer,
@@ -196,22 +181,7 @@ def _registers(plan: Plan, hopper: HopperForward) -> Registers:
     )
 
 
-def _barriers(pipes: Pipes) -> Iterator[Barrier]:
-    """Yield the barriers as the kernel declares them."""
-    for barrier in pipes.barriers:
-        signal = barrier.signal
-        says = f"{signal.says} ({signal.sources})"
-        yield Barrier(barrier.name, barrier.count, signal.arrivals, named=False, guards=says)
-    for one in pipes.named:
-        yield Barrier(one.name, one.count, one.threads, named=True, guards=one.guards)
-
-
-def _barrier(barrier: Barrier) -> str:
-    who = f"{barrier.arrivals} {'threads' if barrier.named else 'arrivals' if barrier.arrivals > 1 else 'arrival'}"
-    return f"{barrier.name:10s} {barrier.count} x {who:11s}  {barrier.guards}" + (" (named)" if barrier.named else "")
-
-
-def _roles(plan: Plan, hopper: HopperForward, pipes: Pipes) -> Iterator[str]:
+def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
     each = "consumer" if hopper.consumers == 1 else "consumers"
     if not hopper.specialized:
         each = "warpgroup" if hopper.consumers == 1 else "warpgroups"
@@ -221,7 +191,7 @@ def _roles(plan: Plan, hopper: HopperForward, pipes: Pipes) -> Iterator[str]:
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
-    scheduler, loader, of_q = (pipes.role(name).first for name in ("scheduler", "loader", "query_loader"))
+    scheduler, loader, of_q = (role.first for role in hopper.warp_roles if role.name != "consumers")
     yield f"producer: warp {scheduler} schedules tiles of work; by TMA, warp {loader} loads K and V, and {of_q} Q"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
@@ -243,7 +213,7 @@ def _overlap(hopper: HopperForward) -> str:
 def _epilogue(plan: Plan, hopper: HopperForward) -> str:
     if not hopper.staged:
         return "direct: O goes from registers to memory, 16 bytes of a row at a time"
-    return "staged: O goes through shared memory, " + ("and out by rows" if plan.varlen else "and out by TMA")
+    return "staged: O goes through shared memory, " + ("and out by rows" if plan.ragged_queries else "and out by TMA")
 
 
 def _masks(plan: Plan) -> str:

@@ -1,0 +1,61 @@
+"""The dtype of each matrix of a kernel, made from the spec in one place, and what follows from several of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from attngen.dtypes import REGISTER_BYTES, DType, dtype
+from attngen.schema.expand import KernelSpec
+
+_WARPGROUP_ROWS_PER_THREAD = 2  # 64 rows x n columns over 128 threads: n / 2 elements of each
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What a kernel reads (q, k, v, dout), multiplies again (p, ds), adds up (accumulator) and writes (the others).
+
+    A forward has no use for those of a backward.
+    """
+
+    q: DType
+    k: DType
+    v: DType
+    p: DType
+    out: DType
+    dout: DType
+    ds: DType
+    dq: DType
+    dk: DType
+    dv: DType
+    accumulator: DType
+
+    def of(self, name: str) -> DType:
+        """Return the dtype of a matrix by its name; AttributeError if there is none."""
+        found: DType = getattr(self, name)
+        return found
+
+    def shared(self, *names: str) -> DType:
+        """Return the dtype that several matrices share; ValueError if a schedule that needs that was given others."""
+        found = {name: self.of(name) for name in names}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name} {row.name}" for name, row in found.items())
+            raise ValueError(f"these operands must have one dtype: {listed}")
+        return self.of(names[0])
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the JSON form of the manifest: names of dtypes."""
+        return {field.name: self.of(field.name).name for field in fields(self)}
+
+
+def operands_of(spec: KernelSpec) -> Operands:
+    """Return the dtypes of a spec's kernel; KeyError for one that attngen does not know."""
+    element = dtype(spec.dtype)
+    return Operands(
+        q=element, k=element, v=element, p=element, out=element, dout=element, ds=element, dq=element, dk=element,
+        dv=element, accumulator=dtype("fp32"),
+    )  # fmt: skip
+
+
+def fragment_registers(columns: int, element: DType) -> int:
+    """Return the registers of a thread that a warpgroup's 64 rows and so many columns take."""
+    return columns // _WARPGROUP_ROWS_PER_THREAD * element.bytes // REGISTER_BYTES

@@ -1,0 +1,98 @@
+"""The Hopper backwards in CUDA in words: what their launches do, and the roles of the kernel of all products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attngen.plan.model import Launch
+from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.tiles import padded_width
+from attngen.tools.explain.backward import describe
+from attngen.tools.explain.schedule import ScheduleExplanation
+
+_OVERLAPS = {
+    "gradients": "runs under dQ and dK of the one before",
+    "pingpong": "runs under products of the other consumer: they take turns at the tensor cores",
+    "nothing": "runs under no product of its own warpgroup",
+    "roles": "runs under products of other warpgroups",
+    "dv": "runs under dV of the one before, and products of other warpgroups",
+    "dk": "runs under dK of the one before",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExplanation(ScheduleExplanation):
+    """What the Hopper backward by single blocks tells of a plan."""
+
+    more: ClassVar[dict[str, str]] = {
+        "preprocess": "; clears the dQ accumulator",
+        "dkdv": "; adds dQ to float32 sums, and rounds those that are complete",
+    }
+
+    @property
+    def roles(self) -> HopperBackward:
+        """The structure of the plan."""
+        assert isinstance(self.plan.structure, HopperBackward)
+        return self.plan.structure
+
+    def launch(self, launch: Launch) -> list[str]:
+        """Return lines on one launch: what it does, and the warpgroups and the memory of that of all products."""
+        plan, roles = self.plan, self.roles
+        does = describe(launch) + self.more.get(launch.name, "")
+        if launch.name != plan.main:
+            return [does]
+        sizes = ", ".join(f"{region.name} {region.bytes}" for region in roles.shared if region.bytes >= 1024)
+        flight = f"{roles.q_stages} tiles of Q, {launch.stages} {self.of_dout()}of dO, 2 of dS"
+        return [
+            does + (", those of the first keys first" if plan.ordered else ""),
+            *self.warpgroups(),
+            f"loop: {launch.driver}; the softmax of a step {_OVERLAPS[roles.overlap]}",
+            f"in flight: {flight}",
+            f"shared memory {roles.shared_bytes} B: {sizes}",
+        ]
+
+    def warpgroups(self) -> Iterator[str]:
+        """Yield a line for each role."""
+        roles = self.roles
+        yield f"producer: 1 warpgroup, {self.registers('loader')}: loads, adds up dQ and rounds it"
+        yield f"consumers: {roles.consumers} warpgroups of 64 keys, {self.registers('consumers')}"
+
+    def registers(self, role: str) -> str:
+        """Say how many registers a role has."""
+        return f"{self.roles.registers_of(role)} registers a thread"
+
+    def of_dout(self) -> str:
+        """Say what a stage of dO holds, where it is no whole tile."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterExplanation(BlockExplanation):
+    """What the Hopper backward by clusters tells of a plan."""
+
+    more: ClassVar[dict[str, str]] = {**BlockExplanation.more, "dkdv": "; adds dQ to float32 sums"}
+
+    def launch(self, launch: Launch) -> list[str]:
+        """Return lines on one launch; that of dQ multiplies nothing."""
+        if launch.name == "dq":
+            return [f"dQ of {launch.tile_m} queries from its sums"]
+        return BlockExplanation.launch(self, launch)
+
+    def warpgroups(self) -> Iterator[str]:
+        """Yield a line for each role."""
+        roles = self.roles
+        yield f"a cluster of {roles.cluster} blocks of {roles.keys} keys, in each of which 1 warpgroup"
+        order = "; a warp of it keeps the order of sums" if roles.ordered else ""
+        yield f"loads: {self.registers('query_loader')}; a half of Q and dO for both blocks{order}"
+        yield f"multiplies S and keeps dV: {self.registers('values')}"
+        yield f"multiplies dP and keeps dK: {self.registers('keys')}"
+        yield (
+            f"multiplies {roles.dq_columns} columns of dQ, {roles.dq_part} at once, and adds them to sums: "
+            f"{self.registers('queries')}"
+        )
+
+    def of_dout(self) -> str:
+        """Say that a stage of dO holds half a tile, where it does."""
+        return "half ones " if self.roles.parts_of(padded_width(self.plan.columns_v)) > 1 else ""

@@ -1,0 +1,78 @@
+"""The pipes of a kernel in words and numbers: its rings, and the barriers between its warps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attngen.plan.pipes import Pipes, Ring
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Barriers in shared memory (``count`` of them) or, if ``named``, of the hardware's."""
+
+    name: str
+    count: int
+    arrivals: int  # threads or warps that arrive in each phase; threads of a named barrier
+    named: bool
+    guards: str
+
+
+def barriers(pipes: Pipes) -> Iterator[Barrier]:
+    """Yield the barriers as the kernel declares them."""
+    for barrier in pipes.barriers:
+        signal = barrier.signal
+        says = f"{signal.says} ({signal.sources})"
+        yield Barrier(barrier.name, barrier.count, signal.arrivals, named=False, guards=says)
+    for one in pipes.named:
+        yield Barrier(one.name, one.count, one.threads, named=True, guards=one.guards)
+
+
+def pipes_dict(pipes: Pipes) -> dict[str, Any]:
+    """Return them as ``attngen explain --json`` prints them; ``registers`` are those of each thread of a role."""
+    return {
+        "rings": [_ring_dict(ring) for ring in pipes.rings],
+        "barriers": [asdict(barrier) for barrier in barriers(pipes)],
+        "roles": [asdict(role) for role in pipes.roles],
+    }
+
+
+def ring_lines(pipes: Pipes) -> list[str]:
+    """Return a line for each ring: stages, bytes of a stage, who fills and who empties it, and what it guards."""
+    width = max(len(ring.name) for ring in pipes.rings)
+    return [
+        f"{ring.name:{width}s} {ring.stages} x {_stage_bytes(ring):6d} B  "
+        f"{ring.writers} -> {ring.readers}: {ring.guards}"
+        for ring in pipes.rings
+    ]
+
+
+def barrier_lines(pipes: Pipes) -> list[str]:
+    """Return a line for each barrier: its name, how many there are, how many arrive, and what it guards."""
+    found = list(barriers(pipes))
+    width = max(len(barrier.name) for barrier in found)
+    return [_line(barrier, width) for barrier in found]
+
+
+def _line(barrier: Barrier, width: int) -> str:
+    who = f"{barrier.arrivals} {'threads' if barrier.named else 'arrivals' if barrier.arrivals > 1 else 'arrival'}"
+    return f"{barrier.name:{width}s} {barrier.count} x {who:11s}  {barrier.guards}" + (
+        " (named)" if barrier.named else ""
+    )
+
+
+def _ring_dict(ring: Ring) -> dict[str, Any]:
+    return {
+        "name": ring.name,
+        "stages": ring.stages,
+        "bytes": _stage_bytes(ring),
+        "writers": ring.writers,
+        "readers": ring.readers,
+        "guards": ring.guards,
+    }
+
+
+def _stage_bytes(ring: Ring) -> int:
+    return sum(size for _, size in ring.stored)

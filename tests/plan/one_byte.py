@@ -1,0 +1,33 @@
+"""A dtype of one byte, which attngen does not have, as operands of its kernels: a row of the table must suffice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attngen.dtypes import DTYPES, DType
+from attngen.plan import choices, draft
+from attngen.plan.operands import Operands, operands_of
+from attngen.plan.schedules import hopper_backward, hopper_forward, triton_backward, triton_forward
+from attngen.schema import KernelSpec
+
+E4M3 = DType("e4m3", "float8_e4m3fn", "fp8e4nv", "float8e4nv", "e4m3", 1, "float", "e4m3", "UINT8")
+
+READ = ("q", "k", "v", "p", "dout", "ds")
+
+
+def one_byte(spec: KernelSpec) -> Operands:
+    """Return the operands of a spec, of which those that are multiplied have one byte; results have as many as ever.
+
+    A backward reads O beside dO.
+    """
+    read = (*READ, "out") if spec.direction == "backward" else READ
+    return replace(operands_of(spec), **dict.fromkeys(read, E4M3))
+
+
+def use_one_byte(patch: pytest.MonkeyPatch) -> None:
+    """Have plans be made of such operands."""
+    patch.setitem(DTYPES, "e4m3", E4M3)
+    for module in (choices, draft, hopper_forward, hopper_backward, triton_forward, triton_backward):
+        patch.setattr(module, "operands_of", one_byte)

@@ -1,0 +1,63 @@
+"""A schedule answers what is asked of it: nothing else of attngen asks which one it is."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+
+import attngen
+from attngen.plan.schedules import schedules
+
+PACKAGE = Path(attngen.__file__).parent
+ALL = [row for direction in ("forward", "backward") for row in schedules(direction)]
+#: What each schedule names for itself: its view, and what it tells ``attngen explain``.
+OWN = {
+    PACKAGE.parent / f"{name.partition(':')[0].replace('.', '/')}.py"
+    for row in ALL
+    for name in (row.view, row.explanation)
+}
+OTHERS = sorted(
+    path
+    for path in PACKAGE.rglob("*.py")
+    if path not in OWN
+    and not path.is_relative_to(PACKAGE / "plan/schedules")
+    and not path.is_relative_to(PACKAGE / "render")
+)
+
+
+def asked(text: str) -> list[str]:
+    """Return the lines of a module that know one schedule: by its module, its structure or its name."""
+    found = []
+    names = {row.name for row in ALL}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attngen.plan.schedules."):
+            found.append(f"{node.lineno}: from {node.module} import …")
+        elif isinstance(node, ast.ImportFrom) and node.module == "attngen.plan.schedules":
+            modules = {one.name for one in node.names} & (
+                {path.stem for path in (PACKAGE / "plan/schedules").glob("*.py")}
+            )
+            found += [f"{node.lineno}: import of {name}" for name in modules]
+        elif isinstance(node, ast.Constant) and node.value in names:
+            found.append(f"{node.lineno}: {node.value!r}")
+    return found
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_nothing_outside_asks_which_schedule_it_is(path: Path) -> None:
+    assert not asked(path.read_text("utf-8"))
+
+
+def test_who_asks_is_found() -> None:
+    assert asked("from attngen.plan.schedules.structures import HopperForward")
+    assert asked("from attngen.plan.schedules import hopper_forward")
+    assert asked("def f(plan):\n    return plan.schedule == 'hopper_cluster'")
+    assert not asked("from attngen.plan.schedules import named")
+
+
+@pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)
+def test_a_schedule_names_what_exists(row: object) -> None:
+    for name in ("view", "explanation"):
+        assert callable(resolve_name(getattr(row, name)))

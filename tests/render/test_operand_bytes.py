@@ -1,0 +1,231 @@
+"""CUDA kernels take bytes of elements, K of products and columns of copies from their operands.
+
+Their texts are rendered with operands of two bytes and of one, and what these say of bytes is compared with the plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from attngen.dtypes import DTYPES
+from attngen.plan import Plan
+from attngen.plan.arguments import STRIDED
+from attngen.plan.operands import fragment_registers
+from attngen.plan.schedules import schedules
+from attngen.plan.schedules.structures import HopperForward
+from attngen.render import render
+from attngen.resources import root
+from tests.plan.one_byte import use_one_byte
+from tests.plan.specs import planned
+from tests.render.operand_bytes import asserted, constants, copies, evaluate, offset, places, product_loops
+
+FORWARD, BACKWARD = {"backend": "cuda"}, {"passes": "backward", "backward": "{backend: cuda}"}
+KERNELS = {
+    "forward": {**FORWARD, "head_dim": 128},
+    "forward of 64 bytes a copy": {**FORWARD, "head_dim": 96},
+    "skips": {**FORWARD, "variant": "sliding_window", "head_dim": 64},
+    "varlen": {**FORWARD, "head_dim": 128, "layout": "varlen"},
+    "packed heads": {**FORWARD, "head_dim": 128, "pack_gqa": "true"},
+    "direct": {**FORWARD, "head_dim": 64, "epilogue": "direct"},
+    "two head dims": {**FORWARD, "head_dim": "{qk: 192, v: 128}"},
+    "unified": {**FORWARD, "head_dim": 128, "warps": "{producer: 0}"},
+    "pingpong": {**BACKWARD, "head_dim": 64},
+    "gradients": {**BACKWARD, "head_dim": 128},
+    "dk": {**BACKWARD, "variant": "alibi", "head_dim": 128},
+    "nothing": {**BACKWARD, "variant": "causal_dropout", "head_dim": 128},
+    "varlen backward": {**BACKWARD, "head_dim": 128, "layout": "varlen"},
+    "cluster": {**BACKWARD, "head_dim": 192},
+    "cluster of parts": {**BACKWARD, "head_dim": 256},
+}
+DROPOUT = 'variants:\n  causal_dropout: {mask: "kv <= q_pos", dropout: true}\n'
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> dict[str, object]:
+    fields = KERNELS[request.param]
+    return {**fields, "declared": DROPOUT} if fields.get("variant") == "causal_dropout" else dict(fields)
+
+
+@pytest.fixture(params=[2, 1], ids=["two bytes", "one byte"])
+def found(request: pytest.FixtureRequest, kernel: dict[str, object]) -> Iterator[tuple[Plan, str, dict[str, int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == 1:
+            use_one_byte(patch)
+        plan = planned(**kernel)  # type: ignore[arg-type]
+        assert plan.operands.q.bytes == request.param
+        text = render(plan).text
+        yield plan, text, constants(text, {row.cuda: row.bytes for row in DTYPES.values()})
+
+
+def boxes(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    """Return rows, columns and bytes of an element of the box of each tensor map."""
+    maps = [a for launch in plan.launches for a in launch.arguments if a.kind == "descriptor"]
+    rows = {a.of: (a.box[-3], a.box[-1], plan.operands.of(a.of).bytes) for a in maps if a.of and a.box}
+    for name in ("out", "q") if plan.pack_gqa else ():
+        assert rows[name][0] in (64, plan.tile_m)
+    return rows
+
+
+def test_constants_are_those_of_the_operands(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, _, numbers = found
+    operands, structure = plan.operands, plan.structure
+    assert numbers["kMmaK"] == operands.q.mma_k
+    assert numbers["kElementBytes"] == operands.q.bytes
+    assert numbers["kBoxBytes"] == structure.box_bytes
+    assert numbers["kBoxColumns"] == structure.box_bytes // operands.q.bytes
+    if isinstance(structure, HopperForward):
+        assert numbers["kPacked"] == operands.p.register_elements
+        assert numbers["kOutChunk"] == operands.out.chunk_elements
+    else:
+        assert (numbers["kChunk"], numbers["kGradChunk"]) == (operands.dout.chunk_elements, operands.dq.chunk_elements)
+
+
+def test_matrices_fill_the_memory_that_is_planned(found: tuple[Plan, str, dict[str, int]]) -> None:
+    _, text, numbers = found
+    equations = asserted(text)
+    assert len(equations) >= 2
+    for equation in equations:
+        assert evaluate(equation, numbers), equation
+
+
+def test_copies_go_where_products_look(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    shapes, seen = boxes(plan), set()
+    for tensor, where, step in copies(text):
+        names = [tensor] if tensor else ["k", "v"]  # a cluster's loader has a function for both
+        columns = evaluate(step, numbers)
+        for rows, width, size in (shapes[name] for name in names):
+            start = evaluate(where, {**numbers, "column": 0})
+            assert evaluate(where, {**numbers, "column": width}) - start == width * rows * size, (tensor, where)
+            assert columns in (width, 2 * width), (tensor, step)  # a block of a cluster brings every second one
+        seen.update(names)
+    assert seen == set(shapes)
+
+
+def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    element, seen = plan.operands.q, 0
+    boxes_of_rows = ((numbers["kBoxColumns"], numbers["kBoxBytes"]), (64, 64 * element.bytes))  # and those of dS
+    sides = {numbers["kBlockM"], numbers.get("kKeys", numbers["kBlockN"])}
+    for loop in product_loops(text, numbers):
+        assert loop.step == element.mma_k
+        values = range(0, loop.end, loop.step)
+        # 32 bytes further in a row of a box, from box to box; or so many rows further
+        expected = [
+            [value // columns * rows * size + value % columns * element.bytes for value in values]
+            for columns, size in boxes_of_rows
+            for rows in sides
+        ] + [[value * size for value in values] for _, size in boxes_of_rows]
+        seen += loop.products
+        for expression in loop.offsets:
+            assert [offset(loop, expression, value, numbers) for value in values] in expected, expression
+            part = offset(loop, expression, 0, numbers, part=1)
+            width = numbers.get("kQkPart", 0)
+            assert part in {0, *(width * rows * element.bytes for rows in sides)}, expression
+    assert seen == len(re.findall(r"\b[sr]s<\d(?:, \d)?>\(", text)) >= 2
+
+
+def test_descriptors_have_boxes_of_the_bytes_that_are_swizzled(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    rows_of_boxes = {plan.structure.box_bytes, 64 * plan.operands.q.bytes}
+    sides = {numbers["kBlockM"], numbers.get("kKeys", numbers["kBlockN"])}
+    matrices = re.findall(r"using \w+ = Matrix<(.*?), (.*?), (\d)>;", text)
+    assert len(matrices) >= 3
+    for leading, stride, _ in matrices:
+        size, rest = divmod(evaluate(stride, numbers), 8)  # rows
+        assert rest == 0
+        assert size in rows_of_boxes, stride
+        assert evaluate(leading, numbers) in {16, *(rows * size for rows in sides)}, leading
+
+
+def test_places_in_shared_memory_count_bytes_of_rows(found: tuple[Plan, str, dict[str, int]]) -> None:
+    """Rows of a box follow each other, 64 of a consumer; dS has boxes of the 64 keys of a consumer."""
+    plan, text, numbers = found
+    box, size = plan.structure.box_bytes, plan.operands.q.bytes
+    keys = numbers.get("kKeys", numbers["kBlockN"])
+    consumer = {
+        "kDs": {rows * 64 * size for rows in (64, numbers["kBlockM"])},
+        "kDq": {numbers.get("kDqBytes")},
+        "kOut": {numbers.get("kOutBytes")},
+        "kK": {numbers.get("kDqColumns", 0) * keys * size},
+        "": {64 * box},
+    }
+    for place in places(text):
+        region = next((name for name in ("kDs", "kDq", "kOut", "kK") if re.search(rf"\b{name}\b", place)), "")
+        moves = {
+            "warpgroup": (1, consumer[region]),
+            "row": (8, {8 * box}),
+            "q": (8, {8 * 64 * size}),
+            "i": (1, {16 if place == "to + 16 * i" else 16 * 64 * size}),  # a chunk that is cleared, or rows of dS
+            "part": (1, {numbers.get("kVPart", 0) * keys * size}),
+            "column": (box // plan.operands.out.bytes, {64 * box}) if "out_rows" in place else (1, {keys * size}),
+        }
+        for name, (count, allowed) in moves.items():
+            if "kChunks" not in place and re.search(rf"\b{name}\b", place):  # dK and dV fill what they need
+                moved = evaluate(place, {**numbers, name: count}) - evaluate(place, numbers)
+                assert moved in allowed, (place, name)
+
+
+def test_copies_announce_the_bytes_that_they_bring(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    size = plan.operands.q.bytes
+    told = re.findall(r"arrive_expecting\((.*?)\);", text)
+    announced = {evaluate(one, {**numbers, "inside": 1}) for one in told}
+    stage = {region.name: region.bytes for region in plan.structure.shared}
+    rings = {"q": "QRing_kStages", "k": "KRing_kStages", "v": "VRing_kStages", "dout": "DoutRing_kStages"}
+    wanted = {stage[name] // numbers[ring] for name, ring in rings.items() if name in stage and ring in numbers}
+    if plan.structure.consumers and plan.direction == "backward":
+        wanted = {stage[name] // numbers[rings[name]] for name in ("q", "dout")}
+        if plan.structure.cluster > 1:
+            wanted |= {stage["other_ds"] // 2, numbers["kKeys"] * size}  # of one column
+        else:
+            wanted |= {stage["k"] + stage["v"], numbers["kPieceBytes"]}
+    assert announced == wanted
+
+
+def test_chunks_are_16_bytes(found: tuple[Plan, str, dict[str, int]]) -> None:
+    """What a lane reads, what swizzles exchange, and what a loader clears."""
+    plan, text, numbers = found
+    read = plan.operands.dout.chunk_elements
+    for expression in re.findall(r"<const int4\*>\(\w+ \+ .* \+ (\S+ \* chunk)\)", text):
+        assert evaluate(expression, {**numbers, "chunk": 1}) == read
+    for expression in re.findall(r"const int chunk = (column [^,;]*)", text):
+        columns = plan.structure.box_bytes // plan.operands.out.bytes
+        chunks = [evaluate(expression, {**numbers, "column": column}) for column in range(0, 2 * columns, 8)]
+        assert chunks == 2 * list(range(columns // plan.operands.out.chunk_elements))
+    for expression in re.findall(r"int i = (inside [^;]*?) \+ lane|i < (columns [^;]*);", text):
+        cleared = evaluate("".join(expression), {**numbers, "inside": 32, "columns": 32})
+        assert 16 * cleared == 32 * numbers["kKeys"] * plan.operands.k.bytes
+
+
+def test_probabilities_take_their_registers(found: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = found
+    if plan.direction == "backward":
+        return  # in pairs, as the kernel asserts
+    registers = [evaluate(one, numbers) for one in re.findall(r"uint32_t p\[(.*?)\];", text)]
+    assert registers == [fragment_registers(plan.tile_n, plan.operands.p)]
+    (step,) = re.findall(r"\(acc, p \+ (.*?), v\.at", text)
+    assert evaluate(step, {**numbers, "key": plan.operands.p.mma_k}) == 4
+
+
+def test_every_schedule_and_layout_is_among_them() -> None:
+    plans = [planned(**fields, declared=DROPOUT) for fields in KERNELS.values()]  # type: ignore[arg-type]
+    rows = [row for direction in ("forward", "backward") for row in schedules(direction, backend="cuda")]
+    assert {plan.schedule for plan in plans} == {row.name for row in rows}
+    assert {plan.layout for plan in plans} == set(STRIDED)
+
+
+#: What rendered kernels may not show, since no plan here takes that line: sizes, boxes and steps of two bytes.
+_OF_TWO_BYTES = re.compile(
+    r"\* 2[,)]* *(?:\w+_)?map\b|% kBoxColumns \* 2|\bk\w*Bytes = [^;]* \* 2;|2 \* kBoxColumns;|\+= 16\)"
+)
+
+
+def test_no_line_of_a_template_takes_two_bytes_for_granted() -> None:
+    folder = root() / "templates" / "cuda"
+    for path in sorted(folder.glob("*/*.j2")):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            assert not _OF_TWO_BYTES.search(line), f"{path.relative_to(folder)}:{number}: {line.strip()}"
