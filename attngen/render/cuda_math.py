@@ -299,7 +299,11 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
     """Return the statements that name the query of a row and, where rows are of several heads, its head."""
     asked = read & {*_QUERY_NAMES, "h"}
     first, lines = "{q_first} + 8 * {row}", []
-    if plan.pack_gqa:
+    if plan.split_kv:  # groups of any size: the kernel divides once
+        first = "{query}[{row}]"
+        if "h" in asked:
+            lines.append(int_constant("h", "{head}[{row}]"))
+    elif plan.pack_gqa:
         first = "{q_first} + ({row_in_group} + 8 * {row} >> {group_bits})"
         if "h" in asked:
             lines.append(int_constant("h", "({hk} << {group_bits}) + ({row_in_group} + 8 * {row} & {group} - 1)"))
@@ -361,7 +365,7 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     if plan.driver != "ranges":
         values, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
         lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
-        return Tiles(with_corners(lines, along=along), (("visible_lo", "visible_hi"),), (), values)
+        return Tiles(with_corners(lines, along=along, any_group=plan.split_kv), (("visible_lo", "visible_hi"),), (), values)
     bounded = Bands(found.visible, (), exact=True)
     nothing = (integer(0), integer(0))  # where the mask is false whatever is called: one range, without a tile
     visible = list(segments(bounded, along.tile, along.length, facts_of(plan)).partial) or [nothing]
@@ -370,14 +374,15 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     values, lines = emit_named(plan, CUDA, {name: settled(plan, end, along) for name, end in ends.items()}, along)
     fields = list(ends)
     pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
-    corners = with_corners(lines, values.values(), along=along)
+    corners = with_corners(lines, values.values(), along=along, any_group=plan.split_kv)
     return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), values)
 
 
 def with_corners(
-    statements: Sequence[Statement], others: Iterable[Piece] = (), *, along: Along = KEYS
+    statements: Sequence[Statement], others: Iterable[Piece] = (), *, along: Along = KEYS, any_group: bool = False
 ) -> tuple[Statement, ...]:
-    """Return the statements behind definitions of the corners that they, or the ``others``, read."""
+    """Return the statements behind definitions of the corners that they, or the ``others``, read. ``any_group``: heads
+    that share rows need not be a power of two."""
     read = reads([*statements, *others])
     corners = []
     if along is QUERIES:
@@ -390,7 +395,8 @@ def with_corners(
     if "q_pos_hi" in read:
         corners.append(int_constant("q_pos_hi", "{q_hi} + ({seqlen_k} - {seqlen_q})"))
     if read & {"h_lo", "h_hi"}:
-        corners.append(int_constants({"h_lo": "{hk} << {group_bits}", "h_hi": "{h_lo} + ({group} - 1)"}))
+        first = "{hk} * {group}" if any_group else "{hk} << {group_bits}"
+        corners.append(int_constants({"h_lo": first, "h_hi": "{h_lo} + ({group} - 1)"}))
     return (*corners, *statements)
 
 

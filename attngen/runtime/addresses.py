@@ -6,11 +6,15 @@ gradients, then workspaces and tile maps, in an order that a prepared kernel tel
 
 from __future__ import annotations
 
-FORWARD = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_counter", "page_table")
+FORWARD = (
+    "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_counter", "page_table",
+    "split_counters",
+)  # fmt: skip
 BACKWARD = (*FORWARD, "dout", "dlse", "dq", "dk", "dv")
 
 (
-    Q, K, V, OUT, LSE, CU_SEQLENS_Q, CU_SEQLENS_K, SEQUSED_K, TILE_COUNTER, PAGE_TABLE, DOUT, DLSE, DQ, DK, DV,
+    Q, K, V, OUT, LSE, CU_SEQLENS_Q, CU_SEQLENS_K, SEQUSED_K, TILE_COUNTER, PAGE_TABLE, SPLIT_COUNTERS, DOUT, DLSE, DQ,
+    DK, DV,
 ) = range(len(BACKWARD))  # fmt: skip
 
 

@@ -81,7 +81,8 @@ class Driver(Protocol):
         """Handle of the caller's current stream on the device."""
 
     def zeros(self, size: int, device: int) -> int:
-        """Return the address of so many bytes of zeros, cleared on the caller's current stream.
+        """Return the address of so many bytes of zeros, cleared on the caller's current stream, or, where that records a
+        graph, before this returns.
 
         They live as long as the process, outside of torch's memory: where torch is about to record a graph, what it
         allocates goes to the graph's pool, and nothing in there may outlive the call.
@@ -92,6 +93,10 @@ class Driver(Protocol):
 
         ``sizes`` lists the bytes of each parameter; LoadError if the cubin's own list differs.
         """
+
+    def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
+        """How many clusters of ``size`` blocks of a loaded kernel run at once: a few blocks less than there are
+        multiprocessors, since a cluster lies in one part of the chip."""
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """Enqueue kernels, one behind the other, on the caller's current stream of a device; never synchronizes."""
@@ -203,7 +208,13 @@ class CudaDriver:
         cu = self._cu
         with self._device(device), self._relaxed_capture():
             address = int(self._call(cu.cuMemAlloc, size, what=f"{size} B of counters"))
-            self._call(cu.cuMemsetD8Async, address, 0, size, self.stream(device))
+            if not self._torch.cuda.is_current_stream_capturing():
+                self._call(cu.cuMemsetD8Async, address, 0, size, self.stream(device))
+            else:  # the graph must not clear at each replay what launches leave as they found it
+                own = self._call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+                self._call(cu.cuMemsetD8Async, address, 0, size, own)
+                self._call(cu.cuStreamSynchronize, own)
+                self._call(cu.cuStreamDestroy, own)
         return address
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
@@ -256,6 +267,19 @@ class CudaDriver:
                 f"'{symbol}': the manifest lists {len(sizes)} parameters of {list(sizes)} B, but the cubin has "
                 f"{found} B; {REMEDY}"
             )
+
+    def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
+        """See ``Driver.clusters``."""
+        cu = self._cu
+        config, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
+        config.gridDimX, config.gridDimY, config.gridDimZ = size * self.multiprocessors(device), 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = size, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        with self._device(device):
+            return max(int(self._call(cu.cuOccupancyMaxActiveClusters, function, config)), 1)
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """See ``Driver.launch``."""

@@ -12,6 +12,7 @@ from attngen.runtime.arguments import Call, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
+from attngen.runtime.splits import GRID, split_sizes
 from attngen.runtime.tensormap import usable_strides, windowed
 
 
@@ -97,6 +98,8 @@ class Tiled(Protocol):
     @property
     def grid(self) -> str: ...
     @property
+    def warps(self) -> int: ...
+    @property
     def cluster(self) -> int: ...
     @property
     def split(self) -> bool: ...
@@ -109,8 +112,11 @@ class Tiled(Protocol):
 class Geometry:
     """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
 
-    def __init__(self, launch: Tiled, call: Call, views: Mapping[str, View] | None = None) -> None:
-        """``views`` has what differs from q, k, v and a contiguous output, or comes on top of these."""
+    def __init__(
+        self, launch: Tiled, call: Call, views: Mapping[str, View] | None = None, *, clusters: int = 1
+    ) -> None:
+        """``views`` has what differs from q, k, v and a contiguous output, or comes on top of these. ``clusters``: how
+        many run at once, where blocks share keys."""
         self.launch = launch
         self.call = call
         self.map = MapShape(launch, call, by_keys=launch.by_keys) if launch.needs_tile_map else None
@@ -136,6 +142,8 @@ class Geometry:
             # tiles of query rows of all heads, where those of each sequence begin on a tile
             "sum_tiles": call.heads * (rows // launch.tile_m + call.batch if packed else call.batch * row_tiles),
         }  # fmt: skip
+        if launch.grid == GRID:
+            self.sizes |= split_sizes(launch, call, clusters)
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
         self._q_tiles = q_tiles * units
@@ -144,6 +152,7 @@ class Geometry:
             "rows": row_tiles * call.heads * (1 if packed else call.batch),
             "queries": self._q_tiles,
             "keys": kv_tiles * call.kv_heads * call.batch,
+            GRID: self.sizes.get("split_blocks", 0),
             "query_words": words,
             "key_words": words,
         }
@@ -163,6 +172,8 @@ class Geometry:
     def blocks(self, driver: Driver, device: int) -> int:
         """Blocks of the launch: one for each tile, or a cluster, or as many as run at once where each takes tile after
         tile. In a backward these round dQ of tiles of queries, too."""
+        if self.launch.grid == GRID:
+            return self.tiles
         if not self.launch.persistent:
             return self.tiles * self.launch.cluster
         return min(max(self.tiles, self._q_tiles), driver.multiprocessors(device))
@@ -250,10 +261,15 @@ class Geometry:
 
 
 def geometries(
-    kernel: Kernel, call: Call, views: Mapping[str, View], *, absent: Mapping[str, bool] | None = None
+    kernel: Kernel,
+    call: Call,
+    views: Mapping[str, View],
+    *,
+    absent: Mapping[str, bool] | None = None,
+    clusters: int = 1,
 ) -> list[Geometry]:
-    """Return the numbers of a call for each launch of a kernel, in order; ``views`` and ``absent`` as above."""
-    found = [Geometry(launch, call, views) for launch in kernel.launches]
+    """Return the numbers of a call for each launch of a kernel, in order; ``views`` and the rest as above."""
+    found = [Geometry(launch, call, views, clusters=clusters) for launch in kernel.launches]
     elements = workspace_sizes(kernel, found)
     for geometry in found:
         geometry.absent |= absent or {}

@@ -13,13 +13,14 @@ from typing import Any
 
 from attngen.errors import LoadError
 from attngen.runtime import counters
-from attngen.runtime.addresses import BACKWARD, FORWARD, TILE_COUNTER
+from attngen.runtime.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
 from attngen.runtime.arguments import Call, View
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.geometry import Geometry, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
+from attngen.runtime.splits import clusters_at_once
 from attngen.runtime.tensormap import TensorMap
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
@@ -123,7 +124,7 @@ class PreparedLaunch:
 class PreparedLaunches:
     """The launches of a kernel with one set of shapes on one device, and what each address is of that they take."""
 
-    __slots__ = ("_classify", "_counted", "_device", "_driver", "_launch", "maps", "names", "sizes")
+    __slots__ = ("_classify", "_counted", "_device", "_driver", "_launch", "_split_counters", "maps", "names", "sizes")
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class PreparedLaunches:
         ``views``: as those of a Geometry. ``tensor_names``: the call's own tensors in the order in which it lists their
         addresses. ``absent``: whether something that a backward may go without is missing.
         """
-        found = geometries(kernel, call, views, absent=absent)
+        found = geometries(kernel, call, views, absent=absent, clusters=clusters_at_once(kernel, driver, device))
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
         self.sizes = workspace_sizes(kernel, found)
         self.maps = map_shapes(found)
@@ -166,6 +167,7 @@ class PreparedLaunches:
         self._launch = PreparedLaunch(kernels, count, driver, device) if kernels else None
         self._classify = PreparedLaunch(classifiers, count, driver, device) if classifiers else None
         self._counted = any(launch.counted for launch in kernel.launches)
+        self._split_counters = max(geometry.sizes.get("split_counters", 0) for geometry in found)
         self._driver, self._device = driver, device
 
     def __call__(self, addresses: list[int], scale: float, scalars: Sequence[Any]) -> None:
@@ -175,6 +177,9 @@ class PreparedLaunches:
         """
         if self._counted:
             addresses[TILE_COUNTER] = counters.address(self._driver.stream(self._device), self._device)
+        if self._split_counters:
+            stream = self._driver.stream(self._device)
+            addresses[SPLIT_COUNTERS] = counters.of_splits(self._split_counters, stream, self._device)
         if self._launch is not None:
             self._launch(addresses, scale, scalars)
 

@@ -186,7 +186,7 @@ def _against_group(kernel: Kernel, call: Call) -> str | None:
     group = group_of(call)
     if not kernel.pack_gqa:
         return None
-    if PACKED_ROWS % group:
+    if PACKED_ROWS % group and not kernel.split_kv:
         return (
             f"it packs the query heads of a KV head into {PACKED_ROWS} rows, which {group} heads do not fill; "
             f"it takes {', '.join(str(2**n) for n in range(PACKED_ROWS.bit_length()))}"

@@ -272,6 +272,9 @@ class FakeDriver:
     def multiprocessors(self, device: int) -> int:
         return 132
 
+    def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
+        return 15
+
     def stream(self, device: int) -> int:
         return 0
 

@@ -10,6 +10,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import (
     hopper_backward,
     hopper_cluster,
+    hopper_decode,
     hopper_forward,
     hopper_unified,
     triton_backward,
@@ -21,6 +22,7 @@ from attngen.schema.expand import KernelSpec
 _ROWS: list[Schedule] = [
     hopper_forward.SCHEDULE,
     hopper_unified.SCHEDULE,
+    hopper_decode.SCHEDULE,
     triton_forward.SCHEDULE,
     hopper_backward.SCHEDULE,
     hopper_cluster.SCHEDULE,

@@ -25,7 +25,7 @@ _REGION_TEXTS = {
 #: How descriptors of wgmma name the swizzle of rows of so many bytes, and what it exchanges chunks by.
 SWIZZLES = {128: 1, 64: 2}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
-_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t"}
+_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,10 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The same in two halves, between which a thread may do something else.
+__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // Arrive at a barrier of any block of the cluster. What it guards for another block is read by products, which are
 // complete, and written by copies alone: a fence of the whole cluster would take longer than a product.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
@@ -31,6 +35,17 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
 // Writes a word to the shared memory of any block of the cluster; sync_cluster makes it visible there.
 __device__ __forceinline__ void store_to(uint32_t rank, uint32_t to, uint32_t value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(mapped(to, rank)), "r"(value) : "memory");
+}
+
+// Four floats of the shared memory of any block of the cluster, by a mapped address.
+__device__ __forceinline__ float4 load_mapped(uint32_t from) {
+  float4 x;
+  asm volatile(
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(from)
+      : "memory");
+  return x;
 }
 
 // A box of a tensor to the same place of all blocks in `blocks`, one bit each, whose barriers count its bytes.

@@ -43,6 +43,7 @@ struct Ring {
   // The reader's side.
   __device__ __forceinline__ void wait() const { ::wait(full(), phase); }
   __device__ __forceinline__ void release() const { ::arrive(empty()); }
+  __device__ __forceinline__ void release(int times) const { ::arrive(empty(), times); }
   // The stage before this one.
   __device__ __forceinline__ void release_last() const {
     ::arrive(base + kEmpty + 8 * (stage == 0 ? kStages - 1 : stage - 1));
@@ -64,6 +65,22 @@ struct Pair : Ring<kFull, kEmpty, 2> {
   __device__ __forceinline__ void advance() {
     this->stage ^= 1;
     this->phase ^= this->stage == 0;
+  }
+};
+
+// Some stages of a ring, which are shared out when the kernel runs: `count` of them, from `first` on.
+template <typename Whole>
+struct Section : Whole {
+  int first, end;
+
+  __device__ __forceinline__ Section(int first, int count, uint32_t base = 0)
+      : Whole(first, 0, base), first(first), end(first + count) {}
+
+  __device__ __forceinline__ void advance() {
+    if (++this->stage == end) {
+      this->stage = first;
+      this->phase ^= 1;
+    }
   }
 };
 

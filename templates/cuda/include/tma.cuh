@@ -39,6 +39,27 @@ __device__ __forceinline__ void load_box(
       : "memory");
 }
 
+// The same of what is read once: L2 keeps other things rather (PTX ISA, "cache eviction priority hints"; the policy is
+// what createpolicy.fractional.L2::evict_first makes).
+constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
+__device__ __forceinline__ void load_box_once(uint32_t to, const TensorMap& map, uint32_t full, int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(to), "l"(&map), "r"(full), "r"(c0), "r"(c1), "r"(c2), "l"(kEvictFirst)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_box_once(
+    uint32_t to, const TensorMap& map, uint32_t full, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+      ::"r"(to), "l"(&map), "r"(full), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(kEvictFirst)
+      : "memory");
+}
+
 // What lies outside the tensor is not written.
 __device__ __forceinline__ void store_box(const TensorMap& map, uint32_t from, int c0, int c1, int c2, int c3) {
   asm volatile(

@@ -1,0 +1,187 @@
+"""The Hopper split-KV forward: few query rows against many keys, which blocks share. Warps multiply by mma.sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from attngen.arch import Arch
+from attngen.errors import PlanError
+from attngen.plan import arguments
+from attngen.plan.allowances import SPILLS
+from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
+from attngen.plan.draft import drafted
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Argument, Launch, Plan, Structure, Workspace
+from attngen.plan.pipes import BARRIER_BYTES, Pipes
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.decode_pipes import decode_pipes, decode_pipes_of, memory
+from attngen.plan.schedules.hopper_forward import keep_promises, widths
+from attngen.schema.expand import KernelSpec
+
+_DTYPES = ("bf16", "fp16")
+_ROWS = 16  # query rows of a warp: M of mma.m16n8k16
+_KEYS = 16  # of a step: its K in the second product
+_CLUSTER = 8  # the most blocks of a cluster that every Hopper card takes
+
+_WARPS = (8, 4)
+#: Steps whose copies a group of warps should have under way, for which fewer warps are taken.
+_LEAST_STEPS = 3
+#: Registers of Q and O with which a thread comes by: beyond, Q stays in shared memory.
+_MOST_REGISTERS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperDecode(Structure):
+    """Roles and memory of a split-KV forward, and how its work is shared out: numbers of tiles of keys."""
+
+    cluster: int  # blocks that can work together
+    box_columns: int  # columns of one copy
+    together: int  # most units of work for each cluster with which its blocks work together
+    least_tiles: int  # of a block: with fewer, fewer blocks work,
+    busy_tiles: int  # or so many, where there are units for
+    busy_blocks: int  # so many blocks, which keep memory busy
+    cut_tiles: int  # what a block may have too many if its share then is of one unit alone
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if refused := _refusal(spec, arch):
+        raise refused
+    check_head_dims(spec)
+    packed = replace(spec, pack_gqa=True)
+    driver = driver_of(packed)
+    qk, v = widths(spec.head_dim_qk), widths(spec.head_dim_v)
+    q_operand = "shared" if qk.width // 4 + v.width // 2 > _MOST_REGISTERS else "registers"
+    warps, pipes = _memory(arch, qk.width, v.width, q_operand)
+    stages = pipes.ring("kv").stages
+    structure = HopperDecode(
+        persistent=True,
+        shared=pipes.regions,
+        cluster=_CLUSTER,
+        box_columns=_box_columns(qk.width, v.width),
+        together=1,
+        least_tiles=8,
+        busy_tiles=4096,
+        busy_blocks=64,
+        cut_tiles=12,
+    )
+    planned = drafted(
+        spec,
+        label="decode",
+        width=f"w{warps}",
+        tile_map=False,
+        alignment=16,
+        columns_qk=(qk,),
+        columns_v=(v,),
+        backend="cuda",
+        schedule="hopper_decode",
+        loads="descriptor",
+        q_operand=q_operand,
+        tile_m=_ROWS,
+        tile_n=_KEYS,
+        stages=stages,
+        num_warps=warps,
+        max_registers=None,
+        # a tile map lists tiles for rows of single heads; here each tile between the first and the last one is visited
+        driver="ranges" if driver == "ranges" else "classified",
+        mask_code="branch",
+        softmax="exact_max",
+        section_bytes=SECTION_BYTES,
+        structure=structure,
+        pack_gqa=True,
+    )
+    forward = Launch(
+        "forward", planned.name, "splits", _ROWS, _KEYS, stages, warps, planned.driver, None, _arguments(planned),
+        persistent=True, cluster=_CLUSTER, split=False, shared_bytes=structure.shared_bytes,
+        max_spills=SPILLS.bytes, products=0,
+    )  # fmt: skip
+    partials = ("split_slots", "row_warps", 32 * 4 * (v.width // 8 + 1))
+    return planned.with_launches(
+        forward,
+        workspaces=(Workspace("partials", "fp32", (partials,)),),
+    )
+
+
+def _arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the kernel."""
+    columns = _box_columns(plan.columns_qk[0].width, plan.columns_v[0].width)
+    ragged = plan.ragged_queries
+    return (
+        arguments.pointer(plan, "q"),
+        *(arguments.tensor_map(plan, name, _KEYS, columns) for name in "kv"),
+        arguments.pointer(plan, "out"),
+        arguments.row_pointer("lse"),
+        Argument("partials_ptr", "pointer", "*fp32x4", of="partials", divisibility=16),
+        Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
+        *arguments.lengths(plan),
+        *arguments.tensor_pointers(plan.variant),
+        *arguments.strides_of(plan, ("q",)),
+        *arguments.strides_of(plan, ("out",), promised=False),
+        *arguments.tensor_shapes(plan.variant),
+        *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "split_tiles", "max_splits")),
+        arguments.size("max_seqlen_q" if ragged else "seqlen_q", "seqlen_q"),
+        arguments.size("max_seqlen_k", "seqlen_k"),
+        *map(arguments.size, ("total_q", "total_k")),
+        *arguments.page_sizes(plan),
+        arguments.scale(),
+        *arguments.scalar_arguments(plan.variant),
+        *arguments.presence(plan, ("lse", "seqused_k")),
+    )
+
+
+def _box_columns(qk: int, v: int) -> int:
+    return 64 if qk % 64 == 0 and v % 64 == 0 else 32
+
+
+def _memory(arch: Arch, qk: int, v: int, q_operand: str) -> tuple[int, Pipes]:
+    """Return warps, and their pipes: as many warps as have enough stages."""
+    for warps in _WARPS:
+        sizes = memory(warps, qk, v, q_operand)
+        bare = decode_pipes(warps=warps, stages=0, **sizes).regions[-1]
+        room = arch.shared_memory - bare.offset - bare.bytes
+        stages = room // (sizes["stage"] + 2 * BARRIER_BYTES) // warps * warps
+        if stages >= _LEAST_STEPS * warps:
+            break
+    return warps, decode_pipes(warps=warps, stages=stages, **sizes)
+
+
+def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Return why the schedule cannot serve a spec, or None."""
+    if not arch.wgmma:
+        return refuse(spec, "split_kv", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: false")
+    if spec.dtype not in _DTYPES:
+        return refuse(spec, "dtype", f"cuda kernels take {' and '.join(_DTYPES)}, not {spec.dtype}")
+    if spec.loads == "pointer":
+        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
+    if spec.alignment not in (None, 16):
+        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
+    if spec.softmax_scale is not None:
+        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
+    if spec.tile_map == "always":
+        return refuse(spec, "tile_map", "cuda kernels classify tiles themselves; allowed: auto, never")
+    if spec.variant.dropout:
+        return refuse(
+            spec, "split_kv", "random numbers serve rows of one head, and here rows are of several; allowed: false"
+        )
+    return None
+
+
+def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield nothing: there is nothing to choose."""
+    return iter(())
+
+
+SCHEDULE = Schedule(
+    name="hopper_decode",
+    backend="cuda",
+    direction="forward",
+    template="cuda/decode/kernel.cu.j2",
+    view="attngen.render.views.hopper_decode:decode_view",
+    supports=lambda arch: arch.wgmma,
+    plan=_plan,
+    alternatives=_alternatives,
+    keep_promises=keep_promises,
+    pipes=decode_pipes_of,
+    layouts=tuple(LAYOUTS),
+    split_kv=True,
+)

@@ -1,0 +1,218 @@
+"""Plan → what the template of the CUDA split-KV forward is filled with: lines of code, no decision of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from attngen.lang.statements import Piece, Statement, reads
+from attngen.plan.model import Plan
+from attngen.plan.schedules.decode_pipes import decode_pipes_of
+from attngen.plan.schedules.hopper_decode import HopperDecode
+from attngen.render.cuda_math import Sink, Steps, Tiles, logits, sink, tiles
+from attngen.render.cuda_statements import int_constant
+from attngen.render.expressions import CUDA, in_product
+from attngen.render.header import command, summary
+from attngen.render.pipes import PipesView, constant, pipes_view
+from attngen.render.views.hopper_forward import RegionView, argument_lines, padding
+
+_REGION_TEXTS = {
+    "kv": "K and V, a tile of each per stage", "merge": "what warps have found, on its way to others",
+    "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the share begins",
+    "last": "whether the block came last", "counts": "what the threads of each warp have counted",
+}  # fmt: skip
+_WRITTEN = frozenset({"out", "lse", "partials", "split_counters"})
+#: What differs from unit to unit, in the order in which it is kept.
+_FIELDS = ("q_begin", "k_begin", "seqlen_q", "seqlen_k")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeView:
+    """Everything that the template names beside the plan itself."""
+
+    template: str
+    command: str
+    summary: str
+    uses_expressions: bool
+    searches: bool
+    width_qk: int
+    padding_qk: str
+    width_v: int
+    padding_v: str
+    regions: tuple[RegionView, ...]
+    pipes: PipesView
+    argument_lines: tuple[str, ...]
+    work_fields: tuple[str, ...]
+    span_fields: tuple[str, ...]
+    length_lines: tuple[Statement, ...]
+    uses_q_start: bool
+    uses_q_hi: bool
+    uses_kv_tiles: bool
+    uses_whole_tiles: bool
+    span_lines: tuple[Statement, ...]
+    span_values: str
+    count: str
+    tile_lines: tuple[str, ...]
+    key_place: str
+    max_seqlen_q: str
+    seqlen_q: str
+    work_seqlen_q: str
+    swizzled_row: str
+    q_row: str
+    out_row: str
+    lse_row: str
+    work_lines: tuple[Statement, ...]
+    partial: Steps
+    full: Steps
+    uses_kv: bool
+    kv_first: str
+    logit_partial: str
+    multiplier: Piece
+    sink: Sink | None
+
+
+def decode_view(plan: Plan, template: str) -> DecodeView:
+    """Return the view of a plan."""
+    decode = plan.structure
+    assert isinstance(decode, HopperDecode)
+    found, code = tiles(plan), logits(plan)
+    in_spans = reads([*found.lines, *found.values.values()])
+    steps = reads([*code.partial.all, *code.full.all])
+    fields = _fields(plan, reads(code.work) | steps)
+    kv_first = "tile * kBlockN + 2 * (lane % 4)"
+    work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
+    ragged = plan.ragged_queries
+    return DecodeView(
+        template=template,
+        command=command(plan),
+        summary=summary(plan),
+        uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
+        searches=any("first_at_least(" in line.text for line in found.lines),
+        width_qk=plan.columns_qk[0].width,
+        padding_qk=padding(plan.columns_qk[0]),
+        width_v=plan.columns_v[0].width,
+        padding_v=padding(plan.columns_v[0]),
+        regions=tuple(
+            RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
+            for region in decode.shared
+        ),
+        pipes=pipes_view(decode_pipes_of(plan), base="here + "),
+        argument_lines=argument_lines(plan, plan.arguments, written=_WRITTEN),
+        work_fields=fields,
+        span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
+        length_lines=_length_lines(plan, {*in_spans, *fields}),
+        uses_q_start=not in_spans.isdisjoint({"q_start"}),
+        uses_q_hi="q_hi" in in_spans,
+        uses_kv_tiles="kv_tiles" in in_spans,
+        uses_whole_tiles="whole_tiles" in in_spans,
+        span_lines=found.lines,
+        span_values=", ".join(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
+        count=" + ".join(f"max(spans.{hi} - spans.{lo}, 0)" for lo, hi in found.visible) or "0",
+        tile_lines=_tile_lines(found),
+        key_place="load_part.k_begin + key" if plan.key_access == "ragged" else "key, load_part.b",
+        max_seqlen_q="max_seqlen_q" if ragged else "seqlen_q",
+        seqlen_q="seqlen_q",
+        work_seqlen_q="work.seqlen_q" if ragged else "seqlen_q",
+        swizzled_row="(row % 8)" if decode.box_columns == 64 else "(row / 2 % 4)",
+        q_row=_row(plan, "q"),
+        out_row=_row(plan, "out"),
+        lse_row=f"lse_ptr[{_lse(plan)}]",
+        work_lines=work_lines,
+        partial=code.partial,
+        full=code.full,
+        uses_kv="kv_first" in steps,
+        kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
+        logit_partial=_partial(found),
+        multiplier=code.multiplier,
+        sink=_sink(plan, work_lines),
+    )
+
+
+def _fields(plan: Plan, read: Collection[str]) -> tuple[str, ...]:
+    """Return what a unit of work keeps of its sequence."""
+    used = {"seqlen_k"}
+    if plan.ragged_queries:
+        used |= {"q_begin", "seqlen_q"}
+    if plan.key_access == "ragged":
+        used |= {"k_begin"}
+    return tuple(name for name in _FIELDS if name in used)
+
+
+def _length_lines(plan: Plan, read: Collection[str]) -> tuple[str, ...]:
+    """Return the lines that find where a sequence begins and how long it is."""
+    used = "seqused_k_ptr[b]"
+    match plan.key_access:
+        case "contiguous":
+            lines = [f"const int seqlen_k = has_seqused_k ? {used} : max_seqlen_k;"]
+            lines += [f"const int {name} = {value};" for name, value in _DENSE_BEGINS.items() if name in read]
+            return tuple(lines)
+        case "ragged":
+            return (
+                "const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];",
+                "const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;",
+                f"const int seqlen_k = has_seqused_k ? {used} : cu_seqlens_k_ptr[b + 1] - k_begin;",
+            )
+        case _:
+            return (
+                "const int q_begin = has_cu_seqlens_q ? cu_seqlens_q_ptr[b] : b * max_seqlen_q;",
+                "const int seqlen_q = has_cu_seqlens_q ? cu_seqlens_q_ptr[b + 1] - q_begin : max_seqlen_q;",
+                f"const int seqlen_k = {used};",
+            )
+
+
+_DENSE_BEGINS = {"q_begin": "b * seqlen_q", "k_begin": "b * max_seqlen_k"}
+
+
+def _tile_lines(found: Tiles) -> tuple[str, ...]:
+    """Return the lines that find a visible tile by its number."""
+    (lo, hi), *others = found.visible
+    if not others:
+        return (f"return work.spans.{lo} + number;",)
+    lines = [f"int tile = work.spans.{lo} + number, before = max(work.spans.{hi} - work.spans.{lo}, 0);"]
+    for place, (low, high) in enumerate(others):
+        lines.append(f"if (number >= before) tile = work.spans.{low} + number - before;")
+        if place < len(others) - 1:
+            lines.append(f"before += max(work.spans.{high} - work.spans.{low}, 0);")
+    return (*lines, "return tile;")
+
+
+def _partial(found: Tiles) -> str:
+    """Return whether some row of a unit does not see all of a tile."""
+    inside = [f"tile >= work.spans.{lo} && tile < work.spans.{hi}" for lo, hi in found.full]
+    return f"!({' || '.join(f'({one})' if len(inside) > 1 else one for one in inside)})" if inside else "true"
+
+
+def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
+    """Return the statements that name what expressions read of a unit of work, before those of their ``own``."""
+    kept = _fields(plan, read)
+    lines = [int_constant(name, f"{{work.{name}}}") for name in kept if name in read or name == "seqlen_k"]
+    if "b" in read:
+        lines.append(int_constant("b", "{work.b}"))
+    if plan.key_access == "contiguous":
+        lines += [
+            int_constant("q_begin", "{work.b} * {seqlen_q}") if name == "q_begin"
+            else int_constant("k_begin", "{work.b} * {max_seqlen_k}")
+            for name in _DENSE_BEGINS if name in read
+        ]  # fmt: skip
+    if "hk" in read:
+        lines.append(int_constant("hk", "{work.hk}"))
+    if "seqlen_q" in read and plan.ragged_queries and "seqlen_q" not in kept:
+        lines.append(int_constant("seqlen_q", "{work.seqlen_q}"))
+    return (*lines, *own)
+
+
+def _row(plan: Plan, name: str) -> str:
+    """Return where a row of ``q`` or ``out`` begins."""
+    place = f"(work.q_begin + q) * stride_{name}_s" if plan.ragged_queries else f"work.b * stride_{name}_b + q * stride_{name}_s"
+    return f"({name}_ptr + {place} + h * stride_{name}_h)"
+
+
+def _lse(plan: Plan) -> str:
+    if plan.ragged_queries:
+        return "h * static_cast<long long>(total_q) + work.q_begin + q"
+    return "(work.b * static_cast<long long>(heads) + h) * seqlen_q + q"
+
+
+def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
+    found = sink(plan, before)
+    return None if found is None else Sink(found.lines, in_product(found.value, CUDA))

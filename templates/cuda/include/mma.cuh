@@ -1,0 +1,42 @@
+// Matrix products of a warp (PTX ISA, "mma.m16n8k16" and "ldmatrix").
+//
+// D (16 x 8, float32) += A (16 x 16) * B (16 x 8). A lane holds four elements of D: element i of lane l is row
+// l / 4 + 8 * (i / 2), column 2 * (l % 4) + i % 2. So D of two products side by side is A of the next one, once packed.
+#pragma once
+
+#include "types.cuh"
+
+template <typename Element>
+__device__ __forceinline__ void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1);
+
+#define DEFINE_MULTIPLY(Element, TYPE)                                                                           \
+  template <>                                                                                                    \
+  __device__ __forceinline__ void multiply<Element>(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {     \
+    asm volatile(                                                                                                \
+        "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                                   \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                   \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                         \
+  }
+
+DEFINE_MULTIPLY(bf16, "bf16")
+DEFINE_MULTIPLY(fp16, "f16")
+
+// Four 8 x 8 blocks of 16-bit elements: lane l gives the address of row l % 8 of block l / 8, and gets two elements of
+// row l / 4 of each.
+__device__ __forceinline__ void load_blocks(uint32_t (&blocks)[4], uint32_t from) {
+  asm volatile(
+      "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
+      : "r"(from)
+      : "memory");
+}
+
+// The same, each block transposed.
+__device__ __forceinline__ void load_blocks_transposed(uint32_t (&blocks)[4], uint32_t from) {
+  asm volatile(
+      "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
+      : "r"(from)
+      : "memory");
+}

@@ -1,0 +1,106 @@
+"""The split-KV forward: what it plans for, what it refuses, and the memory of its blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.arch import ARCHES
+from attngen.errors import PlanError
+from attngen.plan import Plan, plan
+from attngen.plan.schedules.hopper_decode import HopperDecode
+from attngen.schema import expand, load_spec_text
+from attngen.schema.expand import KernelSpec
+
+
+def spec(entry: str = "", *, layout: str = "dense", head_dim: str = "128", variants: str = "{}") -> KernelSpec:
+    text = (
+        f"schema: 1\narch: [sm90a]\nvariants: {variants}\nkernels:\n"
+        f"  - {{split_kv: true, layout: {layout}, head_dim: {head_dim}, {entry or 'variant: causal'}}}\n"
+    )
+    (found,) = (one for one in expand(load_spec_text(text)) if one.split_kv)
+    return found
+
+
+def planned(entry: str = "", **fields: str) -> Plan:
+    return plan(spec(entry, **fields))
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+@pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink", "allowed"])
+def test_every_layout_and_mask_has_one_launch_in_cuda(layout: str, variant: str) -> None:
+    found = planned(f"variant: {variant}", layout=layout)
+    assert (found.schedule, found.backend, found.split_kv, found.pack_gqa) == ("hopper_decode", "cuda", True, True)
+    (launch,) = found.launches
+    assert (launch.grid, launch.persistent, launch.cluster) == ("splits", True, 8)
+    assert [workspace.name for workspace in found.workspaces] == ["partials"]
+    given = [argument.name for argument in launch.arguments]
+    assert len(set(given)) == len(given)
+    assert {"counters_ptr", "partials_ptr", "row_bits", "split_tiles", "max_splits"} <= set(given)
+    assert ("page_table_ptr" in given) == ("box_rows" in given) == (layout == "paged")
+
+
+def test_its_name_and_that_of_the_ordinary_kernel_differ() -> None:
+    ordinary, split = expand(
+        load_spec_text("schema: 1\narch: [sm90a]\nkernels: [{variant: causal, head_dim: 64, split_kv: true}]\n")
+    )
+    assert plan(ordinary).name == "fwd_sm90a_wgmma_bf16_d64_causal_m192n128s2c3"
+    assert plan(split).name == "fwd_sm90a_decode_bf16_d64_causal_m16n16s48w8"
+
+
+@pytest.mark.parametrize("head_dim", ["8", "64", "80", "96", "128", "160", "192", "256", "{qk: 192, v: 128}"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_memory(head_dim: str, dtype: str) -> None:
+    """Regions follow each other, matrices at a multiple of 1024 bytes; each group of warps has two stages at least."""
+    found = planned(f"variant: causal, dtype: {dtype}", head_dim=head_dim)
+    decode = found.structure
+    assert isinstance(decode, HopperDecode)
+    end = 0
+    for region in decode.shared:
+        assert (region.offset, region.bytes > 0) == (end, True)
+        end += region.bytes
+    assert end <= ARCHES["sm90a"].shared_memory
+    regions = {region.name: region for region in decode.shared}
+    width = found.columns_qk[0].width + found.columns_v[0].width
+    assert regions["kv"].bytes == found.stages * found.tile_n * width * 2
+    assert found.stages % found.num_warps == 0
+    assert found.stages >= 2 * found.num_warps
+    assert regions["merge"].offset % 16 == 0
+    assert regions["full"].offset % 8 == regions["begin"].offset % 8 == 0
+    assert ("q" in regions) == (found.q_operand == "shared")
+
+
+@pytest.mark.parametrize(
+    ("entry", "field", "reason"),
+    [
+        ("variant: causal, dtype: fp32", "dtype", "bf16 and fp16, not fp32"),
+        ("variant: causal, loads: pointer", "loads", "tensor descriptors"),
+        ("variant: causal, alignment: 8", "alignment", "alignment 16, not 8"),
+        ("variant: causal, tile_map: always", "tile_map", "allowed: auto, never"),
+        ("variant: causal, head_dim: 12", "head_dim", "nearest"),
+        ("variant: dropped", "split_kv", "random numbers serve rows of one head"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_field(entry: str, field: str, reason: str) -> None:
+    head_dim = "12" if "head_dim" in entry else "64"
+    with pytest.raises(PlanError, match=reason) as caught:
+        planned(
+            entry.replace(", head_dim: 12", "") + ", backend: cuda", head_dim=head_dim,
+            variants='{dropped: {mask: "q_pos >= kv", dropout: true}}',
+        )  # fmt: skip
+    assert caught.value.field == field
+
+
+def test_exact_math_is_left_to_specs_that_name_the_backend() -> None:
+    with pytest.raises(PlanError, match="fused all the same"):
+        planned("variant: causal, fast_math: false")
+    assert planned("variant: causal, fast_math: false, backend: cuda").split_kv
+
+
+def test_heads_may_be_any_number() -> None:
+    """Groups that are no power of two are divided by, not shifted."""
+    from attngen.render import render
+
+    variants = '{slopes: {mask: "q_pos - kv <= 100 * h and kv <= q_pos"}}'
+    text = render(planned("variant: slopes", variants=variants)).text
+    assert "group_bits" not in text
+    assert "h_lo = hk * group" in text

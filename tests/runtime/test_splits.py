@@ -1,0 +1,125 @@
+"""The numbers of split-KV launches, and the counters that their blocks share."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.runtime import counters
+from attngen.runtime import driver as drivers
+from attngen.runtime.arguments import Call, bind
+from attngen.runtime.splits import split_sizes
+from tests.runtime.support import FakeDriver, variant
+
+
+@dataclass(frozen=True)
+class Launch:
+    tile_m: int = 16
+    tile_n: int = 16
+    warps: int = 8
+    cluster: int = 8
+
+
+def call(batch: int = 2, rows: int = 1, keys: int = 1000, heads: int = 8, kv_heads: int = 2, **fields: int) -> Call:
+    shapes = ((batch, rows, heads, 8), (batch, keys, kv_heads, 8), (batch, keys, kv_heads, 8))
+    q, k, v = (torch.empty(shape, device="meta") for shape in shapes)
+    bound = bind(
+        variant(), q, k, v, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd", arguments={}
+    )
+    return replace(bound, **fields)
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "row_warps"),
+    [(1, 1, 1), (1, 16, 1), (1, 17, 2), (4, 8, 2), (3, 16, 4), (64, 1, 4), (5, 16, 4), (64, 128, 4), (0, 4, 1)],
+)
+def test_warps_of_rows(rows: int, group: int, row_warps: int) -> None:
+    """As many as there are blocks of 16 rows, a power of two, up to half of a block's warps."""
+    found = split_sizes(Launch(), call(rows=rows, heads=2 * group), 15)
+    assert (found["row_warps"], 1 << found["row_bits"]) == (row_warps, row_warps)
+
+
+@pytest.mark.parametrize("clusters", [1, 14, 16])
+@pytest.mark.parametrize("keys", [0, 1, 1000, 100_000])
+@pytest.mark.parametrize("batch", [1, 7, 300])
+def test_blocks_are_whole_clusters_that_run_at_once(batch: int, keys: int, clusters: int) -> None:
+    found = split_sizes(Launch(), call(batch, keys=keys), clusters)
+    assert found["split_blocks"] % 8 == 0
+    assert 8 <= found["split_blocks"] <= 8 * clusters
+    assert found["split_tiles"] == 0
+    assert (found["split_slots"], found["split_counters"]) == (2 * found["split_blocks"], found["split_blocks"])
+
+
+def test_little_work_takes_few_blocks_and_much_takes_all() -> None:
+    assert split_sizes(Launch(), call(1, keys=100, kv_heads=1), 15)["split_blocks"] == 8
+    assert split_sizes(Launch(), call(1, keys=1024, heads=32, kv_heads=8), 15)["split_blocks"] == 64
+    assert split_sizes(Launch(), call(64, keys=16, heads=32, kv_heads=8), 15)["split_blocks"] == 120
+
+
+@pytest.mark.parametrize(
+    ("asked", "tiles", "most"),
+    [
+        ({"split_size": 64}, 4, 16), ({"split_size": 1}, 1, 63), ({"split_size": 10_000}, 625, 1),
+        ({"num_splits": 1}, 63, 1), ({"num_splits": 4}, 16, 4), ({"num_splits": 500}, 1, 63),
+    ],
+)  # fmt: skip
+def test_asked_splits_have_a_place_and_a_counter_each(asked: dict[str, int], tiles: int, most: int) -> None:
+    """A place for each split of the rows of each KV head, however the blocks share them."""
+    found = split_sizes(Launch(), call(3, rows=40, heads=8, kv_heads=2, **asked), 15)  # 160 rows: 3 units of 64
+    units = 3 * 2 * 3
+    assert (found["split_tiles"], found["max_splits"]) == (tiles, most)
+    assert (found["split_slots"], found["split_counters"]) == (units * most, units)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kept = counters._SPLITS.copy(), counters._SPARE.copy()
+    counters._SPLITS.clear()
+    counters._SPARE.clear()
+    with drivers.use(driver := FakeDriver()):
+        yield driver
+    counters._SPLITS.clear()
+    counters._SPARE.clear()
+    counters._SPLITS.update(kept[0])
+    counters._SPARE.update(kept[1])
+
+
+def test_launches_of_a_stream_share_counters(memory: FakeDriver) -> None:
+    first = counters.of_splits(100, 5, 0)
+    assert counters.of_splits(128, 5, 0) == first
+    assert counters.of_splits(100, 6, 0) != first != counters.of_splits(100, 5, 1)
+    larger = counters.of_splits(1_000_000, 5, 0)
+    assert larger != first
+    assert counters.of_splits(100, 5, 0) == larger
+    assert max(len(block) for _, block in memory.cleared) == 4_000_000
+
+
+def test_launches_in_graphs_have_counters_of_their_own(memory: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    found: list[tuple[int, int]] = [(counters.of_splits(count, 5, 0), count) for count in (100, 128, 9000, 9000, 50_000, 7)]
+    for i, (address, count) in enumerate(found):
+        for other, others in found[:i]:
+            assert address + 4 * count <= other or other + 4 * others <= address
+    spans: list[tuple[int, int]] = []
+    for _, block in memory.cleared:
+        start = ctypes.addressof(block)
+        spans.append((start, start + len(block)))
+    for address, count in found:
+        assert any(start <= address and address + 4 * count <= end for start, end in spans)
+
+
+def test_a_packed_group_of_any_size_is_taken(memory: FakeDriver) -> None:
+    from attngen.runtime.select import _against_group
+    from tests.runtime.support import kernel
+
+    made: Any = kernel(variant(), package="split", split_kv=True)
+    made.pack_gqa = True
+    assert _against_group(made, call(heads=6, kv_heads=2)) is None
+    made.split_kv = False
+    assert "which 3 heads do not fill" in str(_against_group(made, call(heads=6, kv_heads=2)))
