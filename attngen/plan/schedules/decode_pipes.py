@@ -39,21 +39,21 @@ def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> 
 
 def decode_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned kernel."""
-    return decode_pipes(warps=plan.num_warps, stages=plan.stages, **memory(plan.num_warps, *_widths(plan), plan.q_operand))
+    qk, v = plan.columns_qk[0].width, plan.columns_v[0].width
+    sizes = memory(plan.num_warps, qk, v, plan.operands.k.bytes, plan.q_operand)
+    return decode_pipes(warps=plan.num_warps, stages=plan.stages, **sizes)
 
 
-def memory(warps: int, qk: int, v: int, q_operand: str) -> dict[str, int]:
-    """Return the bytes of a stage, of what warps merge, and of Q; ``qk`` and ``v`` are columns in shared memory.
+def memory(warps: int, qk: int, v: int, element: int, q_operand: str) -> dict[str, int]:
+    """Return the bytes of a stage, of what warps merge, and of Q; ``qk`` and ``v`` are columns in shared memory, of so
+    many bytes.
 
     Half of the warps give what they have found to the other half: 32 lanes, with 16 bytes for each 8 columns and one more.
     """
-    element, rows, keys = 2, 16, 16
+    rows = keys = 16
     return {
         "stage": keys * (qk + v) * element,
         "merge": warps // 2 * 32 * 16 * (v // 8 + 1),
         "q": warps // 2 * rows * qk * element if q_operand == "shared" else 0,
     }
 
-
-def _widths(plan: Plan) -> tuple[int, int]:
-    return plan.columns_qk[0].width, plan.columns_v[0].width

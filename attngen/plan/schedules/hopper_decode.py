@@ -13,10 +13,11 @@ from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refu
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Launch, Plan, Structure, Workspace
+from attngen.plan.operands import operands_of
 from attngen.plan.pipes import BARRIER_BYTES, Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.decode_pipes import decode_pipes, decode_pipes_of, memory
-from attngen.plan.schedules.hopper_forward import keep_promises, widths
+from attngen.plan.schedules.hopper_forward import BOX_BYTES, keep_promises, widest_box, widths
 from attngen.schema.expand import KernelSpec
 
 _DTYPES = ("bf16", "fp16")
@@ -36,7 +37,7 @@ class HopperDecode(Structure):
     """Roles and memory of a split-KV forward, and how its work is shared out: numbers of tiles of keys."""
 
     cluster: int  # blocks that can work together
-    box_columns: int  # columns of one copy
+    box_bytes: int  # of a row of one copy, over which it is swizzled
     together: int  # most units of work for each cluster with which its blocks work together
     least_tiles: int  # of a block: with fewer, fewer blocks work,
     busy_tiles: int  # or so many, where there are units for
@@ -50,15 +51,19 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     check_head_dims(spec)
     packed = replace(spec, pack_gqa=True)
     driver = driver_of(packed)
-    qk, v = widths(spec.head_dim_qk), widths(spec.head_dim_v)
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "p")
+    # a copy of a page may bring a single row, of 128 bytes then: it begins at a multiple of these in shared memory
+    parts = BOX_BYTES[0] // BOX_BYTES[-1] if LAYOUTS[spec.layout].key_access == "paged" else 1
+    qk, v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     q_operand = "shared" if qk.width // 4 + v.width // 2 > _MOST_REGISTERS else "registers"
-    warps, pipes = _memory(arch, qk.width, v.width, q_operand)
+    warps, pipes = _memory(arch, qk.width, v.width, element.bytes, q_operand)
     stages = pipes.ring("kv").stages
     structure = HopperDecode(
         persistent=True,
         shared=pipes.regions,
         cluster=_CLUSTER,
-        box_columns=_box_columns(qk.width, v.width),
+        box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         together=1,
         least_tiles=8,
         busy_tiles=4096,
@@ -91,8 +96,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         pack_gqa=True,
     )
     forward = Launch(
-        "forward", planned.name, "splits", _ROWS, _KEYS, stages, warps, planned.driver, None, _arguments(planned),
-        persistent=True, cluster=_CLUSTER, split=False, shared_bytes=structure.shared_bytes,
+        "forward", planned.name, "splits", _ROWS, _KEYS, stages, warps, planned.driver, None, _arguments(planned, structure.box_bytes),
+        persistent=True, cluster=_CLUSTER, shared_bytes=structure.shared_bytes,
         max_spills=SPILLS.bytes, products=0,
     )  # fmt: skip
     partials = ("split_slots", "row_warps", 32 * 4 * (v.width // 8 + 1))
@@ -102,13 +107,12 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
 
 
-def _arguments(plan: Plan) -> tuple[Argument, ...]:
+def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    columns = _box_columns(plan.columns_qk[0].width, plan.columns_v[0].width)
     ragged = plan.ragged_queries
     return (
         arguments.pointer(plan, "q"),
-        *(arguments.tensor_map(plan, name, _KEYS, columns) for name in "kv"),
+        *(arguments.tensor_map(plan, name, _KEYS, box_bytes) for name in "kv"),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
         Argument("partials_ptr", "pointer", "*fp32x4", of="partials", divisibility=16),
@@ -129,14 +133,10 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     )
 
 
-def _box_columns(qk: int, v: int) -> int:
-    return 64 if qk % 64 == 0 and v % 64 == 0 else 32
-
-
-def _memory(arch: Arch, qk: int, v: int, q_operand: str) -> tuple[int, Pipes]:
+def _memory(arch: Arch, qk: int, v: int, element: int, q_operand: str) -> tuple[int, Pipes]:
     """Return warps, and their pipes: as many warps as have enough stages."""
     for warps in _WARPS:
-        sizes = memory(warps, qk, v, q_operand)
+        sizes = memory(warps, qk, v, element, q_operand)
         bare = decode_pipes(warps=warps, stages=0, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
         stages = room // (sizes["stage"] + 2 * BARRIER_BYTES) // warps * warps

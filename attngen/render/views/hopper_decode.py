@@ -14,7 +14,7 @@ from attngen.render.cuda_statements import int_constant
 from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
-from attngen.render.views.hopper_forward import RegionView, argument_lines, padding
+from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, argument_lines, padding
 
 _REGION_TEXTS = {
     "kv": "K and V, a tile of each per stage", "merge": "what warps have found, on its way to others",
@@ -113,7 +113,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         max_seqlen_q="max_seqlen_q" if ragged else "seqlen_q",
         seqlen_q="seqlen_q",
         work_seqlen_q="work.seqlen_q" if ragged else "seqlen_q",
-        swizzled_row="(row % 8)" if decode.box_columns == 64 else "(row / 2 % 4)",
+        swizzled_row=SWIZZLED_ROWS[decode.box_bytes],
         q_row=_row(plan, "q"),
         out_row=_row(plan, "out"),
         lse_row=f"lse_ptr[{_lse(plan)}]",
