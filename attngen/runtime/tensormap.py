@@ -113,7 +113,8 @@ def paged(
     pages, page_size, heads, width = shape
     page_step, step, head_step, one = strides
     *outer, box_rows, columns = box
-    return (pages, heads, page_size, width), (page_step, head_step, step, one), (*outer, gcd(page_size, box_rows), columns)
+    rows = gcd(page_size, box_rows)
+    return (pages, heads, page_size, width), (page_step, head_step, step, one), (*outer, rows, columns)
 
 
 class TensorMap:
