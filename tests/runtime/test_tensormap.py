@@ -9,7 +9,7 @@ import struct
 import pytest
 import torch
 
-from attngen.runtime.tensormap import TensorMap, packed, reason_against, smem_box, usable_strides, windowed
+from attngen.runtime.tensormap import TensorMap, packed, paged, reason_against, smem_box, usable_strides, windowed
 from tests.runtime.support import FakeDriver
 
 
@@ -117,6 +117,36 @@ def test_a_windowed_descriptor_of_one_row_has_a_legal_stride() -> None:
     found = TensorMap(FakeDriver(), 0, "bf16", (1, 1, 4, 64), (3, 5, 64, 1), (1, 1, 16, 1, 64), 128, window=16).at(4096)
     _, rank = struct.unpack_from("<Qq", found)
     assert all(step % 16 == 0 for step in struct.unpack_from(f"<{rank - 1}q", found, 16 + 8 * rank))
+
+
+# --- pages ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize(("page_size", "tile"), [(6, 4), (1, 4), (8, 4), (4, 8)])
+def test_a_box_of_a_page_ends_where_a_sequence_ends(rows_first: bool, page_size: int, tile: int) -> None:
+    """A copy brings rows of one page, in either order of axes, and zeros from the n-th row on."""
+    pages, heads, width, pad = 3, 2, 8, 200
+    count = pages * page_size * heads * width
+    memory = torch.full((pad + count + pad,), -1, dtype=torch.int64)
+    memory[pad : pad + count] = torch.arange(1, count + 1)
+    held = memory[pad : pad + count]
+    values = held.view(pages, page_size, heads, width)
+    if not rows_first:
+        values = held.view(pages, heads, page_size, width).transpose(1, 2)
+    rows = math.gcd(page_size, tile)
+    shape, strides, found_box = paged(values.shape, values.stride(), (1, 1, 1, tile, width))
+    assert found_box == (1, 1, 1, rows, width)
+    seen, steps = windowed(shape, strides, rows, rows=-2)
+    base = pad - rows * strides[-2]
+    for page, first, n, head in itertools.product(
+        range(pages), range(0, page_size, rows), range(1, rows + 1), range(heads)
+    ):
+        at = (page, head, first + n, rows - n, 0)
+        found = box(memory, seen, steps, base, at, found_box).reshape(rows, width)
+        wanted = torch.zeros(rows, width, dtype=torch.int64)
+        wanted[:n] = values[page, first : first + n, head]
+        assert torch.equal(found, wanted), (page, first, n, head)
 
 
 # --- packed heads ---------------------------------------------------------------------------------------------
