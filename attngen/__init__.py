@@ -13,8 +13,8 @@ from attngen.formats import VERSION
 if TYPE_CHECKING:
     from attngen import errors, integrations
     from attngen.runtime.debug import debug
-    from attngen.runtime.discovery import load
     from attngen.runtime.dispatch import attention, attention_varlen, define_operators, explain, tile_map
+    from attngen.runtime.registry import load
 
 __version__ = VERSION
 
@@ -32,7 +32,7 @@ _HOMES = {
     "errors": None,
     "explain": "attngen.runtime.dispatch",
     "integrations": None,
-    "load": "attngen.runtime.discovery",
+    "load": "attngen.runtime.registry",
     "tile_map": "attngen.runtime.dispatch",
 }
 

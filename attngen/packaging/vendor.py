@@ -15,7 +15,7 @@ import attngen
 from attngen.formats import VERSION
 
 #: What a package's own ``__init__`` imports; the rest follows from what these import.
-ROOTS = ("errors", "runtime.debug", "runtime.dispatch", "runtime.shipped", "runtime.tile_map")
+ROOTS = ("errors", "runtime.debug", "runtime.dispatch", "runtime.registry", "runtime.tile_map")
 
 #: Looks beyond the package, which a package does not.
 LEFT_OUT = frozenset({"runtime.discovery"})
