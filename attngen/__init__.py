@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from attngen import errors, integrations
     from attngen.runtime.append import append_kv
     from attngen.runtime.debug import debug
-    from attngen.runtime.discovery import load
     from attngen.runtime.dispatch import attention, attention_varlen, define_operators, explain, tile_map
     from attngen.runtime.merge import merge
     from attngen.runtime.paged import attention_paged
+    from attngen.runtime.registry import load
 
 __version__ = VERSION
 
@@ -37,7 +37,7 @@ _HOMES = {
     "errors": None,
     "explain": "attngen.runtime.dispatch",
     "integrations": None,
-    "load": "attngen.runtime.discovery",
+    "load": "attngen.runtime.registry",
     "merge": "attngen.runtime.merge",
     "tile_map": "attngen.runtime.dispatch",
 }

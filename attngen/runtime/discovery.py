@@ -16,24 +16,18 @@ from typing import Any
 
 from attngen.errors import LoadError
 from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import BrokenKernelWarning, Package, package_of_kernels, reader, registry
+from attngen.runtime.packages import BrokenKernelWarning, Package, package_of_kernels, reader
 from attngen.runtime.shipped import INDEX, read_package
 
 ENTRY_POINTS = "attngen.kernels"
 
 
-def load(path: str | Path) -> Package:
-    """Make the kernels of a folder known to this process, ahead of installed packages and the user's builds.
-
-    ``path`` is a folder with a ``manifest.json``, or one with such folders below it (up to two levels down), or
-    the index that a build wrote (``builds/<package>.json``). Returns the package. Raises LoadError.
-    """
+def package_at(path: str | Path) -> Package:
+    """Return the package of a folder, or of the index that a build wrote. Raises LoadError; see ``registry.load``."""
     path = Path(path).expanduser().absolute()  # its kernels are read later, wherever the process is by then
     if not path.exists():
         raise LoadError(f"{path} does not exist")
-    package = _package_of_index(path) if path.is_file() else package_of_folder(path)
-    registry.add(package)
-    return package
+    return _package_of_index(path) if path.is_file() else package_of_folder(path)
 
 
 def package_of_folder(path: Path) -> Package:

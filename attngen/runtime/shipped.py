@@ -15,7 +15,7 @@ from attngen.errors import LoadError
 from attngen.files import read_regular
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.runtime.module import Kernel
-from attngen.runtime.registry import Package, reader, registry
+from attngen.runtime.packages import Package, reader
 
 INDEX = "package.json"
 KERNELS = "kernels"
@@ -28,8 +28,8 @@ _FORMS = {
 }
 
 
-def open_package(folder: Path) -> Package:
-    """Make the package known that carries this copy of the runtime; it is called when the package is imported.
+def own_package(folder: Path) -> Package:
+    """Return the package that carries this copy of the runtime.
 
     Raises LoadError if its files are of two versions, or damaged.
     """
@@ -42,9 +42,7 @@ def open_package(folder: Path) -> Package:
             f"{folder}: its kernels were packaged by attngen {made}, but the runtime beside them is of attngen "
             f"{VERSION}: files of two versions are mixed; reinstall the package"
         )
-    package = _package(folder, index)
-    registry.add(package)
-    return package
+    return _package(folder, index)
 
 
 def read_package(folder: Path) -> Package:
