@@ -365,7 +365,9 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     if plan.driver != "ranges":
         values, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
         lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
-        return Tiles(with_corners(lines, along=along, any_group=plan.split_kv), (("visible_lo", "visible_hi"),), (), values)
+        return Tiles(
+            with_corners(lines, along=along, any_group=plan.split_kv), (("visible_lo", "visible_hi"),), (), values
+        )
     bounded = Bands(found.visible, (), exact=True)
     nothing = (integer(0), integer(0))  # where the mask is false whatever is called: one range, without a tile
     visible = list(segments(bounded, along.tile, along.length, facts_of(plan)).partial) or [nothing]

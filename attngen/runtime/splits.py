@@ -31,7 +31,9 @@ class Splitting(Protocol):
 def clusters_at_once(kernel: Kernel, driver: Driver, device: int) -> int:
     """Return how many clusters of a split-KV kernel run at once; 1 for other kernels, which ask for nothing. Loads it."""
     found = [
-        driver.clusters(one.entry.function(driver, device), one.cluster, one.entry.threads, one.entry.shared_memory, device)
+        driver.clusters(
+            one.entry.function(driver, device), one.cluster, one.entry.threads, one.entry.shared_memory, device
+        )
         for one in kernel.launches
         if one.grid == GRID
     ]

@@ -95,9 +95,7 @@ def paged(
         **given, **own,
     )  # fmt: skip
     tensors = [t.cuda() for t in (q, c.k_pages, c.v_pages, c.page_table, c.seqused_k)]
-    found = attngen.attention_paged(
-        *tensors, variant=variant, **everything, **options, **on_gpu(given), **on_gpu(own)
-    )
+    found = attngen.attention_paged(*tensors, variant=variant, **everything, **options, **on_gpu(given), **on_gpu(own))
     close(found, wanted)
     return found
 

@@ -102,7 +102,9 @@ def test_launches_of_a_stream_share_counters(memory: FakeDriver) -> None:
 
 def test_launches_in_graphs_have_counters_of_their_own(memory: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    found: list[tuple[int, int]] = [(counters.of_splits(count, 5, 0), count) for count in (100, 128, 9000, 9000, 50_000, 7)]
+    found: list[tuple[int, int]] = [
+        (counters.of_splits(count, 5, 0), count) for count in (100, 128, 9000, 9000, 50_000, 7)
+    ]
     for i, (address, count) in enumerate(found):
         for other, others in found[:i]:
             assert address + 4 * count <= other or other + 4 * others <= address

@@ -56,4 +56,3 @@ def memory(warps: int, qk: int, v: int, element: int, q_operand: str) -> dict[st
         "merge": warps // 2 * 32 * 16 * (v // 8 + 1),
         "q": warps // 2 * rows * qk * element if q_operand == "shared" else 0,
     }
-

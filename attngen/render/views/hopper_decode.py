@@ -203,7 +203,11 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
 
 def _row(plan: Plan, name: str) -> str:
     """Return where a row of ``q`` or ``out`` begins."""
-    place = f"(work.q_begin + q) * stride_{name}_s" if plan.ragged_queries else f"work.b * stride_{name}_b + q * stride_{name}_s"
+    place = (
+        f"(work.q_begin + q) * stride_{name}_s"
+        if plan.ragged_queries
+        else f"work.b * stride_{name}_b + q * stride_{name}_s"
+    )
     return f"({name}_ptr + {place} + h * stride_{name}_h)"
 
 
