@@ -12,7 +12,7 @@ import pytest
 
 from attngen.dtypes import DTYPES
 from attngen.plan import Plan
-from attngen.plan.arguments import STRIDED
+from attngen.plan.layouts import LAYOUTS
 from attngen.plan.operands import fragment_registers
 from attngen.plan.schedules import schedules
 from attngen.plan.schedules.structures import HopperForward
@@ -215,8 +215,9 @@ def test_probabilities_take_their_registers(found: tuple[Plan, str, dict[str, in
 def test_every_schedule_and_layout_is_among_them() -> None:
     plans = [planned(**fields, declared=DROPOUT) for fields in KERNELS.values()]  # type: ignore[arg-type]
     rows = [row for direction in ("forward", "backward") for row in schedules(direction, backend="cuda")]
-    assert {plan.schedule for plan in plans} == {row.name for row in rows}
-    assert {plan.layout for plan in plans} == set(STRIDED)
+    # split-KV forwards multiply by mma.sync, for which fp8 would be a kernel of its own
+    assert {plan.schedule for plan in plans} == {row.name for row in rows} - {"hopper_decode"}
+    assert {plan.layout for plan in plans} == set(LAYOUTS) - {"paged"}  # whose copies tests/compile/test_pages.py follows
 
 
 #: What rendered kernels may not show, since no plan here takes that line: sizes, boxes and steps of two bytes.

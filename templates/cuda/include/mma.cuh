@@ -6,6 +6,8 @@
 
 #include "types.cuh"
 
+constexpr int kMmaN = 8, kMmaK = 16;
+
 template <typename Element>
 __device__ __forceinline__ void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1);
 
