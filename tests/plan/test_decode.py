@@ -65,7 +65,7 @@ def test_memory(head_dim: str, dtype: str) -> None:
     assert found.stages % found.num_warps == 0
     assert found.stages >= 2 * found.num_warps
     assert regions["merge"].offset % 16 == 0
-    assert regions["full"].offset % 8 == regions["begin"].offset % 8 == 0
+    assert regions["kv_full"].offset % 8 == regions["begin"].offset % 8 == 0
     assert ("q" in regions) == (found.q_operand == "shared")
 
 

@@ -44,7 +44,7 @@ class DecodeView:
     argument_lines: tuple[str, ...]
     work_fields: tuple[str, ...]
     span_fields: tuple[str, ...]
-    length_lines: tuple[Statement, ...]
+    length_lines: tuple[str, ...]
     uses_q_start: bool
     uses_q_hi: bool
     uses_kv_tiles: bool
