@@ -81,8 +81,8 @@ class Driver(Protocol):
         """Handle of the caller's current stream on the device."""
 
     def zeros(self, size: int, device: int) -> int:
-        """Return the address of so many bytes of zeros, cleared on the caller's current stream, or, where that records a
-        graph, before this returns.
+        """Return the address of so many bytes of zeros, cleared on the caller's current stream, or, where that records
+        a graph, before this returns.
 
         They live as long as the process, outside of torch's memory: where torch is about to record a graph, what it
         allocates goes to the graph's pool, and nothing in there may outlive the call.

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from attngen.runtime.arguments import Call
 from attngen.runtime.driver import Driver
-from attngen.runtime.module import Kernel
+from attngen.runtime.module import Kernel, Launch
 
 #: What a block of such a launch is called in manifests.
 GRID = "splits"
@@ -29,15 +29,13 @@ class Splitting(Protocol):
 
 
 def clusters_at_once(kernel: Kernel, driver: Driver, device: int) -> int:
-    """Return how many clusters of a split-KV kernel run at once; 1 for other kernels, which ask for nothing. Loads it."""
-    found = [
-        driver.clusters(
-            one.entry.function(driver, device), one.cluster, one.entry.threads, one.entry.shared_memory, device
-        )
-        for one in kernel.launches
-        if one.grid == GRID
-    ]
-    return min(found, default=1)
+    """Return how many clusters of a split-KV kernel, which is loaded for that, run at once; 1 for other kernels."""
+    return min((_clusters(one, driver, device) for one in kernel.launches if one.grid == GRID), default=1)
+
+
+def _clusters(launch: Launch, driver: Driver, device: int) -> int:
+    entry = launch.entry
+    return driver.clusters(entry.function(driver, device), launch.cluster, entry.threads, entry.shared_memory, device)
 
 
 def split_sizes(launch: Splitting, call: Call, clusters: int) -> dict[str, int]:
@@ -45,8 +43,8 @@ def split_sizes(launch: Splitting, call: Call, clusters: int) -> dict[str, int]:
 
     ``row_warps`` (two to the ``row_bits``) warps have the query rows of one KV head, ``split_tiles`` tiles of keys are
     a split if the call fixes that, and 0 if blocks get equal shares; a sequence has at most ``max_splits`` of them.
-    ``split_blocks`` are launched, of which ``clusters`` run at once; partial results take ``split_slots`` places, and who comes last is found by
-    ``split_counters``, which are 0 before and after each launch.
+    ``split_blocks`` are launched, of which ``clusters`` run at once; partial results take ``split_slots`` places, and
+    who comes last is found by ``split_counters``, which are 0 before and after each launch.
     """
     rows = call.seqlen_q * (call.heads // max(call.kv_heads, 1))
     blocks_of_rows = max(-(-rows // launch.tile_m), 1)
@@ -59,7 +57,7 @@ def split_sizes(launch: Splitting, call: Call, clusters: int) -> dict[str, int]:
     elif call.num_splits:
         split_tiles = -(-kv_tiles // call.num_splits)
     max_splits = -(-kv_tiles // split_tiles) if split_tiles else 1
-    useful = max(-(-units * kv_tiles // (_LEAST_TILES_OF_BLOCK * launch.cluster)), -(-units // launch.cluster), 1)
+    useful = max(-(-units * kv_tiles // (_LEAST_TILES_OF_BLOCK * launch.cluster)), units, 1)
     blocks = launch.cluster * min(clusters, useful)
     return {
         "row_bits": row_bits,

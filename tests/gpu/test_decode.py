@@ -15,21 +15,23 @@ from attngen.runtime.module import read_kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, prepare
+from attngen.tools.build.pipeline import compile_kernels, prepare_each
 from tests.runtime.pages import cache as pages_of
 from tests.runtime.pages import starts_of
 
 PACKAGE = "decode_tests"
 LENGTHS = [0, 1, 15, 16, 17, 100, 1000, 8200]
-VARIANTS = ["full", "causal", "sliding_window", "softcap", "causal_sink", "alibi", "chunked", "sink_window", "prefix_lm",
-            "tree", "heads_windows"]  # fmt: skip
+VARIANTS = [
+    "full", "causal", "sliding_window", "softcap", "causal_sink", "alibi", "chunked", "sink_window", "prefix_lm",
+    "tree", "heads_windows",
+]  # fmt: skip
 
 
 @cache
 def kernels() -> None:
     """Compile the split-KV kernels of the spec, which alone are known as the package: no other takes a call."""
     spec = load_spec(Path(__file__).with_name("decode.yaml"))
-    wanted = [one for one in prepare(spec) if one.plan.split_kv]
+    wanted = [one for one in prepare_each(spec)[0] if one.plan.split_kv]
     assert {one.plan.schedule for one in wanted} == {"hopper_decode"}
     store = Store()
     built, failures = compile_kernels(wanted, store=store)
@@ -66,7 +68,7 @@ def on_gpu(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def close(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    """Assert that output and log-sum-exp are those of float64, up to the rounding of 16-bit inputs and probabilities."""
+    """Assert that output and log-sum-exp are those of float64, up to the rounding of results and probabilities."""
     out, lse = found[0].cpu().double(), found[1].cpu().double()
     torch.testing.assert_close(out, wanted[0].double(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, wanted[1].double(), rtol=1e-3, atol=2e-3)
@@ -80,8 +82,15 @@ def paged(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run one call over pages, compare it with the reference in float64 on the CPU, and return its results."""
     batch = len(lengths)
-    c = pages_of(lengths, page_size, kv_heads=kv_heads, head_dim=dims[0], head_dim_v=dims[1], page_layout=page_layout,
-                 dtype=dtype)  # fmt: skip
+    c = pages_of(
+        lengths,
+        page_size,
+        kv_heads=kv_heads,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        page_layout=page_layout,
+        dtype=dtype,
+    )
     each = [rows] * batch if isinstance(rows, int) else rows
     torch.manual_seed(1)
     q = torch.randn(sum(each), heads, dims[0]).to(dtype)
@@ -180,8 +189,9 @@ def test_varlen(variant: str, rows: int | list[int]) -> None:
     close(found, wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_splits": 2}, {"num_splits": 5}, {"split_size": 64}, {"split_size": 1000}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{}, {"num_splits": 2}, {"num_splits": 5}, {"split_size": 64}, {"split_size": 1000}], ids=str
+)
 def test_splits_change_no_result_and_launches_repeat(options: dict[str, int]) -> None:
     first = paged("causal", LENGTHS, rows=3, **options)
     second = paged("causal", LENGTHS, rows=3, **options)

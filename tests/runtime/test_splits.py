@@ -57,7 +57,7 @@ def test_blocks_are_whole_clusters_that_run_at_once(batch: int, keys: int, clust
 
 def test_little_work_takes_few_blocks_and_much_takes_all() -> None:
     assert split_sizes(Launch(), call(1, keys=100, kv_heads=1), 15)["split_blocks"] == 8
-    assert split_sizes(Launch(), call(1, keys=1024, heads=32, kv_heads=8), 15)["split_blocks"] == 64
+    assert split_sizes(Launch(), call(1, keys=300, heads=32, kv_heads=8), 15)["split_blocks"] == 64
     assert split_sizes(Launch(), call(64, keys=16, heads=32, kv_heads=8), 15)["split_blocks"] == 120
 
 

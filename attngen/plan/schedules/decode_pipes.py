@@ -12,12 +12,12 @@ _REGISTERS = 255
 
 
 def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> Pipes:
-    """Return the pipes of a block whose ``stages`` have ``stage`` bytes each, with so many bytes for what warps merge, and
-    for Q if it lies in shared memory."""
+    """Return the pipes of a block whose ``stages`` have ``stage`` bytes each, with so many bytes for what warps merge,
+    and for Q if it lies in shared memory."""
     kv = Ring(
         "kv", stages, "the first warp of a group", "the warps of a group",
-        guards="a tile of K and one of V stay until all warps of a group have multiplied them; each group has a section of "
-        "the stages",
+        guards="a tile of K and one of V stay until all warps of a group have multiplied them; each group has a "
+        "section of the stages",
         full=Signal(1, "the first warp of the group", "K and V of a step have landed", bytes=True),
         empty=Signal(
             warps // 2, "each warp of the group, as many times as make half of the block's warps together",
@@ -48,7 +48,7 @@ def memory(warps: int, qk: int, v: int, element: int, q_operand: str) -> dict[st
     """Return the bytes of a stage, of what warps merge, and of Q; ``qk`` and ``v`` are columns in shared memory, of so
     many bytes.
 
-    Half of the warps give what they have found to the other half: 32 lanes, with 16 bytes for each 8 columns and one more.
+    Half of the warps give what they have found to the other half: 32 lanes, 16 bytes for each 8 columns and 16 more.
     """
     rows = keys = 16
     return {

@@ -96,9 +96,9 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         pack_gqa=True,
     )
     forward = Launch(
-        "forward", planned.name, "splits", _ROWS, _KEYS, stages, warps, planned.driver, None, _arguments(planned, structure.box_bytes),
-        persistent=True, cluster=_CLUSTER, shared_bytes=structure.shared_bytes,
-        max_spills=SPILLS.bytes, products=0,
+        "forward", planned.name, "splits", _ROWS, _KEYS, stages, warps, planned.driver, None,
+        _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER,
+        shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=0,
     )  # fmt: skip
     partials = ("split_slots", "row_warps", 32 * 4 * (v.width // 8 + 1))
     return planned.with_launches(
