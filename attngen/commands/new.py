@@ -21,7 +21,7 @@ kernels:                         # a list in a field makes one kernel for each o
   - variant: {name}
     head_dim: [64, 128]          # or {{qk: 192, v: 128}}
     dtype: bf16                  # bf16, fp16, fp32
-    layout: dense                # dense, varlen
+    layout: dense                # dense, varlen, paged
     # backend: triton            # left out: cuda for Hopper, where it can do all that is asked for; else triton
     # tile: {{m: 128, n: 64}}      # left out, the plan chooses these
     # pipeline: {{stages: 2}}

@@ -397,8 +397,8 @@ def explain(
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
 
-    With ``cu_seqlens_q`` it is about ``attention_varlen``, with ``page_table`` about ``attention_paged``, of which k and
-    v are the pages. ``page_layout``, ``num_splits`` and ``split_size`` are of the latter alone.
+    With ``cu_seqlens_q`` it is about ``attention_varlen``, with ``page_table`` about ``attention_paged``, whose pages k
+    and v are. ``page_layout``, ``num_splits`` and ``split_size`` are of the latter alone.
 
     With ``direction='backward'`` it says what would give the gradients, from contiguous ones of the result. Raises what
     the call would raise, save that a call which no kernel takes is explained as well.

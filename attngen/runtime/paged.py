@@ -27,6 +27,9 @@ from attngen.runtime.registry import Found, registry
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.training import carries_tangent
 
+#: Each is used in every call, in which a look-up in another module counts.
+_PLAIN, _NUMBERS, _note, _kept = dispatch._PLAIN, dispatch._NUMBERS, dispatch._note, dispatch._kept
+
 
 def attention_paged(
     q: Tensor,
@@ -102,14 +105,17 @@ def run(
     """Run a call now, whether it comes from a program or from an operator."""
     if DROPOUT_P.name in arguments:
         arguments = dispatch._with_state(q, variant, package, arguments)
-    if not dispatch._on_gpu(q) or backend == "reference" or debugging.active() or not _plain(k_pages, v_pages):
+    on_gpu = dispatch._on_gpu(q)
+    if not on_gpu or backend == "reference" or debugging.active() or not (
+        type(k_pages) in _PLAIN and type(v_pages) in _PLAIN
+    ):  # fmt: skip
         call, _ = _bind(
             q, k_pages, v_pages, page_table, seqused_k, cu_seqlens_q, max_seqlen_q, variant, softmax_scale, page_layout,
             num_splits, split_size, out, return_lse, backend, package, arguments,
         )  # fmt: skip
         if debugging.active():
             debugging.check(call)
-        if backend == "reference" or not dispatch._on_gpu(q):
+        if backend == "reference" or not on_gpu:
             require_reference(call, backend)
             return _run_reference(call, as_rows(q), k_pages, v_pages, out)
     if forward_ad._current_level >= 0 and carries_tangent(q, k_pages, v_pages, *arguments.values()):
@@ -119,30 +125,32 @@ def run(
             "keys in pages have no backward kernel; torch.no_grad() tells that no gradient is wanted, and "
             "backend='reference' differentiates, slowly"
         )
-    q = as_rows(q)
+    shape, strides = q.shape, q.stride()
+    if len(shape) == 4 and shape[1] > 1 and shape[0] > 1 and strides[0] != shape[1] * strides[1]:
+        q = as_rows(q)
+        strides = q.stride()
     # The cache's key: everything that checks, selection and the packed template depend on.
     addresses = empty(q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr())
     key: list[Any] = [
         page_layout, variant if isinstance(variant, str) else id(variant), package, backend, return_lse,
         registry.generation, max_seqlen_q, num_splits, split_size,
-        q.dtype, q.shape, q.stride(), q.get_device(), addresses[0] & 15,
+        q.dtype, shape, strides, q.get_device(), addresses[0] & 15,
         k_pages.dtype, k_pages.shape, k_pages.stride(), k_pages.get_device(), addresses[1] & 15,
         v_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.get_device(), addresses[2] & 15,
     ]  # fmt: skip
-    note = dispatch._note
-    addresses[PAGE_TABLE] = note(key, page_table)
-    addresses[SEQUSED_K] = note(key, seqused_k)
+    addresses[PAGE_TABLE] = _note(key, page_table)
+    addresses[SEQUSED_K] = _note(key, seqused_k)
     if cu_seqlens_q is not None:
-        addresses[CU_SEQLENS_Q] = note(key, cu_seqlens_q)
+        addresses[CU_SEQLENS_Q] = _note(key, cu_seqlens_q)
     if out is not None:
         key.append("out")
-        addresses[OUT] = note(key, out)
+        addresses[OUT] = _note(key, out)
     for name, value in arguments.items():
         key.append(name)
-        if type(value) not in dispatch._NUMBERS and isinstance(value, Tensor):
-            addresses.append(note(key, value))
+        if type(value) not in _NUMBERS and isinstance(value, Tensor):
+            addresses.append(_note(key, value))
     identity = tuple(key)
-    prepared = dispatch._kept(identity)
+    prepared = _kept(identity)
     if prepared is None or prepared.sinks_only:
         call, found = _bind(
             q, k_pages, v_pages, page_table, seqused_k, cu_seqlens_q, max_seqlen_q, variant, softmax_scale, page_layout,
@@ -166,10 +174,6 @@ def _bind(
         as_rows(q), k_pages, v_pages, paging, variant, softmax_scale, seqused_k, return_lse, page_layout, backend,
         package, arguments,
     )  # fmt: skip
-
-
-def _plain(*tensors: Any) -> bool:
-    return all(type(tensor) in dispatch._PLAIN for tensor in tensors)
 
 
 def _run_reference(
