@@ -222,7 +222,10 @@ def _roles(plan: Plan, hopper: HopperForward, pipes: Pipes) -> Iterator[str]:
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
     scheduler, loader, of_q = (pipes.role(name).first for name in ("scheduler", "loader", "query_loader"))
-    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, warp {loader} loads K and V, and {of_q} Q"
+    loads = f"warp {loader} loads K and V, and {of_q} Q"
+    if hopper.value_loader:
+        loads = f"warp {loader} loads K, {of_q} Q, and {pipes.role('value_loader').first} V, a box of a page a copy"
+    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:
