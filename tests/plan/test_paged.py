@@ -10,6 +10,7 @@ from attngen.errors import PlanError
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
+from attngen.tools.explain import hopper
 from tests.plan.specs import planned
 
 
@@ -50,6 +51,13 @@ def test_k_and_v_have_a_loader_each_over_pages_alone(layout: str) -> None:
     text = render(plan).text
     assert text.count("work_ring.release()") == (3 if paged else 2)
     assert ("pages.cuh" in text) == paged
+
+
+def test_what_explain_says_of_the_loaders() -> None:
+    for layout, loads in (("varlen", "warp 9 loads K and V, and 10 Q"), ("paged", "warp 9 loads K, 10 Q, and 11 V,")):
+        plan = planned(head_dim=128, backend="cuda", layout=layout)
+        assert isinstance(plan.structure, HopperForward)
+        assert any(loads in line for line in hopper._roles(plan, plan.structure, forward_pipes_of(plan)))
 
 
 def test_what_a_paged_kernel_is_told() -> None:

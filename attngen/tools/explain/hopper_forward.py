@@ -132,7 +132,7 @@ class HopperExplanation(ScheduleExplanation):
         """Return the warp of each role of the producer; without roles, the first warp loads."""
         if not self.hopper.specialized or self.pipes is None:
             return {"scheduler_warp": None, "loader_warp": 0, "query_loader_warp": 0}
-        return {f"{name}_warp": self.pipes.role(name).first for name in ("scheduler", "loader", "query_loader")}
+        return {f"{name}_warp": self.hopper.role(name).first for name in ("scheduler", "loader", "query_loader")}
 
     def _registers(self) -> list[str]:
         r, consumers = self.registers, self.hopper.consumers
@@ -191,8 +191,12 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
-    scheduler, loader, of_q = (role.first for role in hopper.warp_roles if role.name != "consumers")
-    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, warp {loader} loads K and V, and {of_q} Q"
+    first = {role.name: role.first for role in hopper.warp_roles}
+    scheduler, loader, of_q = (first[name] for name in ("scheduler", "loader", "query_loader"))
+    loads = f"warp {loader} loads K and V, and {of_q} Q"
+    if hopper.value_loader:
+        loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
+    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
     else:
