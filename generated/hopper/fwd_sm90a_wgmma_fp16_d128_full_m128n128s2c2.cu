@@ -12,7 +12,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-using Element = fp16;
+using Element = fp16;  // of Q, K, V and P
+using OutElement = fp16;  // of O
 
 constexpr int kBlockM = 128;  // query rows of a tile of work
 constexpr int kBlockN = 128;  // keys of one step
@@ -26,9 +27,16 @@ constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest 
 constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
-constexpr int kBoxBytes = 2 * kBoxColumns;
+constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
+static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs
+constexpr int kMmaK = 16;  // elements that one wgmma sums over
+static_assert(kMmaK == Product<Element, kBlockN>::kK);
+constexpr int kPacked = 4 / kElementBytes;  // probabilities of a register
+constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
+constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
+constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile at which the next one is taken
 constexpr float kRedoAbove = 0x1p14f;  // sum of a lane's probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
@@ -64,10 +72,13 @@ enum class Named {
 
 constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
 
-constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
-constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
-constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
-constexpr uint32_t kOutBytes = 64 * kOutColumns * 2;  // of one consumer
+constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
+constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
+constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
+constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
+static_assert(kConsumers * kOutBytes == 32768);
+static_assert(QRing::kStages * kQBytes == 65536);
+static_assert(KRing::kStages * kKBytes == 65536 && VRing::kStages * kVBytes == 65536);
 
 // How the tensor cores read these: K-major rows of Q and K, and V, whose rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -162,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
           for (int i = lane; i < rows * 16; i += 32) {
             const int q = work.q_start + i / 16;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 8 * (i % 16)) = {};
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -213,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
             v_ring.arrive_expecting(kVBytes);
             const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows behind the end become 0
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-              load_box(kV + v_ring.stage * kVBytes + column * kBlockN * 2, v_map, v_ring.full(), column, hk,
+              load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk,
                        kBlockN - rows, start + rows, b);
             }
           }
@@ -227,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
             shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-              load_box(kK + k_ring.stage * kKBytes + column * kBlockN * 2, k_map, k_ring.full(), column, hk,
+              load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
                        tile * kBlockN, b);
             }
           }
@@ -263,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
         if (lane == 0) {
           q_ring.arrive_expecting(kQBytes);
           for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * 2, q_map, q_ring.full(), column, work.h,
+            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
                      work.q_start, work.b);
           }
         }
@@ -280,17 +291,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
     const uint32_t q_rows = kQ + warpgroup * 64 * kBoxBytes;
     const uint32_t out_rows = kOut + warpgroup * kOutBytes;
 
-    float s[kBlockN / 2];       // logits
-    uint32_t p[kBlockN / 4];    // probabilities, in pairs
-    float acc[kHeadDimV / 2];   // outputs, before their division by the sum of probabilities
+    float s[kBlockN / 2];      // logits
+    uint32_t p[kBlockN / 2 / kPacked];  // probabilities, packed
+    float acc[kHeadDimV / 2];  // outputs, before their division by the sum of probabilities
 
     const auto issue_qk = [&](int stage, int q_stage) {
       const QMatrix q(q_rows + q_stage * kQBytes);
       const KMatrix k(kK + stage * kKBytes);
       fence_products();
 #pragma unroll
-      for (int column = 0; column < kHeadDimQk; column += 16) {
-        const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+      for (int column = 0; column < kHeadDimQk; column += kMmaK) {
+        const uint32_t box = column / kBoxColumns * kBoxBytes, inside = column % kBoxColumns * kElementBytes;
         Product<Element, kBlockN>::ss<0>(s, q.at(box * kBlockM + inside), k.at(box * kBlockN + inside), column > 0);
       }
       commit_products();
@@ -299,8 +310,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
       const VMatrix v(kV + stage * kVBytes);
       fence_products();
 #pragma unroll
-      for (int key = 0; key < kBlockN; key += 16) {
-        Product<Element, kHeadDimV>::rs<1>(acc, p + key / 4, v.at(key * kBoxBytes), 1);
+      for (int key = 0; key < kBlockN; key += kMmaK) {
+        Product<Element, kHeadDimV>::rs<1>(acc, p + key / 2 / kPacked, v.at(key * kBoxBytes), 1);
       }
       commit_products();
     };
@@ -402,10 +413,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
         settle(acc);
         release_v();
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const bool kept = sum[0] <= fminf(kRedoGrowth * row_sum[0], kRedoAbove) &&
-                          sum[1] <= fminf(kRedoGrowth * row_sum[1], kRedoAbove);
-        if (__any_sync(~0u, !kept)) {
+        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
+          keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
           rescale(acc, alpha);
 #pragma unroll
@@ -428,19 +439,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
       const auto stage_out = [&](int from) {
         const int row = 16 * (warp % 4) + lane % 16;
 #pragma unroll
-        for (int column = 0; column < kOutColumns; column += 16) {
-          const int chunk = column % kBoxColumns / 8 + lane / 16, swizzled = chunk ^ (row % 8);
+        for (int column = 0; column < kOutColumns; column += 2 * kOutChunk) {
+          const int chunk = column % kOutBoxColumns / kOutChunk + lane / 16, swizzled = chunk ^ (row % 8);
           const int i = (from + column) / 2;
-          store_blocks(out_rows + column / kBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled,
-                       pack<Element>(acc[i], acc[i + 1]), pack<Element>(acc[i + 2], acc[i + 3]),
-                       pack<Element>(acc[i + 4], acc[i + 5]), pack<Element>(acc[i + 6], acc[i + 7]));
+          store_blocks(out_rows + column / kOutBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled,
+                       pack<OutElement>(acc[i], acc[i + 1]), pack<OutElement>(acc[i + 2], acc[i + 3]),
+                       pack<OutElement>(acc[i + 4], acc[i + 5]), pack<OutElement>(acc[i + 6], acc[i + 7]));
         }
         fence_async_proxy();
       };
       const auto store_out = [&](int from) {
         if (leader) {
-          for (int column = 0; column < kOutColumns; column += kBoxColumns) {
-            store_box(out_map, out_rows + column * 64 * 2, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
+          for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
+            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
           }
           commit_stores();
         }

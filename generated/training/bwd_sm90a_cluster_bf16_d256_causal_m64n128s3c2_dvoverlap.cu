@@ -15,7 +15,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-using Element = bf16;
+using Element = bf16;  // of Q, K, V, dO, P and dS
+using GradElement = bf16;  // of dQ, dK and dV
 
 constexpr int kBlockM = 64;  // query rows of one step
 constexpr int kBlockN = 128;  // keys of a cluster
@@ -25,8 +26,14 @@ constexpr int kHeadDimV = 256;
 constexpr int kThreads = 512;
 constexpr int kConsumerRegisters = 208;
 constexpr int kQueriesRegisters = 64, kProducerRegisters = 32;
-constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
-constexpr int kBoxBytes = 2 * kBoxColumns;
+constexpr int kElementBytes = sizeof(Element);
+static_assert(kElementBytes == 2);  // P and dS are made of pairs, which stmatrix moves
+constexpr int kMmaK = 16;  // elements that one wgmma sums over
+static_assert(kMmaK == Product<Element, kBlockM>::kK);
+constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
+constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
+constexpr int kDsBoxBytes = kKeys * kElementBytes;  // of a row of dS, swizzled
+constexpr int kChunk = 16 / kElementBytes, kGradChunk = 16 / sizeof(GradElement);  // columns in 16 bytes
 constexpr int kQkParts = 2, kQkPart = kHeadDimQk / kQkParts;  // columns of a product of dK
 constexpr int kVParts = 2, kVPart = kHeadDimV / kVParts;  // of dV, and of a stage of dO
 constexpr int kDqColumns = 128;  // columns of dQ of a block, which has all rows of them
@@ -77,9 +84,9 @@ enum class Named {
 
 constexpr int kQueryLoader = 12, kDoutLoader = 13, kRowLoader = 14;  // warps with a role of their own
 
-constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
-constexpr uint32_t kDoutBytes = kBlockM * kVPart * 2;
-constexpr uint32_t kDsBytes = kBlockM * kKeys * 2;
+constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
+constexpr uint32_t kDoutBytes = kBlockM * kVPart * kElementBytes;
+constexpr uint32_t kDsBytes = kBlockM * kKeys * kElementBytes;
 constexpr uint32_t kRowBytes = kBlockM * 4;
 constexpr int kSumsOfBlock = kBlockM * kDqColumns;  // floats of dQ of a block and a tile of queries, in the order of registers
 constexpr int kSumsOfTile = 2 * kSumsOfBlock;
@@ -90,7 +97,7 @@ using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
 using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
 using KeyColumns = Matrix<kKeys * kBoxBytes, 8 * kBoxBytes, 1>;
 using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
-using DsRows = Matrix<16, 1024, 1>;
+using DsRows = Matrix<16, 8 * kDsBoxBytes, 1>;
 
 // A step: the tile of queries, with a bit that says that the mask is needed, and their head.
 struct Step {
@@ -101,6 +108,10 @@ static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEnd = -1;
 constexpr int kSums = 8;  // places of dQ that are remembered; the warpgroup that adds it is behind by less
 
+static_assert(kKeys * kHeadDimQk * kElementBytes == 32768 && kKeys * kHeadDimV * kElementBytes == 32768);
+static_assert(kKeys * kDqColumns * kElementBytes == 16384);
+static_assert(QRing::kStages * kQBytes == 65536 && DoutRing::kStages * kDoutBytes == 49152);
+static_assert(DsRing::kStages * kDsBytes == 16384 && OtherDsRing::kStages * kDsBytes == 16384);
 static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 16);
 static_assert(kSumTile % alignof(int) == 0 && kSums * sizeof(int) == 32);
 static_assert(kLse % sizeof(float4) == 0 && kDelta % sizeof(float4) == 0);
@@ -121,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_cluster_bf16_d256_ca
     int heads, int rows, int row_tiles, long long sum_chunks,
     int has_dlse
 ) {
-  constexpr int kLanes = 32, kRows = 16 * kLanes / 128;  // lanes of a row, 8 columns each; rows of a thread
+  constexpr int kLanes = 32, kRows = 16 * kLanes / 128;  // lanes of a row, 16 bytes each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
   const int first = row_tile * 16 + threadIdx.x / kLanes;
@@ -135,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_cluster_bf16_d256_ca
   for (int i = 0; i < kRows; ++i) {
     const int row = first + i * (16 / kRows);
     if (row < rows) {
-      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + 8 * chunk);
-      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + 8 * chunk);
+      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + kChunk * chunk);
+      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + kChunk * chunk);
       delta[i] = dot<Element>(out.x, dout.x) + dot<Element>(out.y, dout.y) + dot<Element>(out.z, dout.z) + dot<Element>(out.w, dout.w);
     }
   }
@@ -217,13 +228,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const auto load_keys = [&](uint32_t to, const TensorMap& map, const auto& ring, int first_column, int columns, int start) {
         const int rows = min(kKeys, seqlen_k - start);
         const int inside = rows > 0 ? columns : 0;
-        for (int i = inside * kKeys / 8 + lane; i < columns * kKeys / 8; i += 32) shared_at<int4>(to + 16 * i) = {};
+        for (int i = inside * kKeys / kChunk + lane; i < columns * kKeys / kChunk; i += 32) shared_at<int4>(to + 16 * i) = {};
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) {
-          ring.arrive_expecting(inside * kKeys * 2);
+          ring.arrive_expecting(inside * kKeys * kElementBytes);
           for (int column = 0; column < inside; column += kBoxColumns) {
-            load_box(here + to + column * kKeys * 2, map, ring.full(), first_column + column, hk, kKeys - rows, start + rows, b);
+            load_box(here + to + column * kKeys * kElementBytes, map, ring.full(), first_column + column, hk, kKeys - rows, start + rows, b);
           }
         }
       };
@@ -245,7 +256,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           q_ring.arrive_expecting(kQBytes);
           for (int column = rank * kBoxColumns; column < kHeadDimQk; column += 2 * kBoxColumns) {
             load_box_to(
-                3, here + kQ + q_ring.stage * kQBytes + column * kBlockM * 2, q_map, q_ring.full(),
+                3, here + kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(),
                 column, h,
                 q_start, b);
           }
@@ -281,7 +292,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             dout_ring.arrive_expecting(kDoutBytes);
             for (int column = rank * kBoxColumns; column < kVPart; column += 2 * kBoxColumns) {
               load_box_to(
-                  3, here + kDout + dout_ring.stage * kDoutBytes + column * kBlockM * 2, dout_map, dout_ring.full(),
+                  3, here + kDout + dout_ring.stage * kDoutBytes + column * kBlockM * kElementBytes, dout_map, dout_ring.full(),
                   part * kVPart + column, h, q_start, b);
             }
           }
@@ -343,8 +354,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const KeyColumns k(keys);
       fence_products();
 #pragma unroll
-      for (int key = 0; key < kKeys; key += 16) {
-        Product<Element, kDqPart>::ss<1>(dq, ds.at(key * 2), k.at(key * kBoxBytes), key > 0 || accumulate);
+      for (int key = 0; key < kKeys; key += kMmaK) {
+        Product<Element, kDqPart>::ss<1>(dq, ds.at(key * kElementBytes), k.at(key * kBoxBytes), key > 0 || accumulate);
       }
       commit_products();
     };
@@ -361,9 +372,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       float* const to = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + rank * kSumsOfBlock + 4 * group_thread;
 #pragma unroll
       for (int column = 0; column < kDqColumns; column += kDqPart) {
-        issue_dq(kDs + ds_ring.stage * kDsBytes, kK + (rank * kDqColumns + column) * kKeys * 2, 0);
+        issue_dq(kDs + ds_ring.stage * kDsBytes, kK + (rank * kDqColumns + column) * kKeys * kElementBytes, 0);
         if (column == 0) other_ds_ring.wait();
-        issue_dq(kOtherDs + ds_ring.stage * kDsBytes, kOtherK + column * kKeys * 2, 1);
+        issue_dq(kOtherDs + ds_ring.stage * kDsBytes, kOtherK + column * kKeys * kElementBytes, 1);
         wait_products<0>();
         settle(dq);
         // Behind the last products the places of dS are free: this block's for other probabilities, and the other's copy here.
@@ -389,7 +400,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     // these with dS.
     const auto place_of_pairs = [&](int i) {
       const int q = 32 * (i / 2) + lane, chunk = 2 * (warp % 4) + i % 2;
-      return kDs + ds_ring.stage * kDsBytes + q * 128 + 16 * (chunk ^ q % 8);
+      return kDs + ds_ring.stage * kDsBytes + q * kDsBoxBytes + 16 * (chunk ^ q % 8);
     };
     const auto next_step = [&] {
       q_ring.wait();
@@ -405,21 +416,21 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       for (int part = 1; part <= kVParts; ++part) release(DoutRing::empty_of(dout_ring.before(part)));
     };
     // Out through shared memory, since only whole rows make good stores.
-    const auto store_rows = [&](const auto& acc, float factor, uint32_t region, Element* rows, long long stride, int columns) {
-      constexpr int kChunks = sizeof(acc) / 16;  // of 8 columns
+    const auto store_rows = [&](const auto& acc, float factor, uint32_t region, GradElement* rows, long long stride, int columns) {
+      constexpr int kChunks = sizeof(acc) / sizeof(float) * 2 / kGradChunk;
       const float* const values = &acc[0][0];
       const int count = min(kKeys, keys - own_start), row = 16 * (warp % 4) + lane % 16;
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
         const int chunk = i + lane / 16, swizzled = chunk ^ (row % 8);
-        const auto pair = [&](int j) { return pack<Element>(values[4 * i + j] * factor, values[4 * i + j + 1] * factor); };
+        const auto pair = [&](int j) { return pack<GradElement>(values[4 * i + j] * factor, values[4 * i + j + 1] * factor); };
         store_blocks(here + region + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
       }
       named_sync(Named::kGroup, warpgroup, 128);
       for (int i = group_thread; i < kKeys * kChunks; i += 128) {
         const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row % 8);
-        if (row < count && chunk < columns / 8) {
-          *reinterpret_cast<int4*>(rows + row * stride + 8 * chunk) = shared_at<int4>(region + 16 * (row * kChunks + swizzled));
+        if (row < count && chunk < columns / kGradChunk) {
+          *reinterpret_cast<int4*>(rows + row * stride + kGradChunk * chunk) = shared_at<int4>(region + 16 * (row * kChunks + swizzled));
         }
       }
     };
@@ -434,8 +445,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         const QueryRows q(kQ + q_ring.stage * kQBytes);
         fence_products();
 #pragma unroll
-        for (int column = 0; column < kHeadDimQk; column += 16) {
-          const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+        for (int column = 0; column < kHeadDimQk; column += kMmaK) {
+          const uint32_t box = column / kBoxColumns * kBoxBytes, inside = column % kBoxColumns * kElementBytes;
           Product<Element, kBlockM>::ss<0>(s, k.at(box * kKeys + inside), q.at(box * kBlockM + inside), column > 0);
         }
         commit_products();
@@ -447,7 +458,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           fence_products();
           const QueryColumns dout(kDout + dout_ring.stage * kDoutBytes);
 #pragma unroll
-          for (int row = 0; row < kBlockM; row += 16) {
+          for (int row = 0; row < kBlockM; row += kMmaK) {
             Product<Element, kVPart>::rs<1>(dv[part], p + row / 4, dout.at(row * kBoxBytes), 1);
           }
           dout_ring.advance();
@@ -544,11 +555,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         for (int part = 0; part < kVParts; ++part) {
           if (__any_sync(~0u, there)) dout_ring.wait();
           fence_products();
-          const KeyRows v(kV + part * kVPart * kKeys * 2);
+          const KeyRows v(kV + part * kVPart * kKeys * kElementBytes);
           const QueryRows dout(kDout + dout_ring.stage * kDoutBytes);
 #pragma unroll
-          for (int column = 0; column < kVPart; column += 16) {
-            const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+          for (int column = 0; column < kVPart; column += kMmaK) {
+            const uint32_t box = column / kBoxColumns * kBoxBytes, inside = column % kBoxColumns * kElementBytes;
             Product<Element, kBlockM>::ss<0>(dp, v.at(box * kKeys + inside), dout.at(box * kBlockM + inside), part > 0 || column > 0);
           }
           dout_ring.advance();
@@ -559,16 +570,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         const QueryColumns q(kQ + q_ring.stage * kQBytes);
         fence_products();
 #pragma unroll
-        for (int row = 0; row < kBlockM; row += 16) {
+        for (int row = 0; row < kBlockM; row += kMmaK) {
 #pragma unroll
           for (int part = 0; part < kQkParts; ++part) {
-            Product<Element, kQkPart>::rs<1>(dk[part], ds + row / 4, q.at(part * kQkPart * kBlockM * 2 + row * kBoxBytes), 1);
+            Product<Element, kQkPart>::rs<1>(dk[part], ds + row / 4, q.at(part * kQkPart * kBlockM * kElementBytes + row * kBoxBytes), 1);
           }
         }
         commit_products();
       };
       const int q = 8 * (lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
-      const uint32_t to = here + kDs + q * 128 + 16 * (chunk ^ q % 8);
+      const uint32_t to = here + kDs + q * kDsBoxBytes + 16 * (chunk ^ q % 8);
       Step step = next_step();
       bool more = step.tile >= 0;
       if (__any_sync(~0u, more)) {
@@ -595,7 +606,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         __syncwarp();  // all have read P, whose place dS takes, with rows of queries
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
-          store_transposed(to + ds_ring.stage * kDsBytes + 16 * i * 128, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
+          store_transposed(to + ds_ring.stage * kDsBytes + 16 * i * kDsBoxBytes, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
         }
         fence_async_proxy();
         issue_dk();
@@ -649,9 +660,9 @@ extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_cluster_bf16_d256_ca
 #pragma unroll
     for (int j = 0; j < 4; ++j) own[j] = sums[(warpgroup * (kDqColumns / 8) + i + j) * 128 + threadIdx.x % 128];
     uint4 upper, lower;
-    round_sums<Element>(own, softmax_scale, lane, upper, lower);
+    round_sums<GradElement>(own, softmax_scale, lane, upper, lower);
     const int column = kDqColumns * warpgroup + 8 * (i + lane % 4);
-    Element* const to = dq_ptr + b * stride_dq_b + h * stride_dq_h + (q_start + row) * stride_dq_s + column;
+    GradElement* const to = dq_ptr + b * stride_dq_b + h * stride_dq_h + (q_start + row) * stride_dq_s + column;
     if (q_start + row < seqlen_q) *reinterpret_cast<uint4*>(to) = upper;
     if (q_start + row + 8 < seqlen_q) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = lower;
   }

@@ -16,7 +16,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-using Element = bf16;
+using Element = bf16;  // of Q, K, V, dO, P and dS
+using GradElement = bf16;  // of dQ, dK and dV
 
 constexpr int kBlockM = 128;  // query rows of one step
 constexpr int kBlockN = 128;  // keys of a block
@@ -25,8 +26,14 @@ constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kBoxColumns = 64;  // columns that one copy brings; rows of 128 bytes, swizzled
-constexpr int kBoxBytes = 2 * kBoxColumns;
+constexpr int kElementBytes = sizeof(Element);
+static_assert(kElementBytes == 2);  // P and dS are made of pairs, which stmatrix moves
+constexpr int kMmaK = 16;  // elements that one wgmma sums over
+static_assert(kMmaK == Product<Element, kBlockM>::kK);
+constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
+constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
+constexpr int kDsBoxBytes = 64 * kElementBytes;  // of a row of dS: the keys of a consumer, swizzled
+constexpr int kChunk = 16 / kElementBytes, kGradChunk = 16 / sizeof(GradElement);  // columns in 16 bytes
 constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has half of the rows
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
@@ -72,11 +79,11 @@ enum class Named {
 
 constexpr int kLoader = 8, kAdder = 9, kRounder = 11;  // warps with a role of their own
 
-constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * 2;
-constexpr uint32_t kDoutBytes = kBlockM * kHeadDimV * 2;
-constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * 2;
-constexpr uint32_t kVBytes = kBlockN * kHeadDimV * 2;
-constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
+constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
+constexpr uint32_t kDoutBytes = kBlockM * kHeadDimV * kElementBytes;
+constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
+constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
+constexpr uint32_t kDsBytes = kBlockM * kBlockN * kElementBytes;
 constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of one consumer
 constexpr uint32_t kRowBytes = kBlockM * 4;
 constexpr int kPieceBytes = 8192;  // of sums that are rounded at once: 64 rows and 32 columns
@@ -89,8 +96,8 @@ using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
 using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
 using KeyColumns = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
 using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
-using DsRows = Matrix<16, 1024, 1>;
-using DsColumns = Matrix<kBlockM * 128, 1024, 1>;
+using DsRows = Matrix<16, 8 * kDsBoxBytes, 1>;
+using DsColumns = Matrix<kBlockM * kDsBoxBytes, 8 * kDsBoxBytes, 1>;
 
 // A tile of work: which keys of which KV head. All keys of a sequence have gradients, though only the used ones are seen.
 struct Work {
@@ -113,12 +120,15 @@ struct Sum {
 // What is rounded at once: sums, what they are multiplied by, and where they go.
 struct Piece {
   const float* sums;
-  Element* to;
+  GradElement* to;
   int rows;
   float factor;
 };
 constexpr int kSums = 8;  // places of dQ that are remembered; the warp that adds it is behind by less
 
+static_assert(kKBytes == 16384 && kVBytes == 16384);
+static_assert(QRing::kStages * kQBytes == 32768 && DoutRing::kStages * kDoutBytes == 32768);
+static_assert(DsRing::kStages * kDsBytes == 65536 && DqRing::kStages * kDqBytes == 32768);
 static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) == 64);
 static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 16);
 static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) == 64);
@@ -141,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
     int heads, int rows, int row_tiles, long long sum_chunks,
     int has_dlse
 ) {
-  constexpr int kLanes = 8, kRows = 16 * kLanes / 128;  // lanes of a row, 8 columns each; rows of a thread
+  constexpr int kLanes = 8, kRows = 16 * kLanes / 128;  // lanes of a row, 16 bytes each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
   const int first = row_tile * 16 + threadIdx.x / kLanes;
@@ -155,8 +165,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
   for (int i = 0; i < kRows; ++i) {
     const int row = first + i * (16 / kRows);
     if (row < rows) {
-      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + 8 * chunk);
-      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + 8 * chunk);
+      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + kChunk * chunk);
+      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + kChunk * chunk);
       delta[i] = dot<Element>(out.x, dout.x) + dot<Element>(out.y, dout.y) + dot<Element>(out.z, dout.z) + dot<Element>(out.w, dout.w);
     }
   }
@@ -246,9 +256,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   // Writes 16 rows of a piece, from the sums as the registers of a warp had them.
   const auto write_rows = [&](const Piece& piece, int block, const float4 (&sums)[4]) {
     uint4 upper, lower;
-    round_sums<Element>(sums, piece.factor, lane, upper, lower);
+    round_sums<GradElement>(sums, piece.factor, lane, upper, lower);
     const int row = 16 * block + lane / 4, column = 8 * (lane % 4);
-    Element* const to = piece.to + row * stride_dq_s + column;
+    GradElement* const to = piece.to + row * stride_dq_s + column;
     if (row < piece.rows) *reinterpret_cast<uint4*>(to) = upper;
     if (row + 8 < piece.rows) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = lower;
   };
@@ -302,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {(b * heads + h) * q_tiles + tile, -1};
             q_ring.arrive_expecting(kQBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-              load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * 2, q_map, q_ring.full(), column, h, q_start, b);
+              load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, h, q_start, b);
             }
           }
           ++sums;
@@ -312,10 +322,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
               const int rows = min(kBlockN, seqlen_k - kv_start);  // rows behind the end become 0
               kv_ring.arrive_expecting(kKBytes + kVBytes);
               for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-                load_box(kK + column * kBlockN * 2, k_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
+                load_box(kK + column * kBlockN * kElementBytes, k_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
               }
               for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-                load_box(kV + column * kBlockN * 2, v_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
+                load_box(kV + column * kBlockN * kElementBytes, v_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
               }
             }
             kv_ring.advance();
@@ -334,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (lane == 0) {
             dout_ring.arrive_expecting(kDoutBytes);
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-              load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * 2, dout_map, dout_ring.full(), column, h, q_start, b);
+              load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * kElementBytes, dout_map, dout_ring.full(), column, h, q_start, b);
             }
           }
           __syncwarp();
@@ -453,8 +463,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const QueryRows q(kQ + q_stage * kQBytes);
       fence_products();
 #pragma unroll
-      for (int column = 0; column < kHeadDimQk; column += 16) {
-        const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+      for (int column = 0; column < kHeadDimQk; column += kMmaK) {
+        const uint32_t box = column / kBoxColumns * kBoxBytes, inside = column % kBoxColumns * kElementBytes;
         Product<Element, kBlockM>::ss<0>(s, k.at(box * kBlockN + inside), q.at(box * kBlockM + inside), column > 0);
       }
       commit_products();
@@ -464,8 +474,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const QueryRows dout(kDout + stage * kDoutBytes);
       fence_products();
 #pragma unroll
-      for (int column = 0; column < kHeadDimV; column += 16) {
-        const uint32_t box = column / kBoxColumns * kBoxColumns * 2, inside = column % kBoxColumns * 2;
+      for (int column = 0; column < kHeadDimV; column += kMmaK) {
+        const uint32_t box = column / kBoxColumns * kBoxBytes, inside = column % kBoxColumns * kElementBytes;
         Product<Element, kBlockM>::ss<0>(dp, v.at(box * kBlockN + inside), dout.at(box * kBlockM + inside), column > 0);
       }
       commit_products();
@@ -474,28 +484,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const QueryColumns dout(kDout + stage * kDoutBytes);
       fence_products();
 #pragma unroll
-      for (int row = 0; row < kBlockM; row += 16) {
+      for (int row = 0; row < kBlockM; row += kMmaK) {
         Product<Element, kHeadDimV>::rs<1>(dv, p + row / 4, dout.at(row * kBoxBytes), 1);
       }
       commit_products();
     };
     const auto issue_dk = [&](int q_stage, int buffer) {
-      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * 128);
+      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes);
       const QueryColumns q(kQ + q_stage * kQBytes);
       fence_products();
 #pragma unroll
-      for (int row = 0; row < kBlockM; row += 16) {
-        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * 128), q.at(row * kBoxBytes), 1);
+      for (int row = 0; row < kBlockM; row += kMmaK) {
+        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * kDsBoxBytes), q.at(row * kBoxBytes), 1);
       }
       commit_products();
     };
     const auto issue_dq = [&](int buffer) {
-      const DsRows ds(kDs + buffer * kDsBytes + warpgroup * 64 * 128);
+      const DsRows ds(kDs + buffer * kDsBytes + warpgroup * 64 * kDsBoxBytes);
       const KeyColumns k(kK);
       fence_products();
 #pragma unroll
-      for (int key = 0; key < kBlockN; key += 16) {
-        const uint32_t box = key / 64 * kBlockM * 128, inside = key % 64 * 2;
+      for (int key = 0; key < kBlockN; key += kMmaK) {
+        const uint32_t box = key / 64 * kBlockM * kDsBoxBytes, inside = key % 64 * kElementBytes;
         Product<Element, kDqColumns>::ss<1>(dq, ds.at(box + inside), k.at(key * kBoxBytes), key > 0);
       }
       commit_products();
@@ -574,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const auto store_ds = [&](int buffer) {
       const uint32_t delta_numbers = kDelta + q_ring.stage * kRowBytes + row_numbers;
       const int q = 8 * (lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
-      const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * 128 + q * 128 + 16 * (chunk ^ q % 8);
+      const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes + q * kDsBoxBytes + 16 * (chunk ^ q % 8);
 #pragma unroll
       for (int i = 0; i < kBlockM / 16; ++i) {
         uint32_t ds[4];
@@ -585,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           const float2 both = unpack<Element>(whole[pair]);
           ds[j] = pack<Element>(both.x * (kept_dp(2 * pair) - delta.x), both.y * (kept_dp(2 * pair + 1) - delta.y));
         }
-        store_transposed(to + 16 * i * 128, ds[0], ds[1], ds[2], ds[3]);
+        store_transposed(to + 16 * i * kDsBoxBytes, ds[0], ds[1], ds[2], ds[3]);
       }
       fence_async_proxy();
     };
@@ -612,22 +622,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       return shared_at<Step>(kStep + q_ring.stage * sizeof(Step));
     };
     // Out through shared memory, since only whole rows make good stores.
-    const auto store_rows = [&](const auto& acc, float factor, uint32_t region, Element* rows, long long stride, int count, int columns) {
+    const auto store_rows = [&](const auto& acc, float factor, uint32_t region, GradElement* rows, long long stride, int count, int columns) {
       const int lane = lane_of_warp(), group_thread = 32 * (warp % 4) + lane;  // anew, which takes no registers meanwhile
-      constexpr int kChunks = sizeof(acc) / 16;  // of 8 columns
+      constexpr int kChunks = sizeof(acc) / sizeof(float) * 2 / kGradChunk;
       const uint32_t own = region + warpgroup * 64 * 16 * kChunks;
       const int own_lane = not_hoisted(lane), row = 16 * (warp % 4) + own_lane % 16;
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
         const int chunk = i + own_lane / 16, swizzled = chunk ^ (row % 8);
-        const auto pair = [&](int j) { return pack<Element>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
+        const auto pair = [&](int j) { return pack<GradElement>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
         store_blocks(own + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
       }
       named_sync(Named::kGroup, warpgroup, 128);
       for (int i = group_thread; i < 64 * kChunks; i += 128) {
         const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row % 8);
-        if (row < count && chunk < columns / 8) {
-          *reinterpret_cast<int4*>(rows + row * stride + 8 * chunk) = shared_at<int4>(own + 16 * (row * kChunks + swizzled));
+        if (row < count && chunk < columns / kGradChunk) {
+          *reinterpret_cast<int4*>(rows + row * stride + kGradChunk * chunk) = shared_at<int4>(own + 16 * (row * kChunks + swizzled));
         }
       }
     };

@@ -217,7 +217,8 @@ def test_every_schedule_and_layout_is_among_them() -> None:
     rows = [row for direction in ("forward", "backward") for row in schedules(direction, backend="cuda")]
     # split-KV forwards multiply by mma.sync, for which fp8 would be a kernel of its own
     assert {plan.schedule for plan in plans} == {row.name for row in rows} - {"hopper_decode"}
-    assert {plan.layout for plan in plans} == set(LAYOUTS) - {"paged"}  # whose copies tests/compile/test_pages.py follows
+    # the copies of pages have a test of their own: tests/compile/test_pages.py
+    assert {plan.layout for plan in plans} == set(LAYOUTS) - {"paged"}
 
 
 #: What rendered kernels may not show, since no plan here takes that line: sizes, boxes and steps of two bytes.

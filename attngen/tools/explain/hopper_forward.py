@@ -132,7 +132,7 @@ class HopperExplanation(ScheduleExplanation):
         """Return the warp of each role of the producer; without roles, the first warp loads."""
         if not self.hopper.specialized or self.pipes is None:
             return {"scheduler_warp": None, "loader_warp": 0, "query_loader_warp": 0}
-        return {f"{name}_warp": self.hopper.role(name).first for name in ("scheduler", "loader", "query_loader")}
+        return {f"{name}_warp": self.pipes.role(name).first for name in ("scheduler", "loader", "query_loader")}
 
     def _registers(self) -> list[str]:
         r, consumers = self.registers, self.hopper.consumers
