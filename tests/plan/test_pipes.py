@@ -12,6 +12,7 @@ import pytest
 from attngen.plan import Plan
 from attngen.plan.pipes import Event, Pipes, Ring, Signal
 from attngen.plan.schedules import named
+from attngen.plan.schedules.decode_pipes import decode_pipes
 from attngen.render import render
 from attngen.resources import root, templates_dir
 from tests.plan import declared
@@ -33,6 +34,8 @@ CHOICES: list[dict[str, object]] = [
     {"backend": "cuda", "persistent": "false", "warps": "{schedule: cooperative}", "epilogue": "direct"},
     {"backend": "cuda", "warps": "{producer: 0}"},
     {"backend": "cuda", "pack_gqa": "true"},
+    {"backend": "cuda", "split_kv": "true"},
+    {"backend": "cuda", "split_kv": "true", "head_dim": 256, "layout": "paged"},
     {**BACKWARD},
     {**BACKWARD, "head_dim": 128},
     {**BACKWARD, "head_dim": 128, "deterministic": "true"},
@@ -129,6 +132,7 @@ def table(found: Pipes) -> str:
         pytest.param(partial(declared.forward, 2, 1, 2, 4, pingpong=True, skips=False, specialized=True), id="forward"),
         pytest.param(partial(declared.backward, 3, 2, 4, "pingpong"), id="backward"),
         pytest.param(partial(declared.cluster, 3, 3, 4, ordered=True), id="cluster"),
+        pytest.param(partial(decode_pipes, warps=8, stages=24, stage=8192, merge=34816, q=0), id="decode"),
     ],
 )
 def test_the_docs_have_the_table_that_is_declared(found: partial[Pipes]) -> None:
