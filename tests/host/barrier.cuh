@@ -1,0 +1,40 @@
+// mbarriers, which complete a phase when all arrivals came and all announced bytes landed.
+#pragma once
+
+#include "types.cuh"
+
+inline Barrier& barrier_at(uint32_t address) {
+  Block* block = current->block->cluster->blocks[address >> kRankBits];
+  return block->barriers[address & ((1u << kRankBits) - 1)];
+}
+inline void settle_phase(Barrier& barrier, uint32_t address) {
+  if (barrier.pending < 0) fail("too many arrivals at a barrier", address);
+  if (barrier.pending == 0 && barrier.bytes == 0) {
+    barrier.phase ^= 1;
+    barrier.pending = barrier.expected;
+    moved = true;
+  }
+}
+inline void init_barrier(uint32_t address, int arrivals) { barrier_at(address) = {arrivals, arrivals}; }
+inline void fence_barrier_init() {}
+inline void arrive(uint32_t address, int times = 1) {
+  Barrier& barrier = barrier_at(address);
+  barrier.pending -= times;
+  settle_phase(barrier, address);
+}
+inline void arrive_expecting(uint32_t address, int bytes) {
+  barrier_at(address).bytes += bytes;
+  arrive(address);
+}
+inline void land(uint32_t address, int bytes) {
+  Barrier& barrier = barrier_at(address);
+  barrier.bytes -= bytes;
+  settle_phase(barrier, address);
+}
+inline void wait(uint32_t address, uint32_t parity) {
+  if (barrier_at(address).expected == 0) fail("a barrier that nobody has made", address);
+  while ((barrier_at(address).phase ^ 1) != static_cast<int>(parity)) yield();
+  __syncwarp();
+}
+inline void named_sync(int, int) { fail("named barriers are not emulated"); }
+inline void named_arrive(int, int) { fail("named barriers are not emulated"); }

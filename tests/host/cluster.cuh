@@ -1,0 +1,24 @@
+// Blocks of a cluster: ranks, barriers, and each other's shared memory.
+#pragma once
+
+#include "tma.cuh"
+
+inline uint32_t cluster_rank() { return current->block->rank; }
+inline uint32_t mapped(uint32_t address, uint32_t rank) { return (address & ((1u << kRankBits) - 1)) | rank << kRankBits; }
+inline void arrive_cluster() {
+  Cluster& cluster = *current->block->cluster;
+  current->cluster_meeting = cluster.meetings;
+  moved = true;
+  if (++cluster.arrived == cluster.threads) {
+    cluster.arrived = 0;
+    ++cluster.meetings;
+  }
+}
+inline void wait_cluster() {
+  while (current->block->cluster->meetings == current->cluster_meeting) yield();
+}
+inline float4 load_mapped(uint32_t from) {
+  float4 x;
+  std::memcpy(&x, place_of_address(from), 16);
+  return x;
+}

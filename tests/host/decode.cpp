@@ -1,0 +1,182 @@
+// A split-KV kernel on the host: cases of the command line, each against float64. Macros say which kernel it is.
+#include <functional>
+
+#include "kernel.inc"
+
+Thread* current;
+int blocks_of_grid;
+bool moved;
+ucontext_t scheduler;
+
+static std::function<void()> kernel;
+constexpr int kStackBytes = 96 << 10;
+
+static void run_thread() {
+  kernel();
+  current->done = moved = true;
+  yield();
+}
+
+// Runs clusters one after the other, and their threads until all are done; a warp goes on as long as any lane can.
+static void launch(int grid) {
+  blocks_of_grid = grid;
+  for (int first = 0; first < grid; first += kCluster) {
+    Cluster cluster{{}, kCluster * kThreads};
+    std::vector<Thread*> threads;
+    for (int rank = 0; rank < kCluster; ++rank) {
+      Block* block = new Block{first + rank, rank, &cluster, static_cast<char*>(std::aligned_alloc(1024, kSharedBytes))};
+      std::memset(block->memory, 0xff, kSharedBytes);
+      block->warps.resize(kWarps);
+      cluster.blocks.push_back(block);
+      for (int i = 0; i < kThreads; ++i) {
+        Thread* thread = new Thread{{i, 0, 0}, block, &block->warps[i / 32], i % 32};
+        getcontext(&thread->context);
+        thread->stack = static_cast<char*>(std::malloc(kStackBytes));
+        thread->context.uc_stack.ss_sp = thread->stack;
+        thread->context.uc_stack.ss_size = kStackBytes;
+        makecontext(&thread->context, run_thread, 0);
+        threads.push_back(thread);
+      }
+    }
+    for (bool all_done = false; !all_done;) {
+      bool any_moved = false;
+      all_done = true;
+      for (size_t warp = 0; warp < threads.size(); warp += 32) {
+        do {
+          moved = false;
+          for (int lane = 0; lane < 32; ++lane) {
+            current = threads[warp + lane];
+            if (!current->done) swapcontext(&scheduler, &current->context);
+          }
+          any_moved = any_moved || moved;
+        } while (moved);
+        for (int lane = 0; lane < 32; ++lane) all_done = all_done && threads[warp + lane]->done;
+      }
+      if (!all_done && !any_moved) fail("all threads wait for others");
+    }
+    for (Block* block : cluster.blocks) {
+      for (auto& [address, barrier] : block->barriers) {
+        if (barrier.bytes != 0) fail("a copy that nobody waited for", address);
+      }
+      std::free(block->memory);
+      delete block;
+    }
+    for (Thread* thread : threads) {
+      std::free(thread->stack);
+      delete thread;
+    }
+  }
+}
+
+static float random_number() {
+  static uint32_t state = 1;
+  float sum = 0.0f;
+  for (int i = 0; i < 4; ++i) {
+    state = state * 1664525u + 1013904223u;
+    sum += (state >> 8) / 16777216.0f;
+  }
+  return (sum - 2.0f) * 1.7f;
+}
+static bf16 element(float x) { return {static_cast<uint16_t>(rounded(x))}; }
+
+// One causal call: lengths, query and KV heads, queries, blocks, tiles of a split (0: equal shares), rows of a page.
+static void run(const std::vector<int>& lengths, int heads, int kv_heads, int rows, int grid, int split_tiles, int page_size) {
+  const int batch = lengths.size(), longest = std::max(*std::max_element(lengths.begin(), lengths.end()), 1);
+  const int group = heads / kv_heads, width = HEAD_DIM;
+  std::vector<bf16> q(batch * rows * heads * width), out(q.size(), element(7.0f));
+  std::vector<float> lse(batch * rows * heads, 7.0f);
+  for (bf16& x : q) x = element(random_number());
+
+  // What no sequence has is NaN, and no entry of the table beyond a length is a page.
+  const int pages_of_row = PAGED ? (longest + page_size - 1) / page_size : 1, pages = batch * pages_of_row + 2;
+  std::vector<int> table(batch * (pages_of_row + 1), -7), order(pages);
+  for (int i = 0; i < pages; ++i) order[i] = pages - 1 - i;
+  std::rotate(order.begin(), order.begin() + 1, order.end());
+  int used = 0;
+  for (int b = 0; PAGED && b < batch; ++b) {
+    for (int i = 0; i * page_size < lengths[b]; ++i) table[b * (pages_of_row + 1) + i] = order[used++];
+  }
+  const auto place_of = [&](int b, int key, int h) -> size_t {
+    const size_t row = PAGED ? static_cast<size_t>(table[b * (pages_of_row + 1) + key / page_size]) * page_size + key % page_size
+                             : static_cast<size_t>(b) * longest + key;
+    return (row * kv_heads + h) * width;
+  };
+  const size_t elements = static_cast<size_t>(PAGED ? pages * page_size : batch * longest) * kv_heads * width;
+  std::vector<bf16> k(elements, bf16{0x7fff}), v(elements, bf16{0x7fff});
+  for (int b = 0; b < batch; ++b) {
+    for (int i = 0; i < lengths[b] * kv_heads * width; ++i) {
+      const size_t place = place_of(b, i / width / kv_heads, i / width % kv_heads) + i % width;
+      k[place] = element(random_number());
+      v[place] = element(random_number());
+    }
+  }
+  const long long step = static_cast<long long>(kv_heads) * width;
+  const auto map_of = [&](const std::vector<bf16>& of) -> TensorMap {
+    const uint16_t* base = &of.data()->bits;
+    if (PAGED) {
+      return {base, 4, kBoxBytes, {width, page_size, kv_heads, pages}, {1, step, width, page_size * step},
+              {kBoxColumns, std::__gcd(page_size, kBlockN), 1, 1}};
+    }
+    return {base, 4, kBoxBytes, {width, kv_heads, longest, batch}, {1, width, step, longest * step}, {kBoxColumns, 1, kBlockN, 1}};
+  };
+  const TensorMap k_map = map_of(k), v_map = map_of(v);
+
+  int row_bits = 0;
+  while ((2 << row_bits) < kWarps && (kRows << row_bits) < rows * group) ++row_bits;
+  const int units = batch * kv_heads * ((rows * group + (kRows << row_bits) - 1) / (kRows << row_bits));
+  const int tiles = (longest + kBlockN - 1) / kBlockN, max_splits = split_tiles ? (tiles + split_tiles - 1) / split_tiles : 1;
+  const size_t slots = static_cast<size_t>(split_tiles ? units * max_splits : 2 * grid) << row_bits;
+  std::vector<float4> partials(slots * PartialRows::kVectors, float4{NAN, NAN, NAN, NAN});
+  std::vector<uint32_t> counters(split_tiles ? units : grid, 0);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+
+  kernel = [&] {
+#if PAGED
+    KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), partials.data(), counters.data(), nullptr, table.data(),
+           lengths.data(), heads * width, width, heads * width, width, batch, heads, kv_heads, group, row_bits, split_tiles,
+           max_splits, rows, pages_of_row * page_size, batch * rows, 0, pages_of_row + 1, page_size, pages,
+           std::__gcd(page_size, kBlockN), scale, 1, 0);
+#else
+    KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), partials.data(), counters.data(), lengths.data(),
+           rows * heads * width, heads * width, width, rows * heads * width, heads * width, width, batch, heads, kv_heads, group,
+           row_bits, split_tiles, max_splits, rows, longest, batch * rows, batch * longest, scale, 1, 1);
+#endif
+  };
+  launch(grid);
+  const std::vector<bf16> first = out;
+  launch(grid);
+  if (std::memcmp(first.data(), out.data(), 2 * out.size())) fail("another result the second time");
+  for (uint32_t counter : counters) {
+    if (counter) fail("a counter that is not 0 again", counter);
+  }
+
+  double worst = 0.0;
+  for (int i = 0; i < batch * rows * heads; ++i) {
+    const int b = i / heads / rows, row = i / heads % rows, h = i % heads, hk = h / group;
+    std::vector<double> p(std::max(lengths[b] - rows + row + 1, 0));
+    double maximum = -INFINITY, sum = 0.0;
+    for (size_t key = 0; key < p.size(); ++key) {
+      for (int c = 0; c < width; ++c) p[key] += static_cast<double>(to_float(q[i * width + c])) * to_float(k[place_of(b, key, hk) + c]);
+      maximum = std::max(maximum, p[key] *= scale);
+    }
+    for (double& x : p) sum += x = std::exp(x - maximum);
+    const double wanted = p.empty() ? -INFINITY : maximum + std::log(sum);
+    const double found = lse[PAGED ? h * batch * rows + b * rows + row : (b * heads + h) * rows + row];
+    if (!(found == wanted || std::abs(found - wanted) < 1e-3)) fail("a log-sum-exp", i);
+    for (int c = 0; c < width; ++c) {
+      double o = 0.0;
+      for (size_t key = 0; key < p.size(); ++key) o += p[key] / sum * to_float(v[place_of(b, key, hk) + c]);
+      const double error = std::abs(o - to_float(out[i * width + c]));
+      worst = std::max(worst, error == error ? error : 99.0);
+    }
+  }
+  if (worst > 0.02) fail("an output, off by a thousandth times", static_cast<long long>(1000 * worst));
+}
+
+int main(int count, char** arguments) {
+  for (int i = 1; i < count; ++i) {
+    std::vector<int> numbers;
+    for (char* word = std::strtok(arguments[i], ","); word; word = std::strtok(nullptr, ",")) numbers.push_back(std::atoi(word));
+    run({numbers.begin() + 6, numbers.end()}, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5]);
+  }
+}

@@ -1,0 +1,142 @@
+// CUDA threads on the host: each is a fiber, and runs until it waits for others. Blocks of a cluster run together.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+using std::max;
+using std::min;
+
+struct int2 { int x, y; };
+struct int4 { int x, y, z, w; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Dim { int x, y, z; };
+
+constexpr int kSharedBytes = 228 * 1024, kSharedStart = 1024, kRankBits = 24;
+
+struct Barrier { int expected = 0, pending = 0, phase = 0; long long bytes = 0; };
+struct Warp { int arrived = 0; long long meetings = 0; uint64_t values[2][32]; };
+struct Block;
+struct Cluster { std::vector<Block*> blocks; int threads, arrived = 0; long long meetings = 0; };
+struct Block {
+  int index, rank;
+  Cluster* cluster;
+  char* memory;
+  std::vector<Warp> warps;
+  int arrived = 0;
+  long long meetings = 0;
+  std::map<uint32_t, Barrier> barriers;
+};
+struct Thread { Dim index; Block* block; Warp* warp; int lane; long long cluster_meeting; bool done; ucontext_t context; char* stack; };
+
+extern Thread* current;
+extern int blocks_of_grid;
+extern bool moved;  // something has happened that others may wait for
+extern ucontext_t scheduler;
+
+#define threadIdx (current->index)
+#define blockIdx (Dim{current->block->index, 0, 0})
+#define gridDim (Dim{blocks_of_grid, 1, 1})
+#define shared_memory (current->block->memory)
+
+[[noreturn]] inline void fail(const char* what, long long number = 0) {
+  std::printf("FAILED: %s (%llx)\n", what, number);
+  std::exit(3);
+}
+inline void yield() { swapcontext(&current->context, &scheduler); }
+
+// Shared addresses as a cluster has them: the rank of the block above the place in its memory.
+inline uint32_t address_of(const void* place) {
+  return current->block->rank << kRankBits | (kSharedStart + static_cast<uint32_t>(static_cast<const char*>(place) - shared_memory));
+}
+#define __cvta_generic_to_shared(place) address_of(place)
+inline char* place_of_address(uint32_t address) {
+  const uint32_t place = (address & ((1u << kRankBits) - 1)) - kSharedStart;
+  if (place >= kSharedBytes) fail("address outside of shared memory", address);
+  return current->block->cluster->blocks[address >> kRankBits]->memory + place;
+}
+
+// All lanes of a warp meet, and each gets what all have brought.
+template <typename Value>
+inline void exchange(Value own, uint64_t (&all)[32]) {
+  Warp& warp = *current->warp;
+  const long long meeting = warp.meetings;
+  uint64_t raw = 0;
+  std::memcpy(&raw, &own, sizeof(Value));
+  warp.values[meeting & 1][current->lane] = raw;
+  moved = true;
+  if (++warp.arrived == 32) {
+    warp.arrived = 0;
+    ++warp.meetings;
+  } else {
+    while (warp.meetings == meeting) yield();
+  }
+  std::memcpy(all, warp.values[meeting & 1], sizeof(all));
+}
+template <typename Value>
+inline Value value_of(uint64_t raw) {
+  Value value;
+  std::memcpy(&value, &raw, sizeof(Value));
+  return value;
+}
+inline void __syncwarp() {
+  uint64_t all[32];
+  exchange(0, all);
+}
+template <typename Value>
+inline Value __shfl_sync(unsigned, Value own, int lane) {
+  uint64_t all[32];
+  exchange(own, all);
+  return value_of<Value>(all[lane & 31]);
+}
+template <typename Value>
+inline Value __shfl_xor_sync(unsigned, Value own, int mask) {
+  return __shfl_sync(~0u, own, current->lane ^ mask);
+}
+template <typename Value>
+inline Value __shfl_up_sync(unsigned, Value own, int distance) {
+  return __shfl_sync(~0u, own, current->lane >= distance ? current->lane - distance : current->lane);
+}
+inline unsigned __ballot_sync(unsigned, bool own) {
+  uint64_t all[32];
+  exchange(static_cast<int>(own), all);
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(all[lane] != 0) << lane;
+  return bits;
+}
+inline bool __any_sync(unsigned, bool own) { return __ballot_sync(~0u, own) != 0; }
+inline bool __all_sync(unsigned, bool own) { return __ballot_sync(~0u, own) == ~0u; }
+
+inline void __syncthreads() {
+  Block& block = *current->block;
+  const long long meeting = block.meetings;
+  moved = true;
+  if (++block.arrived == 32 * static_cast<int>(block.warps.size())) {
+    block.arrived = 0;
+    ++block.meetings;
+  } else {
+    while (block.meetings == meeting) yield();
+  }
+}
+
+inline void __trap() { fail("trap"); }
+inline float4 __ldcg(const float4* from) { return *from; }
+inline float __uint_as_float(unsigned bits) { return value_of<float>(bits); }
+inline float __int_as_float(int bits) { return value_of<float>(static_cast<unsigned>(bits)); }

@@ -1,0 +1,84 @@
+"""Split-KV kernels, whole, on the CPU: threads are fibers, clusters and barriers work as on the GPU, copies land at
+once.
+
+What a kernel says is compiled by the host's compiler beside small stand-ins for what the hardware does
+(``tests/host``). So who waits for whom, which block does what, and every address of shared memory are run and not only
+read: a wait without an end, an address of the wrong block, a counter that is not 0 again, or a wrong result fails.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from attngen.render import render
+from attngen.render.source import headers
+from attngen.resources import root
+from tests.plan.specs import planned
+
+COMPILER = shutil.which("g++")
+HOST = root() / "tests" / "host"
+
+#: What headers ask of the hardware in PTX, and the same on the host.
+PTX = {
+    r'asm\("ex2\.approx\.ftz\.f32 .*?\);': "y = exp2f(x);",
+    r'asm\("rcp\.approx\.ftz\.f32 .*?\);': "quotient = 1.0f / sum[row];",
+    r'asm\("tanh\.approx\.f32 .*?\);': "y = tanhf(x);",
+    r'asm\("" : "\+r"\(number\)\);': "",
+    r'asm volatile\("atom\.acq_rel\.gpu\.global\.add\.u32 .*?\);': "before = (*counter)++;",
+}
+
+#: Query heads, KV heads, queries, blocks, tiles of a split, rows of a page; then the lengths.
+CASES = [
+    "4,1,1,8,0,16,100",
+    "8,2,1,16,0,16,1024",
+    "4,2,1,16,0,16,0,1,15,16,17,33,200",
+    "4,2,1,120,0,64,0,1,15,16,17,33,200",
+    "8,2,1,16,4,16,300,77",
+    "8,2,5,16,0,8,300,77,3",
+    "16,2,16,16,0,48,130,40",
+    "6,2,1,24,0,16,900,10,300",
+    "2,1,1,120,0,1,600",
+]
+
+
+def on_host(name: str, text: str) -> str:
+    for pattern, instead in PTX.items():
+        text = re.sub(pattern, instead, text, flags=re.DOTALL)
+    assert "asm" not in text, name
+    return text
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("head_dim", "layout", "together"),
+    [
+        (128, "dense", None), (128, "paged", None), (256, "paged", None), (80, "dense", None), (128, "dense", 0),
+        (128, "paged", 100),
+    ],
+)  # fmt: skip
+def test_a_kernel_runs_to_its_end_and_is_right(
+    head_dim: int, layout: str, together: int | None, tmp_path: Path
+) -> None:
+    """``together``: blocks of a cluster work together as the plan says, never, or always."""
+    source = render(planned("causal", backend="cuda", split_kv="true", head_dim=head_dim, layout=layout))
+    text = source.text.replace("extern __shared__ char shared_memory[];", "")
+    if together is not None:
+        text = re.sub(r"(kTogether|kBusyBlocks) = \d+;", rf"\1 = {together};", text)
+    (tmp_path / "kernel.inc").write_text(text)
+    for name in ("softmax.cuh", "split.cuh", "ring.cuh", "expression.cuh"):
+        (tmp_path / name).write_text(on_host(name, headers()[name].replace("#ifdef __CUDA_ARCH__", "#if 1")))
+    program = tmp_path / "program"
+    defined = {"KERNEL": source.name, "HEAD_DIM": head_dim, "PAGED": int(layout == "paged")}
+    assert COMPILER is not None
+    subprocess.run(
+        [COMPILER, "-std=c++20", "-O1", "-w", f"-I{tmp_path}", f"-I{HOST}", *(f"-D{k}={v}" for k, v in defined.items()),
+         str(HOST / "decode.cpp"), "-o", str(program)],
+        check=True,
+    )  # fmt: skip
+    done = subprocess.run([program, *CASES], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
