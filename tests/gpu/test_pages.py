@@ -53,9 +53,10 @@ PAGE_SIZES = {"NHD": (1, 16, 48, 64, 128, 256), "HND": (1, 7, 16, 32, 80, 512)}
 
 @cache
 def prepared() -> dict[str, Prepared]:
-    """All kernels that are run, by their names."""
+    """All kernels that are run, by their names: those over pages, also where blocks share the keys."""
     specs = (load_spec(resources.specs_dir() / "serving.yaml"), load_spec_text(MORE))
-    return {kernel.plan.name: kernel for spec in specs for kernel in prepare(spec)}
+    kernels = [kernel for spec in specs for kernel in prepare(spec)]
+    return {kernel.plan.name: kernel for kernel in kernels if kernel.plan.layout == "paged"}
 
 
 NAMES = sorted(prepared())
