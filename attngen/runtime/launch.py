@@ -142,7 +142,8 @@ class PreparedLaunches:
         ``views``: as those of a Geometry. ``tensor_names``: the call's own tensors in the order in which it lists their
         addresses. ``absent``: whether something that a backward may go without is missing.
         """
-        found = geometries(kernel, call, views, absent=absent, clusters=clusters_at_once(kernel, driver, device))
+        clusters = clusters_at_once(kernel, lambda: driver, device)
+        found = geometries(kernel, call, views, absent=absent, clusters=clusters)
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
         self.sizes = workspace_sizes(kernel, found)
         self.maps = map_shapes(found)

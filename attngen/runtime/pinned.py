@@ -52,7 +52,7 @@ class Buffers:
 def prepared_shapes(kernel: Kernel, call: Call) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Return what the launches of a kernel share in a call: elements of 4 bytes of each workspace by its name, and the
     shape of each tile map by the launch that reads it."""
-    clusters = clusters_at_once(kernel, drivers.current(), call.device.index or 0)
+    clusters = clusters_at_once(kernel, drivers.current, call.device.index or 0)
     found = geometries(kernel, call, {}, clusters=clusters)
     return workspace_sizes(kernel, found), map_shapes(found)
 

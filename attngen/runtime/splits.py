@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from attngen.runtime.arguments import Call
@@ -28,9 +29,9 @@ class Splitting(Protocol):
     def cluster(self) -> int: ...
 
 
-def clusters_at_once(kernel: Kernel, driver: Driver, device: int) -> int:
+def clusters_at_once(kernel: Kernel, driver: Callable[[], Driver], device: int) -> int:
     """Return how many clusters of a split-KV kernel, which is loaded for that, run at once; 1 for other kernels."""
-    return min((_clusters(one, driver, device) for one in kernel.launches if one.grid == GRID), default=1)
+    return min((_clusters(one, driver(), device) for one in kernel.launches if one.grid == GRID), default=1)
 
 
 def _clusters(launch: Launch, driver: Driver, device: int) -> int:

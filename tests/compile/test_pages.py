@@ -99,7 +99,7 @@ TensorMap read_map() {
 }
 
 int main() {
-  constexpr int kBlockN = BLOCK_N, kBoxColumns = 64, kBoxBytes = 2 * kBoxColumns;
+  constexpr int kBlockN = BLOCK_N, kBoxColumns = 64, kElementBytes = 2, kBoxBytes = kElementBytes * kBoxColumns;
   constexpr int kHeadDimQk = WIDTH_K, kHeadDimV = WIDTH_V;
   constexpr uint32_t kK = 0, kKBytes = 2 * kBlockN * kHeadDimQk, kV = kKBytes, kVBytes = 2 * kBlockN * kHeadDimV;
   const int page_size = read(), num_pages = read(), box_rows = read(), seqlen_k = read(), hk = read(), tile = read();

@@ -6,6 +6,8 @@
 struct Operands { const uint32_t* a; uint32_t b[2]; };
 
 inline float half_of(uint32_t pair, int upper) { return to_float(bf16{static_cast<uint16_t>(pair >> 16 * upper)}); }
+constexpr int kMmaN = 8, kMmaK = 16;
+
 template <typename Element>
 inline void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
   const Operands own = {a, {b0, b1}};

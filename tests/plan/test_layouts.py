@@ -105,7 +105,7 @@ def test_arguments_of_pages() -> None:
 def test_tensor_maps_of_pages() -> None:
     """Over (page, KV head, row, column) whatever the order in memory; a window stands behind the axis of rows."""
     paged = of_layout("paged")
-    for window, box in ((None, (1, 1, 128, 128)), (128, (1, 1, 1, 128, 64))):
+    for window, box in ((None, (1, 1, 128, 64)), (128, (1, 1, 1, 128, 64))):
         for name in "kv":
             found = arguments.tensor_map(paged, name, 128, 128, window=window)
             assert (found.box, found.window, found.paged) == (box, window, True)

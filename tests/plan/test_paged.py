@@ -10,7 +10,7 @@ from attngen.errors import PlanError
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
-from attngen.tools.explain import hopper
+from attngen.tools.explain import hopper_forward
 from tests.plan.specs import planned
 
 
@@ -19,7 +19,7 @@ def test_a_copy_of_one_row_is_128_bytes(head_dim: int) -> None:
     """A page may have one key, and shared memory is written at multiples of 128 bytes; no copy brings padding alone."""
     plan = planned(head_dim=head_dim, backend="cuda", layout="paged")
     assert isinstance(plan.structure, HopperForward)
-    assert plan.structure.box_columns * plan.dtype.bytes == 128
+    assert plan.structure.box_bytes == 128
     for columns in (*plan.columns_qk, *plan.columns_v):
         assert columns.width % 64 == 0
         assert columns.used == head_dim
@@ -57,7 +57,7 @@ def test_what_explain_says_of_the_loaders() -> None:
     for layout, loads in (("varlen", "warp 9 loads K and V, and 10 Q"), ("paged", "warp 9 loads K, 10 Q, and 11 V,")):
         plan = planned(head_dim=128, backend="cuda", layout=layout)
         assert isinstance(plan.structure, HopperForward)
-        assert any(loads in line for line in hopper._roles(plan, plan.structure, forward_pipes_of(plan)))
+        assert any(loads in line for line in hopper_forward._roles(plan, plan.structure))
 
 
 def test_what_a_paged_kernel_is_told() -> None:

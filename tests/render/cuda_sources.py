@@ -13,7 +13,10 @@ from attngen.schema import expand, load_spec
 
 SPECS = ("specs/hopper.yaml", "specs/ladder.yaml", "specs/serving.yaml", "tests/gpu/kernels.yaml")
 
-_KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (?P<name>\w+)\((?P<parameters>[^)]*)\) \{')
+_KERNEL = re.compile(
+    r'extern "C" __global__ void (?:__cluster_dims__\([^)]*\) )?__launch_bounds__\([^)]*\) '
+    r"(?P<name>\w+)\((?P<parameters>[^)]*)\) \{"
+)
 _COMMENT = re.compile(r"//[^\n]*")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from attngen.lang.printing import canonical
 from attngen.plan import plan
+from attngen.plan.schedules import named
 from attngen.render import render
 from attngen.render.cuda_math import _elements
 from attngen.render.expressions import CUDA, corner_bindings
@@ -72,9 +73,8 @@ def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
         head = source.text.partition("#include")[0]
         assert head.startswith(f"// {found.name}\n")
         assert f"variant {found.variant.name}: mask `{canonical(found.variant.mask)}`" in head
-        assert found.structure is not None
-        template = "forward/kernel" if found.structure.specialized else "forward/unified"
-        assert f"Rendered from templates/cuda/{template}.cu.j2 by `attngen build {spec}`." in head
+        template = named(found.schedule).template
+        assert f"Rendered from templates/{template} by `attngen build {spec}`." in head
         assert str(root()) not in source.text
         assert not re.search(r"(/home/|/root/|/tmp/|/work/|[A-Z]:\\)", source.text)
         assert not re.search(r"\b20\d\d-\d\d-\d\d\b", source.text), "a date"
