@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 
 class Type(enum.Enum):
@@ -19,17 +20,47 @@ class Type(enum.Enum):
     INT = "int"
     FLOAT = "float"
 
+    __hash__ = object.__hash__  # members are single objects; Enum would hash the name each time
 
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _remembers_hash(cls: _Class) -> _Class:
+    """Compute the hash of each value once: tables of expressions would otherwise walk the whole tree at each look-up.
+
+    It is no field, so that it is neither compared nor pickled: the hash of a string differs between processes.
+    """
+    computed: Any = cls.__hash__
+
+    def remembered(self: Any) -> int:
+        try:
+            found: int = self._hash
+        except AttributeError:
+            found = computed(self)
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    cls.__hash__ = remembered  # type: ignore[method-assign,assignment]
+    return cls
+
+
+class _Node:
+    __slots__ = ("_hash",)
+
+
+@_remembers_hash
 @dataclass(frozen=True, slots=True)
-class Const:
+class Const(_Node):
     """A literal. ``inf`` is ``Const(math.inf, Type.FLOAT)``."""
 
     value: bool | int | float
     type: Type
 
 
+@_remembers_hash
 @dataclass(frozen=True, slots=True)
-class Var:
+class Var(_Node):
     """A name: an index (``q``, ``kv``, ``b``, ``h`` …), a length, the logit ``s``, or a declared scalar."""
 
     name: str
@@ -50,8 +81,9 @@ def spelled(name: str) -> str:
     return name.removeprefix(_OWN)
 
 
+@_remembers_hash
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(_Node):
     """One element of a declared tensor; a 0-d tensor has no indices."""
 
     tensor: str
@@ -59,8 +91,9 @@ class Load:
     type: Type
 
 
+@_remembers_hash
 @dataclass(frozen=True, slots=True)
-class Op:
+class Op(_Node):
     """An operator of ``OPERATORS`` applied to ``args``; ``wide`` computes in int64."""
 
     op: str
@@ -69,8 +102,9 @@ class Op:
     wide: bool = False
 
 
+@_remembers_hash
 @dataclass(frozen=True, slots=True)
-class Search:
+class Search(_Node):
     """Position of the first element ``>= value`` (``> value`` if ``strict``) along ``axis`` of a monotone tensor.
 
     The tensor is nondecreasing along ``axis``; ``indices`` holds the other indices in order (the entry at
@@ -188,18 +222,17 @@ def walk(node: Expr) -> Iterator[Expr]:
 
 def rewrite(node: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     """Rebuild an expression bottom up; ``rule`` returns a replacement for a node, or None to keep it."""
-    match node:
-        case Op(args=args):
-            node = replace(node, args=tuple(rewrite(a, rule) for a in args))
-        case Load(indices=indices):
-            node = replace(node, indices=tuple(rewrite(i, rule) for i in indices))
-        case Search(indices=indices, value=value, length=length):
-            node = replace(
-                node,
-                indices=tuple(rewrite(i, rule) for i in indices),
-                value=rewrite(value, rule),
-                length=rewrite(length, rule),
-            )
+    before = children(node)
+    after = tuple([rewrite(child, rule) for child in before])
+    if any(new is not old for new, old in zip(after, before, strict=True)):
+        match node:
+            case Op():
+                node = Op(node.op, after, node.type, node.wide)
+            case Load():
+                node = Load(node.tensor, after, node.type)
+            case Search():
+                *indices, value, length = after
+                node = replace(node, indices=tuple(indices), value=value, length=length)
     replacement = rule(node)
     return node if replacement is None else replacement
 

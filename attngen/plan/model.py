@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from attngen.arch import ARCHES, Arch
@@ -35,8 +35,8 @@ class Argument:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest, without the entries that are unset."""
-        fields = asdict(self).items()
-        return {key: value for key, value in fields if (value is not None and value != 0) or key == "axis"}
+        entries = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {key: value for key, value in entries if (value is not None and value != 0) or key == "axis"}
 
 
 @dataclass(frozen=True, slots=True)
