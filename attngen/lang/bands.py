@@ -8,6 +8,7 @@ that all rows see. ``classify`` answers for one tile instead, with the same inte
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from attngen.lang.facts import Facts, aligned, index, local
@@ -52,7 +53,12 @@ def bands(mask: Expr, facts: Facts | None = None, over: Axis = "kv", heads: Head
 
     ``heads="packed"`` means that a box spans the heads ``h_lo`` to ``h_hi``; otherwise ``h`` is a symbol.
     """
-    facts = (facts or Facts()).of_tiles()
+    return _bands(mask, facts or Facts(), over, heads)
+
+
+@lru_cache(maxsize=256)  # the kernels of a spec share a few masks
+def _bands(mask: Expr, facts: Facts, over: Axis, heads: Heads) -> Bands:
+    facts = facts.of_tiles()
     mask = local(mask)
     if over == "q":
         mask = rewrite(mask, lambda node: aligned() if node == index("q_pos") else None)

@@ -56,6 +56,10 @@ class Facts:
     ranges: Mapping[str, Range] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        """The hash of both tables, which nobody changes: what is found under some facts is looked up by them."""
+        return hash((frozenset(self.ranges.items()), frozenset(self.tensors)))
+
     @classmethod
     def of(cls, variant: Variant) -> Facts:
         """Return the facts that a variant declares."""

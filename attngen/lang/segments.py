@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from attngen.lang.bands import Bands
@@ -47,7 +48,12 @@ def segments(bands: Bands, tile: int | Expr, extent: Expr, facts: Facts | None =
     A caller that treats a ragged last tile by itself passes an ``extent`` that is a multiple of ``tile``.
     Operators whose result may leave int32 are marked wide; a range that is not empty fits.
     """
-    cutter = _Cutter(bands, integer(tile) if isinstance(tile, int) else tile, extent, facts or Facts())
+    return _segments(bands, integer(tile) if isinstance(tile, int) else tile, extent, facts or Facts())
+
+
+@lru_cache(maxsize=256)  # the kernels of a spec share a few masks and tiles
+def _segments(bands: Bands, tile: Expr, extent: Expr, facts: Facts) -> Segments:
+    cutter = _Cutter(bands, tile, extent, facts)
     full, partial = cutter.matched() or cutter.sorted()
     return Segments(cutter.finish(full), cutter.finish(partial))
 

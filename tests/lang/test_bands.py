@@ -358,3 +358,19 @@ def test_an_index_that_is_not_solved_makes_nothing_full() -> None:
     """Seen: ``T[i] == x`` was full wherever x is the same for all rows, though nothing was known of i."""
     position = op("floordiv", var("kv"), op("add", var("kv"), const(1)))
     assert texts(bands(op("eq", load("token", position), var("b")), FACTS)) == ([".."], [], False)
+
+
+def test_what_is_kept_is_kept_for_the_same_facts_alone() -> None:
+    """Bands are kept by mask and facts: equal facts in another order find them; facts that say less do not."""
+    mask = variant("doc[b, q] == doc[b, kv]").mask
+    tensors = {declared.name: declared for declared in DECLARED.values() if isinstance(declared, Tensor)}
+    sorted_, plain = Facts({}, tensors), Facts({}, {"doc": Tensor("doc", "int32", ("b", "seqlen_k"))})
+    for _ in range(2):
+        assert bands(mask, sorted_).exact
+        assert not bands(mask, plain).exact
+    other_order = Facts({}, dict(reversed([*tensors.items()])))
+    assert hash(other_order) == hash(sorted_)
+    assert bands(mask, other_order) is bands(mask, sorted_)
+    ranges = {"window": (1, 8), "sinks": (0, 4)}
+    assert hash(Facts(ranges)) == hash(Facts(dict(reversed([*ranges.items()]))))
+    assert Facts(ranges) != Facts({**ranges, "window": (1, 9)})
