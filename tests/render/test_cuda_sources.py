@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
 
 import pytest
 
+from attngen.lang.declared import Scalar
+from attngen.lang.facts import index
+from attngen.lang.ir import Op, Type
 from attngen.lang.printing import canonical
+from attngen.lang.simplify import integer, make
 from attngen.plan import plan
 from attngen.plan.schedules import named
 from attngen.render import render
@@ -18,7 +26,6 @@ from attngen.schema import KernelSpec
 from attngen.schema.names import check_symbol
 from tests.plan.specs import kernel_spec, planned
 from tests.render.cuda_sources import SPECS, code, identifiers, kernels, rendered
-from tests.render.test_sources import with_scalar
 
 MAX_BYTES = 40_000
 #: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
@@ -197,12 +204,39 @@ def is_legal(name: str) -> bool:
     return True
 
 
-def collisions(spec: KernelSpec) -> set[str]:
-    """Return the names of a source that a scalar may have, and that the source says more or less often then."""
+#: How many names one rendering tries: the end of a range that reads as many is still found in closed form.
+TOGETHER = 16
+
+
+def with_scalars(spec: KernelSpec, names: Sequence[str]) -> Counter[str]:
+    """Return the identifiers of a kernel whose mask compares the key with the sum of these scalars, too."""
+    variant = spec.variant
+    added = reduce(lambda total, name: make("add", total, index(name)), names, integer(0))
+    scalars = (*variant.scalars, *(Scalar(name, "int32", min=0, max=1000) for name in names))
+    mask = Op("and", (variant.mask, Op("lt", (index("kv"), added), Type.BOOL)), Type.BOOL)
+    return identifiers(render(plan(replace(spec, variant=replace(variant, mask=mask, scalars=scalars)))).text)
+
+
+def collisions(spec: KernelSpec, together: int = TOGETHER) -> set[str]:
+    """Return the names of a source that a scalar may have, and that the source says more or less often then.
+
+    Those count as well that the source says with a number then, so that it steps aside.
+    """
     own = {declared.name for declared in (*spec.variant.scalars, *spec.variant.tensors)}
-    free = identifiers(render(plan(with_scalar(spec, "unheard_of"))).text)
-    names = {name for name in free if is_legal(name) and "unheard_of" not in name} - own
-    return {name for name in names if identifiers(render(plan(with_scalar(spec, name))).text)[name] != free[name]}
+    unheard = [f"unheard_of_{number}" for number in range(together)]
+    free = {count: with_scalars(spec, unheard[:count]) for count in (1, together)}
+    names = sorted(
+        {name for known in free.values() for name in known if is_legal(name) and "unheard" not in name} - own
+    )
+    found = set[str]()
+    for first in range(0, len(names), together):
+        tried = names[first : first + together]
+        before = free.get(len(tried)) or with_scalars(spec, unheard[: len(tried)])
+        after = with_scalars(spec, tried)
+        changed = {name for name in after | before if after[name] != before[name]}
+        stepped_aside = {re.sub(r"_\d+$", "", name) for name in changed}  # a name that is taken gets a number
+        found |= {name for name in tried if name in changed | stepped_aside}
+    return found
 
 
 #: One of each kind; the others by ``-m exhaustive``. Names of users begin with a prefix of their own in kernels, and

@@ -246,7 +246,7 @@ def plan_each(
         planned = _attempt(kernel, partial(plan, kernel))
         if not isinstance(planned, AttngenError):
             first = found.setdefault(planned.name, (kernel, planned))
-            if first[1].to_dict() == planned.to_dict():
+            if first[1] is planned or first[1].to_dict() == planned.to_dict():
                 if repeated is not None and first[0] is not kernel:
                     repeated.append(Repeated(planned.name, first[0], kernel))
                 continue
