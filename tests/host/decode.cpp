@@ -6,7 +6,7 @@
 Thread* current;
 int blocks_of_grid;
 bool moved;
-ucontext_t scheduler;
+jmp_buf scheduler;
 
 static std::function<void()> kernel;
 constexpr int kStackBytes = 96 << 10;
@@ -45,8 +45,7 @@ static void launch(int grid) {
         do {
           moved = false;
           for (int lane = 0; lane < 32; ++lane) {
-            current = threads[warp + lane];
-            if (!current->done) swapcontext(&scheduler, &current->context);
+            if (!threads[warp + lane]->done) resume(threads[warp + lane]);
           }
           any_moved = any_moved || moved;
         } while (moved);
