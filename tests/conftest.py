@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -19,6 +20,13 @@ def _share_cores() -> None:
 
 
 _share_cores()
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage seldom, and never among what lives to the end: modules and thousands of collected tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from attngen.tools.verify.poison import poisoned, poisoned_gradients
 from attngen.tools.verify.trial import try_backward, try_kernel
 
 prepare_process()
+gc.freeze()  # as in tests/conftest.py: garbage is looked for seldom, and never among modules
+gc.set_threshold(50_000, 20, 20)
 
 HEADER = "schema: 1\npackage: tested\narch: [sm90a]\n"
 
