@@ -194,6 +194,12 @@ def size(name: str, of: str | None = None, form: str = "i32") -> Argument:
     return Argument(name, "size", form, of=of or name)
 
 
+def reciprocals(*names: str) -> Iterator[Argument]:
+    """Yield what a kernel multiplies by to divide by sizes (``Geometry.sizes``; divisor.cuh)."""
+    for name in names:
+        yield size(f"{name}_reciprocal")
+
+
 def sizes(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) -> Iterator[Argument]:
     """Yield lengths and counts. ``group`` is query heads per KV head, ``group_bits`` its log2 where heads are packed,
     ``section`` the heads that run side by side."""

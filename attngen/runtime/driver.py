@@ -88,8 +88,11 @@ class Driver(Protocol):
         allocates goes to the graph's pool, and nothing in there may outlive the call.
         """
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
-        """Load a cubin and return one of its kernels, ready to launch with ``shared`` bytes of dynamic memory.
+    def load(
+        self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1
+    ) -> Any:
+        """Load a cubin and return one of its kernels, ready to launch with ``shared`` bytes of dynamic memory, and in
+        clusters of so many blocks unless that is fixed in the cubin.
 
         ``sizes`` lists the bytes of each parameter; LoadError if the cubin's own list differs.
         """
@@ -135,7 +138,7 @@ class CudaDriver:
         self._current_device = torch._C._cuda_getDevice
         self._launch = cu.cuLaunchKernel
         self._bound = threading.local()
-        self._libraries: dict[int, tuple[bytes, Any]] = {}
+        self._libraries: dict[tuple[int, int], tuple[bytes, Any]] = {}
         self._lock = threading.Lock()
         self._shared: dict[int, int] = {}
         self._capabilities: dict[int, int] = {}
@@ -217,27 +220,38 @@ class CudaDriver:
                 self._call(cu.cuStreamDestroy, own)
         return address
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
+    def load(
+        self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1
+    ) -> Any:
         """See ``Driver.load``."""
         cu = self._cu
+        attribute = cu.CUfunction_attribute
         with self._lock, self._device(device), self._relaxed_capture():
-            library = self._library(image, symbol)
+            library = self._library(image, symbol, cluster)
             kernel = self._call(cu.cuLibraryGetKernel, library, symbol.encode(), what=f"symbol '{symbol}'")
             self._check_parameters(kernel, symbol, sizes)
             function = self._call(cu.cuKernelGetFunction, kernel, what=f"loading '{symbol}'")
+            asked = {}
             if shared > 48 * 1024:  # beyond that, a kernel has to opt in
-                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                self._call(cu.cuFuncSetAttribute, function, attribute, shared, what=f"'{symbol}', {shared} B shared")
+                asked[attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared
+            if cluster > 1:
+                asked[attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH] = cluster
+                asked[attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT] = 1
+                asked[attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH] = 1
+            for name, value in asked.items():
+                self._call(cu.cuFuncSetAttribute, function, name, value, what=f"'{symbol}', {name.name} = {value}")
             return function
 
-    def _library(self, image: bytes, symbol: str) -> Any:
-        """Load an image once per process; a library serves every context. The bytes are kept as long as it is."""
-        known = self._libraries.get(id(image))
+    def _library(self, image: bytes, symbol: str, cluster: int) -> Any:
+        """Load an image once per process for each size of clusters, which is a property of a loaded kernel; a library
+        serves every context. The bytes are kept as long as it is."""
+        key = id(image), cluster
+        known = self._libraries.get(key)
         if known is None:
             library = self._call(
                 self._cu.cuLibraryLoadData, image, None, None, 0, None, None, 0, what=f"cubin of '{symbol}'"
             )
-            known = self._libraries[id(image)] = (image, library)
+            known = self._libraries[key] = (image, library)
         return known[1]
 
     @contextmanager

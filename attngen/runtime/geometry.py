@@ -12,7 +12,7 @@ from attngen.runtime.arguments import Call, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
-from attngen.runtime.splits import GRID, split_sizes
+from attngen.runtime.splits import GRID, Capacity, split_sizes
 from attngen.runtime.tensormap import usable_strides, windowed
 
 
@@ -109,14 +109,18 @@ class Tiled(Protocol):
     def map_owner(self) -> str: ...
 
 
+#: What launches are told whose blocks share no keys.
+_ALONE = Capacity()
+
+
 class Geometry:
     """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
 
     def __init__(
-        self, launch: Tiled, call: Call, views: Mapping[str, View] | None = None, *, clusters: int = 1
+        self, launch: Tiled, call: Call, views: Mapping[str, View] | None = None, *, capacity: Capacity = _ALONE
     ) -> None:
-        """``views`` has what differs from q, k, v and a contiguous output, or comes on top of these. ``clusters``: how
-        many run at once, where blocks share keys."""
+        """``views`` has what differs from q, k, v and a contiguous output, or comes on top of these. ``capacity``: what
+        runs at once, where blocks share keys."""
         self.launch = launch
         self.call = call
         self.map = MapShape(launch, call, by_keys=launch.by_keys) if launch.needs_tile_map else None
@@ -143,7 +147,7 @@ class Geometry:
             "sum_tiles": call.heads * (rows // launch.tile_m + call.batch if packed else call.batch * row_tiles),
         }  # fmt: skip
         if launch.grid == GRID:
-            self.sizes |= split_sizes(launch, call, clusters)
+            self.sizes |= split_sizes(launch, call, capacity)
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
         self._q_tiles = q_tiles * units
@@ -168,6 +172,11 @@ class Geometry:
             raise LoadError(
                 f"grid '{self.launch.grid}' is not known to this version of attngen; known: {', '.join(self._tiles)}"
             ) from None
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster where the call decides that, and 1 where the cubin does."""
+        return self.sizes.get("split_cluster", 1)
 
     def blocks(self, driver: Driver, device: int) -> int:
         """Blocks of the launch: one for each tile, or a cluster, or as many as run at once where each takes tile after
@@ -266,10 +275,10 @@ def geometries(
     views: Mapping[str, View],
     *,
     absent: Mapping[str, bool] | None = None,
-    clusters: int = 1,
+    capacity: Capacity = _ALONE,
 ) -> list[Geometry]:
     """Return the numbers of a call for each launch of a kernel, in order; ``views`` and the rest as above."""
-    found = [Geometry(launch, call, views, clusters=clusters) for launch in kernel.launches]
+    found = [Geometry(launch, call, views, capacity=capacity) for launch in kernel.launches]
     elements = workspace_sizes(kernel, found)
     for geometry in found:
         geometry.absent |= absent or {}

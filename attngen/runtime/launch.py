@@ -20,7 +20,7 @@ from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.geometry import Geometry, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
-from attngen.runtime.splits import clusters_at_once
+from attngen.runtime.splits import capacity_for
 from attngen.runtime.tensormap import TensorMap
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
@@ -74,7 +74,7 @@ class PreparedKernel:
                     _write(packed, parameter, geometry.number(parameter))
         self.offsets, self.template = entry.layout.offsets, bytes(packed.bytes)
         #: What the driver takes of a launch before the parameters.
-        self.function = entry.function(driver, device), blocks, entry.threads, entry.shared_memory
+        self.function = entry.function(driver, device, geometry.cluster), blocks, entry.threads, entry.shared_memory
 
 
 class PreparedLaunch:
@@ -142,8 +142,8 @@ class PreparedLaunches:
         ``views``: as those of a Geometry. ``tensor_names``: the call's own tensors in the order in which it lists their
         addresses. ``absent``: whether something that a backward may go without is missing.
         """
-        clusters = clusters_at_once(kernel, lambda: driver, device)
-        found = geometries(kernel, call, views, absent=absent, clusters=clusters)
+        capacity = capacity_for(kernel, lambda: driver, device)
+        found = geometries(kernel, call, views, absent=absent, capacity=capacity)
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
         self.sizes = workspace_sizes(kernel, found)
         self.maps = map_shapes(found)

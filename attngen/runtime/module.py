@@ -38,19 +38,20 @@ class Entry:
         self.shared_memory = shared_memory
         self._rows = rows
         self._image = image
-        self._functions: dict[int, Any] = {}
+        self._functions: dict[tuple[int, int], Any] = {}
 
     @cached_property
     def layout(self) -> Layout:
         """The parameter block; LoadError for a list that this version does not understand."""
         return lay_out(self._rows)
 
-    def function(self, driver: Driver, device: int) -> Any:
-        """Return the handle on a device; the cubin is read and loaded at the first use there."""
-        function = self._functions.get(device)
+    def function(self, driver: Driver, device: int, cluster: int = 1) -> Any:
+        """Return the handle on a device, for clusters of a size that the cubin leaves open; the cubin is read and
+        loaded at the first use there."""
+        function = self._functions.get((device, cluster))
         if function is None:
-            function = self._functions[device] = driver.load(
-                self._image(), self.symbol, device, self.shared_memory, self.layout.sizes
+            function = self._functions[device, cluster] = driver.load(
+                self._image(), self.symbol, device, self.shared_memory, self.layout.sizes, cluster
             )
         return function
 

@@ -19,7 +19,7 @@ from attngen.runtime.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.launch import PreparedLaunches
 from attngen.runtime.module import Kernel
 from attngen.runtime.select import Request, reason_against
-from attngen.runtime.splits import clusters_at_once
+from attngen.runtime.splits import capacity_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Buffers:
 def prepared_shapes(kernel: Kernel, call: Call) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Return what the launches of a kernel share in a call: elements of 4 bytes of each workspace by its name, and the
     shape of each tile map by the launch that reads it."""
-    clusters = clusters_at_once(kernel, drivers.current, call.device.index or 0)
-    found = geometries(kernel, call, {}, clusters=clusters)
+    capacity = capacity_for(kernel, drivers.current, call.device.index or 0)
+    found = geometries(kernel, call, {}, capacity=capacity)
     return workspace_sizes(kernel, found), map_shapes(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from attngen.runtime.arguments import Call
@@ -14,6 +15,11 @@ GRID = "splits"
 
 #: Tiles of keys for which one more cluster pays: a few for each block.
 _LEAST_TILES_OF_BLOCK = 8
+
+#: Blocks that are enough to keep memory busy, and tiles of the longest sequence which are read so soon that this does
+#: not matter; measured.
+_BUSY_BLOCKS = 64
+_SHORT_TILES = 512
 
 
 class Splitting(Protocol):
@@ -29,28 +35,44 @@ class Splitting(Protocol):
     def cluster(self) -> int: ...
 
 
-def clusters_at_once(kernel: Kernel, driver: Callable[[], Driver], device: int) -> int:
-    """Return how many clusters of a split-KV kernel, which is loaded for that, run at once; 1 for other kernels."""
-    return min((_clusters(one, driver(), device) for one in kernel.launches if one.grid == GRID), default=1)
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much of a split-KV launch a device runs at once: blocks, or clusters of blocks that work together."""
+
+    blocks: int = 1
+    clusters: int = 1
 
 
-def _clusters(launch: Launch, driver: Driver, device: int) -> int:
+def capacity_for(kernel: Kernel, driver: Callable[[], Driver], device: int) -> Capacity:
+    """Return what a device runs at once of a split-KV kernel, which is loaded for that; of other kernels nothing is
+    asked."""
+    for launch in kernel.launches:
+        if launch.grid == GRID:
+            return _capacity(launch, driver(), device)
+    return Capacity()
+
+
+def _capacity(launch: Launch, driver: Driver, device: int) -> Capacity:
     entry = launch.entry
-    return driver.clusters(entry.function(driver, device), launch.cluster, entry.threads, entry.shared_memory, device)
+    function = entry.function(driver, device)
+    clusters = driver.clusters(function, launch.cluster, entry.threads, entry.shared_memory, device)
+    return Capacity(driver.multiprocessors(device), clusters)
 
 
-def split_sizes(launch: Splitting, call: Call, clusters: int) -> dict[str, int]:
+def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, int]:
     """Return the numbers by the names that manifests use.
 
-    ``row_warps`` (two to the ``row_bits``) warps have the query rows of one KV head, ``split_tiles`` tiles of keys are
-    a split if the call fixes that, and 0 if blocks get equal shares; a sequence has at most ``max_splits`` of them.
-    ``split_blocks`` are launched, of which ``clusters`` run at once; partial results take ``split_slots`` places, and
-    who comes last is found by ``split_counters``, which are 0 before and after each launch.
+    ``row_warps`` (two to the ``row_bits``) warps have a unit of query rows, of which a KV head has ``row_units`` in
+    each sequence. ``split_tiles`` tiles of keys are a split if the call fixes that, and 0 if blocks get equal shares; a
+    sequence has at most ``max_splits`` of them. ``split_blocks`` are launched, in clusters of ``split_cluster``;
+    partial results take ``split_slots`` places, and who comes last is found by ``split_counters``, which are 0 before
+    and after each launch.
     """
     rows = call.seqlen_q * (call.heads // max(call.kv_heads, 1))
     blocks_of_rows = max(-(-rows // launch.tile_m), 1)
     row_bits = min((blocks_of_rows - 1).bit_length(), max(launch.warps // 2, 1).bit_length() - 1)
-    units = call.batch * call.kv_heads * -(-blocks_of_rows // (1 << row_bits))
+    row_units = -(-blocks_of_rows // (1 << row_bits))
+    units = call.batch * call.kv_heads * row_units
     kv_tiles = max(-(-call.seqlen_k // launch.tile_n), 1)
     split_tiles = 0
     if call.split_size:
@@ -58,14 +80,41 @@ def split_sizes(launch: Splitting, call: Call, clusters: int) -> dict[str, int]:
     elif call.num_splits:
         split_tiles = -(-kv_tiles // call.num_splits)
     max_splits = -(-kv_tiles // split_tiles) if split_tiles else 1
-    useful = max(-(-units * kv_tiles // (_LEAST_TILES_OF_BLOCK * launch.cluster)), units, 1)
-    blocks = launch.cluster * min(clusters, useful)
-    return {
+    clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
+    cluster, at_once = (launch.cluster, capacity.clusters) if clustered else (1, capacity.blocks)
+    useful = max(-(-units * kv_tiles // (_LEAST_TILES_OF_BLOCK * cluster)), units, 1)
+    blocks = cluster * min(at_once, useful)
+    sizes = {
         "row_bits": row_bits,
         "row_warps": 1 << row_bits,
+        "row_units": row_units,
         "split_tiles": split_tiles,
         "max_splits": max_splits,
         "split_blocks": blocks,
+        "split_cluster": cluster,
         "split_slots": units * max_splits if split_tiles else 2 * blocks,
         "split_counters": units if split_tiles else blocks,
     }
+    divisors = sizes | {"batch": call.batch, "group": rows // max(call.seqlen_q, 1), "page_size": call.page_size}
+    for name in ("batch", "group", "row_units", "split_tiles", "page_size"):
+        sizes[f"{name}_reciprocal"] = reciprocal(divisors[name])
+    return sizes
+
+
+def _clustered(units: int, kv_tiles: int, cluster: int, capacity: Capacity) -> bool:
+    """Whether the blocks of a cluster work together: they exchange results faster than blocks through memory, but only
+    if units keep most of the multiprocessors busy, or the work is short anyway."""
+    if cluster == 1 or units > capacity.clusters:
+        return False
+    return units * cluster >= _BUSY_BLOCKS or kv_tiles <= _SHORT_TILES
+
+
+def reciprocal(divisor: int) -> int:
+    """Return what the kernel's ``Divisor`` multiplies by, as a signed number of 32 bits; 0 if nothing is divided.
+
+    It is ceil(2^(31 + s) / divisor) for the least s with 2^s >= divisor (Granlund and Montgomery, 1994).
+    """
+    if divisor <= 0:
+        return 0
+    multiplier = -(-(1 << (31 + (divisor - 1).bit_length())) // divisor)
+    return multiplier - (1 << 32)  # at least 2^31: its sign bit is set

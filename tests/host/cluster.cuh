@@ -3,6 +3,7 @@
 
 #include "tma.cuh"
 
+inline uint32_t cluster_size() { return current->block->cluster->blocks.size(); }
 inline uint32_t cluster_rank() { return current->block->rank; }
 inline uint32_t mapped(uint32_t address, uint32_t rank) { return (address & ((1u << kRankBits) - 1)) | rank << kRankBits; }
 inline void arrive_cluster() {
@@ -17,8 +18,7 @@ inline void arrive_cluster() {
 inline void wait_cluster() {
   while (current->block->cluster->meetings == current->cluster_meeting) yield();
 }
-inline float4 load_mapped(uint32_t from) {
-  float4 x;
-  std::memcpy(&x, place_of_address(from), 16);
-  return x;
+template <typename Value>
+inline const Value* mapped(const Value* place, uint32_t rank) {
+  return reinterpret_cast<const Value*>(place_of_address(mapped(address_of(place), rank)));
 }

@@ -18,12 +18,12 @@ static void run_thread() {
 }
 
 // Runs clusters one after the other, and their threads until all are done; a warp goes on as long as any lane can.
-static void launch(int grid) {
+static void launch(int grid, int cluster_blocks) {
   blocks_of_grid = grid;
-  for (int first = 0; first < grid; first += kCluster) {
-    Cluster cluster{{}, kCluster * kThreads};
+  for (int first = 0; first < grid; first += cluster_blocks) {
+    Cluster cluster{{}, cluster_blocks * kThreads};
     std::vector<Thread*> threads;
-    for (int rank = 0; rank < kCluster; ++rank) {
+    for (int rank = 0; rank < cluster_blocks; ++rank) {
       Block* block = new Block{first + rank, rank, &cluster, static_cast<char*>(std::aligned_alloc(1024, kSharedBytes))};
       std::memset(block->memory, 0xff, kSharedBytes);
       block->warps.resize(kWarps);
@@ -78,8 +78,17 @@ static float random_number() {
 }
 static bf16 element(float x) { return {static_cast<uint16_t>(rounded(x))}; }
 
-// One causal call: lengths, query and KV heads, queries, blocks, tiles of a split (0: equal shares), rows of a page.
-static void run(const std::vector<int>& lengths, int heads, int kv_heads, int rows, int grid, int split_tiles, int page_size) {
+// What kernels multiply by to divide.
+static int reciprocal(int divisor) {
+  if (divisor <= 0) return 0;
+  int shift = 0;
+  while ((1ll << shift) < divisor) ++shift;
+  return static_cast<int>(static_cast<uint32_t>(((1ll << (31 + shift)) + divisor - 1) / divisor));
+}
+
+// One causal call: lengths, query and KV heads, queries, blocks, tiles of a split (0: equal shares), rows of a page; and
+// blocks of a cluster.
+static void run(const std::vector<int>& lengths, int heads, int kv_heads, int rows, int grid, int split_tiles, int page_size, int cluster) {
   const int batch = lengths.size(), longest = std::max(*std::max_element(lengths.begin(), lengths.end()), 1);
   const int group = heads / kv_heads, width = HEAD_DIM;
   std::vector<bf16> q(batch * rows * heads * width), out(q.size(), element(7.0f));
@@ -122,7 +131,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
 
   int row_bits = 0;
   while ((2 << row_bits) < kWarps && (kRows << row_bits) < rows * group) ++row_bits;
-  const int units = batch * kv_heads * ((rows * group + (kRows << row_bits) - 1) / (kRows << row_bits));
+  const int row_units = (rows * group + (kRows << row_bits) - 1) / (kRows << row_bits), units = batch * kv_heads * row_units;
   const int tiles = (longest + kBlockN - 1) / kBlockN, max_splits = split_tiles ? (tiles + split_tiles - 1) / split_tiles : 1;
   const size_t slots = static_cast<size_t>(split_tiles ? units * max_splits : 2 * grid) << row_bits;
   std::vector<float4> partials(slots * PartialRows::kVectors, float4{NAN, NAN, NAN, NAN});
@@ -132,18 +141,19 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   kernel = [&] {
 #if PAGED
     KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), partials.data(), counters.data(), nullptr, table.data(),
-           lengths.data(), heads * width, width, heads * width, width, batch, heads, kv_heads, group, row_bits, split_tiles,
-           max_splits, rows, pages_of_row * page_size, batch * rows, 0, pages_of_row + 1, page_size, pages,
-           std::__gcd(page_size, kBlockN), scale, 1, 0);
+           lengths.data(), heads * width, width, heads * width, width, batch, heads, kv_heads, group, row_bits, row_units,
+           split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units), reciprocal(split_tiles), rows, pages_of_row * page_size, batch * rows, 0, pages_of_row + 1, page_size, pages,
+           std::__gcd(page_size, kBlockN), reciprocal(page_size), scale, 1, 0);
 #else
     KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), partials.data(), counters.data(), lengths.data(),
            rows * heads * width, heads * width, width, rows * heads * width, heads * width, width, batch, heads, kv_heads, group,
-           row_bits, split_tiles, max_splits, rows, longest, batch * rows, batch * longest, scale, 1, 1);
+           row_bits, row_units, split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units),
+           reciprocal(split_tiles), rows, longest, batch * rows, batch * longest, scale, 1, 1);
 #endif
   };
-  launch(grid);
+  launch(grid, cluster);
   const std::vector<bf16> first = out;
-  launch(grid);
+  launch(grid, cluster);
   if (std::memcmp(first.data(), out.data(), 2 * out.size())) fail("another result the second time");
   for (uint32_t counter : counters) {
     if (counter) fail("a counter that is not 0 again", counter);
@@ -176,6 +186,9 @@ int main(int count, char** arguments) {
   for (int i = 1; i < count; ++i) {
     std::vector<int> numbers;
     for (char* word = std::strtok(arguments[i], ","); word; word = std::strtok(nullptr, ",")) numbers.push_back(std::atoi(word));
-    run({numbers.begin() + 6, numbers.end()}, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5]);
+    for (int cluster : {1, kCluster}) {
+      if (cluster > 1 && numbers[4] > 0) continue;  // splits that the call asks for are of single blocks
+      run({numbers.begin() + 6, numbers.end()}, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], cluster);
+    }
   }
 }

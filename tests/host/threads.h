@@ -18,7 +18,10 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
+
+inline int __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 
 using std::max;
 using std::min;

@@ -7,6 +7,7 @@ from attngen.plan.pipes import BARRIER_BYTES, Pipes, Ring, Role, Signal
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = ("kv", "q", "merge", "barriers", "begin", "last", "counts")
+_WALK_BYTES = 24  # where a share begins
 _COUNT_BYTES = 12  # of a warp: pieces, units, tiles of the longest unit
 _REGISTERS = 255
 
@@ -26,7 +27,7 @@ def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> 
         stored=(("kv", stage),),
     )  # fmt: skip
     others = {
-        "q": q, "merge": merge, "begin": BARRIER_BYTES, "last": BARRIER_BYTES, "counts": warps * _COUNT_BYTES,
+        "q": q, "merge": merge, "begin": _WALK_BYTES, "last": BARRIER_BYTES, "counts": warps * _COUNT_BYTES,
     }  # fmt: skip
     return Pipes(
         (kv,),

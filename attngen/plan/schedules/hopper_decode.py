@@ -38,7 +38,6 @@ class HopperDecode(Structure):
 
     cluster: int  # blocks that can work together
     box_bytes: int  # of a row of one copy, over which it is swizzled
-    together: int  # most units of work for each cluster with which its blocks work together
     least_tiles: int  # of a block: with fewer, fewer blocks work,
     busy_tiles: int  # or so many, where there are units for
     busy_blocks: int  # so many blocks, which keep memory busy
@@ -64,7 +63,6 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         shared=pipes.regions,
         cluster=_CLUSTER,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
-        together=1,
         least_tiles=8,
         busy_tiles=4096,
         busy_blocks=64,
@@ -122,11 +120,14 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         *arguments.strides_of(plan, ("q",)),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
-        *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "split_tiles", "max_splits")),
+        *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "row_units")),
+        *map(arguments.size, ("split_tiles", "max_splits")),
+        *arguments.reciprocals("batch", "group", "row_units", "split_tiles"),
         arguments.size("max_seqlen_q" if ragged else "seqlen_q", "seqlen_q"),
         arguments.size("max_seqlen_k", "seqlen_k"),
         *map(arguments.size, ("total_q", "total_k")),
         *arguments.page_sizes(plan),
+        *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
         arguments.scale(),
         *arguments.scalar_arguments(plan.variant),
         *arguments.presence(plan, ("lse", "seqused_k")),

@@ -11,9 +11,22 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
 __device__ __forceinline__ uint32_t mapped(uint32_t address, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+template <typename Value>
+__device__ __forceinline__ const Value* mapped(const Value* place, uint32_t rank) {
+  const Value* there;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(place), "r"(rank));
   return there;
 }
 
@@ -35,17 +48,6 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
 // Writes a word to the shared memory of any block of the cluster; sync_cluster makes it visible there.
 __device__ __forceinline__ void store_to(uint32_t rank, uint32_t to, uint32_t value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(mapped(to, rank)), "r"(value) : "memory");
-}
-
-// Four floats of the shared memory of any block of the cluster, by a mapped address.
-__device__ __forceinline__ float4 load_mapped(uint32_t from) {
-  float4 x;
-  asm volatile(
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-      : "r"(from)
-      : "memory");
-  return x;
 }
 
 // A box of a tensor to the same place of all blocks in `blocks`, one bit each, whose barriers count its bytes.

@@ -77,11 +77,11 @@ struct Partial {
     }
   }
 
-  // Adds what was stored; `load` gives the vector of a number, counted from that of the lane.
-  template <typename Load>
-  __device__ __forceinline__ void merge(const Load& load, int lane, int rows) const {
+  // Adds what was stored, in whatever memory.
+  __device__ __forceinline__ void merge(const float4* from, int lane, int rows) const {
     if (lane / 4 >= rows) return;
-    const float4 other = load(0);
+    from += lane;
+    const float4 other = from[0];
     const float other_reference[2] = {other.x, other.z}, other_sum[2] = {other.y, other.w};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -93,7 +93,7 @@ struct Partial {
         row_sum[half] = row_sum[half] * alpha + other_sum[half] * other_alpha;
 #pragma unroll
         for (int i = 0; i < kWidth / 16; ++i) {
-          const float4 y = load(vector(half, i));
+          const float4 y = from[vector(half, i)];
           float* x = acc + 8 * i + 2 * half;
           x[0] = x[0] * alpha + y.x * other_alpha;
           x[1] = x[1] * alpha + y.y * other_alpha;
