@@ -17,8 +17,9 @@ class PipesView:
     init: tuple[str, ...]
 
 
-def pipes_view(pipes: Pipes, base: str = "") -> PipesView:
-    """Return the view of a kernel's pipes; ``base`` is a prefix of addresses, such as ``here + ``."""
+def pipes_view(pipes: Pipes, base: str = "", threads: str = "") -> PipesView:
+    """Return the view of a kernel's pipes; ``base`` is a prefix of addresses, such as ``here + ``. ``threads``:
+    the number of a thread and their count, such as ``lane, 32``, if several begin the barriers."""
     return PipesView(
         constants=(
             "",
@@ -28,7 +29,7 @@ def pipes_view(pipes: Pipes, base: str = "") -> PipesView:
             *_warps(pipes),
             "",
         ),
-        init=tuple(_init(barrier, base) for barrier in pipes.barriers),
+        init=tuple(_init(barrier, base, threads) for barrier in pipes.barriers),
     )
 
 
@@ -66,6 +67,7 @@ def _warps(pipes: Pipes) -> list[str]:
     return ["", f"constexpr int {', '.join(alone)};  // warps with a role of their own"] if alone else []
 
 
-def _init(barrier: Barrier, base: str) -> str:
+def _init(barrier: Barrier, base: str, threads: str) -> str:
     arguments = f"{base}{constant(barrier.name)}, {barrier.count}, {barrier.signal.arrivals}"
+    arguments += f", {threads}" if threads else ""
     return f"init_barriers({arguments});  // {barrier.signal.sources}"

@@ -71,7 +71,7 @@ class Launch:
         self.persistent = bool(row.get("persistent"))
         self.cluster: int = row.get("cluster", 1)
         self.split, self.split_size = bool(row.get("split")), kernel.split_size
-        self.warps = -(-row["threads"] // 32)
+        self.row_warps: int = row.get("row_warps", 1)
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
         shared = (row.get("resources") or {}).get("shared_memory", 0)
         self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image)

@@ -30,7 +30,7 @@ class Splitting(Protocol):
     @property
     def tile_n(self) -> int: ...
     @property
-    def warps(self) -> int: ...
+    def row_warps(self) -> int: ...
     @property
     def cluster(self) -> int: ...
 
@@ -70,7 +70,7 @@ def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, 
     """
     rows = call.seqlen_q * (call.heads // max(call.kv_heads, 1))
     blocks_of_rows = max(-(-rows // launch.tile_m), 1)
-    row_bits = min((blocks_of_rows - 1).bit_length(), max(launch.warps // 2, 1).bit_length() - 1)
+    row_bits = min((blocks_of_rows - 1).bit_length(), launch.row_warps.bit_length() - 1)
     row_units = -(-blocks_of_rows // (1 << row_bits))
     units = call.batch * call.kv_heads * row_units
     kv_tiles = max(-(-call.seqlen_k // launch.tile_n), 1)

@@ -36,5 +36,3 @@ inline void wait(uint32_t address, uint32_t parity) {
   while ((barrier_at(address).phase ^ 1) != static_cast<int>(parity)) yield();
   __syncwarp();
 }
-inline void named_sync(int, int) { fail("named barriers are not emulated"); }
-inline void named_arrive(int, int) { fail("named barriers are not emulated"); }

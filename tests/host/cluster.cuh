@@ -10,10 +10,8 @@ inline void arrive_cluster() {
   Cluster& cluster = *current->block->cluster;
   current->cluster_meeting = cluster.meetings;
   moved = true;
-  if (++cluster.arrived == cluster.threads) {
-    cluster.arrived = 0;
-    ++cluster.meetings;
-  }
+  ++cluster.arrived;
+  settle_cluster(cluster);
 }
 inline void wait_cluster() {
   while (current->block->cluster->meetings == current->cluster_meeting) yield();

@@ -14,6 +14,8 @@ constexpr int kStackBytes = 96 << 10;
 static void run_thread() {
   kernel();
   current->done = moved = true;
+  --current->block->cluster->threads;
+  settle_cluster(*current->block->cluster);
   yield();
 }
 
@@ -26,7 +28,7 @@ static void launch(int grid, int cluster_blocks) {
     for (int rank = 0; rank < cluster_blocks; ++rank) {
       Block* block = new Block{first + rank, rank, &cluster, static_cast<char*>(std::aligned_alloc(1024, kSharedBytes))};
       std::memset(block->memory, 0xff, kSharedBytes);
-      block->warps.resize(kWarps);
+      block->warps.resize(kThreads / 32);
       cluster.blocks.push_back(block);
       for (int i = 0; i < kThreads; ++i) {
         Thread* thread = new Thread{{i, 0, 0}, block, &block->warps[i / 32], i % 32};
@@ -134,7 +136,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   const int row_units = (rows * group + (kRows << row_bits) - 1) / (kRows << row_bits), units = batch * kv_heads * row_units;
   const int tiles = (longest + kBlockN - 1) / kBlockN, max_splits = split_tiles ? (tiles + split_tiles - 1) / split_tiles : 1;
   const size_t slots = static_cast<size_t>(split_tiles ? units * max_splits : 2 * grid) << row_bits;
-  std::vector<float4> partials(slots * PartialRows::kVectors, float4{NAN, NAN, NAN, NAN});
+  std::vector<float> partials(slots * kRows * Row::kFloats, NAN);
   std::vector<uint32_t> counters(split_tiles ? units : grid, 0);
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
 

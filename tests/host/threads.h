@@ -28,6 +28,7 @@ using std::min;
 
 struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -38,14 +39,17 @@ constexpr int kSharedBytes = 228 * 1024, kSharedStart = 1024, kRankBits = 24;
 struct Barrier { int expected = 0, pending = 0, phase = 0; long long bytes = 0; };
 struct Warp { int arrived = 0; long long meetings = 0; uint64_t values[2][32]; };
 struct Block;
+struct Meeting {
+  int arrived = 0;
+  long long meetings = 0;
+};
 struct Cluster { std::vector<Block*> blocks; int threads, arrived = 0; long long meetings = 0; };
 struct Block {
   int index, rank;
   Cluster* cluster;
   char* memory;
   std::vector<Warp> warps;
-  int arrived = 0;
-  long long meetings = 0;
+  Meeting named[16];
   std::map<uint32_t, Barrier> barriers;
 };
 struct Thread { Dim index; Block* block; Warp* warp; int lane; long long cluster_meeting; bool done, started; ucontext_t context; jmp_buf place; char* stack; };
@@ -140,19 +144,32 @@ inline unsigned __ballot_sync(unsigned, bool own) {
 inline bool __any_sync(unsigned, bool own) { return __ballot_sync(~0u, own) != 0; }
 inline bool __all_sync(unsigned, bool own) { return __ballot_sync(~0u, own) == ~0u; }
 
-inline void __syncthreads() {
-  Block& block = *current->block;
-  const long long meeting = block.meetings;
+// So many threads of the block meet at a barrier of the hardware, of which 0 is that of all.
+inline void named_arrive(int id, int threads) {
+  Meeting& meeting = current->block->named[id];
   moved = true;
-  if (++block.arrived == 32 * static_cast<int>(block.warps.size())) {
-    block.arrived = 0;
-    ++block.meetings;
-  } else {
-    while (block.meetings == meeting) yield();
+  if (++meeting.arrived == threads) {
+    meeting.arrived = 0;
+    ++meeting.meetings;
+  }
+}
+inline void named_sync(int id, int threads) {
+  const long long own = current->block->named[id].meetings;
+  named_arrive(id, threads);
+  while (current->block->named[id].meetings == own) yield();
+}
+inline void __syncthreads() { named_sync(0, 32 * static_cast<int>(current->block->warps.size())); }
+
+// The threads of a cluster meet, but for those that have ended.
+inline void settle_cluster(Cluster& cluster) {
+  if (cluster.arrived > 0 && cluster.arrived == cluster.threads) {
+    cluster.arrived = 0;
+    ++cluster.meetings;
+    moved = true;
   }
 }
 
 inline void __trap() { fail("trap"); }
-inline float4 __ldcg(const float4* from) { return *from; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __uint_as_float(unsigned bits) { return value_of<float>(bits); }
 inline float __int_as_float(int bits) { return value_of<float>(static_cast<unsigned>(bits)); }

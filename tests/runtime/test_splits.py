@@ -21,7 +21,7 @@ from tests.runtime.support import FakeDriver, variant
 class Launch:
     tile_m: int = 16
     tile_n: int = 16
-    warps: int = 8
+    row_warps: int = 4
     cluster: int = 8
 
 

@@ -16,7 +16,7 @@ from attngen.plan.model import Argument, Launch, Plan, Structure, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.pipes import BARRIER_BYTES, Pipes
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.decode_pipes import decode_pipes, decode_pipes_of, memory
+from attngen.plan.schedules.decode_pipes import LOADERS, ROW_PADDING, decode_pipes, decode_pipes_of, memory
 from attngen.plan.schedules.hopper_forward import BOX_BYTES, keep_promises, widest_box, widths
 from attngen.schema.expand import KernelSpec
 
@@ -26,8 +26,8 @@ _KEYS = 16  # of a step: its K in the second product
 _CLUSTER = 8  # the most blocks of a cluster that every Hopper card takes
 
 _WARPS = (8, 4)
-#: Steps whose copies a group of warps should have under way, for which fewer warps are taken.
-_LEAST_STEPS = 3
+#: Steps that are in shared memory for each warp: with fewer, fewer warps are taken; more are of no use.
+_LEAST_STEPS, _MOST_STEPS = 2, 4
 #: Registers of Q and O with which a thread comes by: beyond, Q stays in shared memory.
 _MOST_REGISTERS = 128
 
@@ -36,11 +36,11 @@ _MOST_REGISTERS = 128
 class HopperDecode(Structure):
     """Roles and memory of a split-KV forward, and how its work is shared out: numbers of tiles of keys."""
 
+    consumers: int  # warps that multiply
+    loaders: int  # warps that copy
     cluster: int  # blocks that can work together
     box_bytes: int  # of a row of one copy, over which it is swizzled
-    least_tiles: int  # of a block: with fewer, fewer blocks work,
-    busy_tiles: int  # or so many, where there are units for
-    busy_blocks: int  # so many blocks, which keep memory busy
+    least_tiles: int  # of a block: with fewer, fewer blocks work
     cut_tiles: int  # what a block may have too many if its share then is of one unit alone
 
 
@@ -61,11 +61,11 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     structure = HopperDecode(
         persistent=True,
         shared=pipes.regions,
+        consumers=warps,
+        loaders=LOADERS,
         cluster=_CLUSTER,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         least_tiles=8,
-        busy_tiles=4096,
-        busy_blocks=64,
         cut_tiles=12,
     )
     planned = drafted(
@@ -83,7 +83,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         tile_m=_ROWS,
         tile_n=_KEYS,
         stages=stages,
-        num_warps=warps,
+        num_warps=warps + LOADERS,
         max_registers=None,
         # a tile map lists tiles for rows of single heads; here each tile between the first and the last one is visited
         driver="ranges" if driver == "ranges" else "classified",
@@ -94,11 +94,11 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         pack_gqa=True,
     )
     forward = Launch(
-        "forward", planned.name, "splits", _ROWS, _KEYS, stages, warps, planned.driver, None,
-        _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER,
+        "forward", planned.name, "splits", _ROWS, _KEYS, stages, planned.num_warps, planned.driver, None,
+        _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER, row_warps=warps // 2,
         shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=0,
     )  # fmt: skip
-    partials = ("split_slots", "row_warps", 32 * 4 * (v.width // 8 + 1))
+    partials = ("split_slots", "row_warps", _ROWS * (v.width + ROW_PADDING))
     return planned.with_launches(
         forward,
         workspaces=(Workspace("partials", "fp32", (partials,)),),
@@ -113,7 +113,7 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         *(arguments.tensor_map(plan, name, _KEYS, box_bytes) for name in "kv"),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
-        Argument("partials_ptr", "pointer", "*fp32x4", of="partials", divisibility=16),
+        Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
@@ -135,12 +135,12 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
 
 
 def _memory(arch: Arch, qk: int, v: int, element: int, q_operand: str) -> tuple[int, Pipes]:
-    """Return warps, and their pipes: as many warps as have enough stages."""
+    """Return the warps that multiply, and their pipes: as many warps as have enough stages."""
     for warps in _WARPS:
         sizes = memory(warps, qk, v, element, q_operand)
         bare = decode_pipes(warps=warps, stages=0, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
-        stages = room // (sizes["stage"] + 2 * BARRIER_BYTES) // warps * warps
+        stages = min(room // (sizes["stage"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps) // LOADERS * LOADERS
         if stages >= _LEAST_STEPS * warps:
             break
     return warps, decode_pipes(warps=warps, stages=stages, **sizes)

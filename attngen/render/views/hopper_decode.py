@@ -17,7 +17,7 @@ from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, argument_lines, padding
 
 _REGION_TEXTS = {
-    "kv": "K and V, a tile of each per stage", "merge": "what warps have found, on its way to others",
+    "kv": "K and V, a tile of each per stage", "merge": "what warps have found",
     "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the share begins",
     "last": "whether the block came last", "counts": "what the threads of each warp have counted",
 }  # fmt: skip
@@ -96,7 +96,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
             RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
             for region in decode.shared
         ),
-        pipes=pipes_view(decode_pipes_of(plan), base="here + "),
+        pipes=pipes_view(decode_pipes_of(plan), base="here + ", threads="own, 32 * kLoaders"),
         argument_lines=argument_lines(plan, plan.arguments, written=_WRITTEN),
         work_fields=fields,
         span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
@@ -109,7 +109,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         span_values=", ".join(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
         count=" + ".join(f"max(spans.{hi} - spans.{lo}, 0)" for lo, hi in found.visible) or "0",
         tile_lines=_tile_lines(found),
-        key_place="load_part.k_begin + key" if plan.key_access == "ragged" else "key, load_part.b",
+        key_place="part.k_begin + key" if plan.key_access == "ragged" else "key, part.b",
         max_seqlen_q="max_seqlen_q" if ragged else "seqlen_q",
         seqlen_q="seqlen_q",
         work_seqlen_q="work.seqlen_q" if ragged else "seqlen_q",

@@ -19,6 +19,11 @@ struct Ring {
   __device__ __forceinline__ Ring(int stage, uint32_t phase = 0, uint32_t base = 0)
       : phase(phase), stage(stage), base(base) {}
 
+  // The ring of one who has gone on by so many stages.
+  static __device__ __forceinline__ Ring at(int position, uint32_t base = 0) {
+    return Ring(position % kStages, position / kStages & 1, base);
+  }
+
   __device__ __forceinline__ uint32_t full() const {
     static_assert(kFull != kNoBarrier);
     return base + kFull + 8 * stage;
@@ -68,22 +73,6 @@ struct Pair : Ring<kFull, kEmpty, 2> {
   }
 };
 
-// Some stages of a ring, which are shared out when the kernel runs: `count` of them, from `first` on.
-template <typename Whole>
-struct Section : Whole {
-  int first, end;
-
-  __device__ __forceinline__ Section(int first, int count, uint32_t base = 0)
-      : Whole(first, 0, base), first(first), end(first + count) {}
-
-  __device__ __forceinline__ void advance() {
-    if (++this->stage == end) {
-      this->stage = first;
-      this->phase ^= 1;
-    }
-  }
-};
-
 // A barrier that hands over no stage: something has happened. It is waited for by one role, again and again.
 template <uint32_t kBarrier>
 struct Event {
@@ -101,6 +90,11 @@ struct Event {
 // `count` barriers side by side, which so many arrivals each complete.
 __device__ __forceinline__ void init_barriers(uint32_t first, int count, int arrivals) {
   for (int i = 0; i < count; ++i) init_barrier(first + 8 * i, arrivals);
+}
+
+// Those of them that one of several threads makes.
+__device__ __forceinline__ void init_barriers(uint32_t first, int count, int arrivals, int thread, int threads) {
+  for (int i = thread; i < count; i += threads) init_barrier(first + 8 * i, arrivals);
 }
 
 // A named barrier: one of a group that an enum of the kernel names by its first.

@@ -48,59 +48,64 @@ __device__ __forceinline__ uint32_t arrive_counted(uint32_t* counter) {
   return before;
 }
 
-// What a warp has found for 16 rows from some of the keys: sums of kWidth columns, not yet divided by the sums of
-// probabilities, and the references of these. A lane holds two rows, 8 apart, of which those behind the last one are
-// neither stored nor merged. In memory lanes stand side by side, 16 bytes each.
+// What some keys give a row: sums of kWidth columns, not yet divided by the sum of probabilities, and the reference of
+// these. In memory the columns come first, then the reference and the sum; the padding keeps rows that lie one after the
+// other out of each other's banks, and has room for the reference and sum of a block beside those of a warp.
 template <int kWidth>
-struct Partial {
-  static constexpr int kVectors = 32 * (kWidth / 8 + 1);
-  static constexpr int kBytes = 16 * kVectors;
+struct PartialRow {
+  static constexpr int kFloats = kWidth + 8;
+  static constexpr int kOfWarp = 0, kOfBlock = 2;
 
-  float (&acc)[kWidth / 2];
-  float (&reference)[2];
-  float (&row_sum)[2];
+  float4 acc;  // of four of the columns
+  float reference, sum;
 
-  static __device__ __forceinline__ int vector(int half, int i) { return 32 * (1 + i + half * (kWidth / 16)); }
-
-  __device__ __forceinline__ void store(float4* to, int lane, int rows) const {
-    to += lane;
-    if (lane / 4 < rows) to[0] = {reference[0], row_sum[0], reference[1], row_sum[1]};
+  // Two rows of an accumulator, `row` and 8 rows on, as the four lanes of an MMA have them, each with its part of the sum.
+  static __device__ __forceinline__ void store(
+      float* to, int row, int rows, int lane, const float (&acc)[kWidth / 2], const float (&reference)[2], const float (&sum)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (lane / 4 + 8 * half < rows) {
+      float whole = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
+      whole += __shfl_xor_sync(~0u, whole, 2);
+      if (row + 8 * half < rows) {
+        float* const at = to + (row + 8 * half) * kFloats;
 #pragma unroll
-        for (int i = 0; i < kWidth / 16; ++i) {
-          const float* x = acc + 8 * i + 2 * half;
-          to[vector(half, i)] = {x[0], x[1], x[4], x[5]};
+        for (int i = 0; i < kWidth / 8; ++i) {
+          *reinterpret_cast<float2*>(at + 8 * i + 2 * (lane % 4)) = {acc[4 * i + 2 * half], acc[4 * i + 2 * half + 1]};
         }
+        if (lane % 4 == 0) *reinterpret_cast<float2*>(at + kWidth) = {reference[half], whole};
       }
     }
   }
 
-  // Adds what was stored, in whatever memory.
-  __device__ __forceinline__ void merge(const float4* from, int lane, int rows) const {
-    if (lane / 4 >= rows) return;
-    from += lane;
-    const float4 other = from[0];
-    const float other_reference[2] = {other.x, other.z}, other_sum[2] = {other.y, other.w};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (lane / 4 + 8 * half < rows) {
-        const float raised = fmaxf(reference[half], other_reference[half]);
-        const float alpha = exp2_approx(reference[half] - raised);
-        const float other_alpha = exp2_approx(other_reference[half] - raised);
-        reference[half] = raised;
-        row_sum[half] = row_sum[half] * alpha + other_sum[half] * other_alpha;
-#pragma unroll
-        for (int i = 0; i < kWidth / 16; ++i) {
-          const float4 y = from[vector(half, i)];
-          float* x = acc + 8 * i + 2 * half;
-          x[0] = x[0] * alpha + y.x * other_alpha;
-          x[1] = x[1] * alpha + y.y * other_alpha;
-          x[4] = x[4] * alpha + y.z * other_alpha;
-          x[5] = x[5] * alpha + y.w * other_alpha;
-        }
-      }
+  // Four columns of a row, added from `count` places in their order; `at` says where a place has reference and sum.
+  template <typename PlaceOf>
+  static __device__ __forceinline__ PartialRow added(int count, int column, int at, const PlaceOf& place_of) {
+    PartialRow all = {{}, kUnseen, 0.0f};
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float* const from = place_of(i);
+      const float2 other = *reinterpret_cast<const float2*>(from + kWidth + at);
+      const float4 x = *reinterpret_cast<const float4*>(from + column);
+      const float raised = fmaxf(all.reference, other.x);
+      const float alpha = exp2_approx(all.reference - raised), beta = exp2_approx(other.x - raised);
+      all.reference = raised;
+      all.sum = all.sum * alpha + other.y * beta;
+      all.acc = {all.acc.x * alpha + x.x * beta, all.acc.y * alpha + x.y * beta, all.acc.z * alpha + x.z * beta,
+                 all.acc.w * alpha + x.w * beta};
     }
+    return all;
+  }
+
+  __device__ __forceinline__ void store(float* to, int column, int at) const {
+    *reinterpret_cast<float4*>(to + column) = acc;
+    if (column == 0) *reinterpret_cast<float2*>(to + kWidth + at) = {reference, sum};
+  }
+
+  // Takes a sink into the sum: a logit without a value, in units of log2, which may raise the reference.
+  __device__ __forceinline__ void add_sink(float sink) {
+    const float raised = fmaxf(reference, sink), alpha = exp2_approx(reference - raised);
+    sum = fmaf(sum, alpha, exp2_approx(sink - raised));
+    reference = raised;
+    acc = {acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha};
   }
 };
