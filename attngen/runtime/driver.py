@@ -88,9 +88,7 @@ class Driver(Protocol):
         allocates goes to the graph's pool, and nothing in there may outlive the call.
         """
 
-    def load(
-        self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1
-    ) -> Any:
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         """Load a cubin and return one of its kernels, ready to launch with ``shared`` bytes of dynamic memory, and in
         clusters of so many blocks unless that is fixed in the cubin.
 
@@ -220,9 +218,7 @@ class CudaDriver:
                 self._call(cu.cuStreamDestroy, own)
         return address
 
-    def load(
-        self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1
-    ) -> Any:
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         """See ``Driver.load``."""
         cu = self._cu
         attribute = cu.CUfunction_attribute
@@ -239,7 +235,7 @@ class CudaDriver:
                 asked[attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT] = 1
                 asked[attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH] = 1
             for name, value in asked.items():
-                self._call(cu.cuFuncSetAttribute, function, name, value, what=f"'{symbol}', {name.name} = {value}")
+                self._call(cu.cuFuncSetAttribute, function, name, value, what=f"'{symbol}', {name} = {value}")
             return function
 
     def _library(self, image: bytes, symbol: str, cluster: int) -> Any:

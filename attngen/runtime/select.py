@@ -22,8 +22,9 @@ MAX_BLOCKS = 2**31 - 1
 #: Rows of one consumer of a packed tile: whole groups of heads fill them.
 PACKED_ROWS = 64
 
-#: Rows of queries and heads of one KV head up to which keys are shared among blocks: the rows of one MMA of Hopper.
-SPLIT_ROWS = 64
+#: Rows of queries and heads of one KV head up to which keys are shared among blocks: those of an MMA of one warp, and
+#: those of a warpgroup where sequences times KV heads are fewer than the busy units, about half of a Hopper card.
+FEW_ROWS, SPLIT_ROWS, BUSY_UNITS = 16, 64, 64
 
 #: Rows of all queries and heads of a group, which a packed kernel counts in 32 bits, a tile beyond the end too.
 MAX_ROWS = 2**31 - 1 - 256
@@ -94,13 +95,15 @@ def splits_keys(call: Call) -> bool:
 
     A call that names ``split_size`` or more than one split asks for it, and with ``num_splits=1`` for the other kind.
     Else it depends on the rows that all query heads of a KV head have together, ``seqlen_q`` times the ratio of heads:
-    up to ``SPLIT_ROWS`` a tile of an ordinary kernel is mostly empty, and there are as many blocks as sequences and
-    heads, so that K and V are read by few of them. With more rows the products take longer than the loads. Lengths of
-    keys are not looked at: only the device knows them, where the kernel finds how many splits are worth it.
+    up to ``FEW_ROWS`` memory binds, and up to ``SPLIT_ROWS`` the blocks of an ordinary kernel, one for each sequence
+    and KV head, are too few to read K and V fast, unless there are ``BUSY_UNITS``. With more rows the products take
+    longer than the loads. Lengths of keys are not looked at: only the device knows them, where the kernel finds how
+    many splits are worth it.
     """
     if call.split_size or call.num_splits:
         return call.num_splits != 1
-    return call.seqlen_q * group_of(call) <= SPLIT_ROWS
+    rows = call.seqlen_q * group_of(call)
+    return rows <= FEW_ROWS or (rows <= SPLIT_ROWS and call.batch * call.kv_heads < BUSY_UNITS)
 
 
 def _time(kernel: Kernel, call: Call | None) -> float:

@@ -88,7 +88,7 @@ class Recorder(FakeDriver):
         values = decode(rows, parameters)
         self.launches.append((launch_of(manifest, symbol)["name"], grid, threads, values))  # type: ignore[arg-type]
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: object) -> object:
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: object, cluster: int = 1) -> object:
         manifest = json.loads(image)
         return symbol, manifest, launch_of(manifest, symbol)["parameters"]
 

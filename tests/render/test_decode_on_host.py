@@ -57,9 +57,7 @@ def on_host(name: str, text: str) -> str:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
-    ("head_dim", "layout"), [(128, "dense"), (128, "paged"), (256, "paged"), (80, "dense")]
-)
+@pytest.mark.parametrize(("head_dim", "layout"), [(128, "dense"), (128, "paged"), (256, "paged"), (80, "dense")])
 def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, tmp_path: Path) -> None:
     """Each case runs with single blocks and with clusters."""
     source = render(planned("causal", backend="cuda", split_kv="true", head_dim=head_dim, layout=layout))

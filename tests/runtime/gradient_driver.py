@@ -29,7 +29,7 @@ _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes":
 class GradientDriver(FakeDriver):
     """As its base, for kernels of the backward too: each does what its name says with what its parameters hold."""
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         manifest = json.loads(image)
         return symbol, manifest, launch_of(manifest, symbol)["parameters"]
 

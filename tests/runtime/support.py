@@ -282,7 +282,7 @@ class FakeDriver:
         self.cleared.append((device, (ctypes.c_char * size)()))
         return ctypes.addressof(self.cleared[-1][1])
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int]) -> Any:
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         self.loads.append((symbol, device))
         manifest = json.loads(image)
         rows = launch_of(manifest, symbol)["parameters"]

@@ -161,6 +161,20 @@ def test_load(stub: Stub) -> None:
     assert len(modes) == 4
 
 
+def test_clusters_of_another_size_are_another_library(stub: Stub) -> None:
+    """Their size is a property of a loaded kernel."""
+    driver, image = CudaDriver(), b"cubin"
+    for cluster in (1, 8, 8):
+        driver.load(image, "kernel", 0, 100, [8, 4], cluster)
+    assert len(stub.named("cuLibraryLoadData")) == 2
+    attributes = [(name, value) for _, name, value in stub.named("cuFuncSetAttribute")]
+    assert attributes[:3] == [
+        ("CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH", 8),
+        ("CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT", 1),
+        ("CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH", 1),
+    ]
+
+
 def test_a_parameter_list_that_differs_is_refused(stub: Stub) -> None:
     driver = CudaDriver()
     for sizes in ([8], [8, 8], [8, 4, 4]):
@@ -242,6 +256,7 @@ def test_the_real_bindings_have_what_is_used() -> None:
         assert hasattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}")
     assert cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     assert cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
     assert cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     assert cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE == 0
     assert cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B

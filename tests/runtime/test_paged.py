@@ -13,9 +13,10 @@ from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime import dispatch
+from attngen.runtime.arguments import bind
 from attngen.runtime.operators import operators_of
 from attngen.runtime.registry import package_of_kernels, registry
-from attngen.runtime.select import SPLIT_ROWS
+from attngen.runtime.select import BUSY_UNITS, FEW_ROWS, SPLIT_ROWS, splits_keys
 from tests.runtime.pages import Cache, cache, starts_of
 from tests.runtime.support import FakeDriver, bias_variant, kernel, variant, window_variant
 
@@ -298,7 +299,7 @@ def test_an_argument_that_has_no_hash_is_named(gpu: FakeDriver) -> None:
     ("rows", "heads", "asked", "split"),
     [
         (1, 4, {}, True),
-        (SPLIT_ROWS // 2, 4, {}, True),
+        (SPLIT_ROWS // 2, 4, {}, True),  # of two sequences with two KV heads
         (SPLIT_ROWS // 2 + 1, 4, {}, False),
         (9, 16, {}, False),
         (1, 4, {"num_splits": 1}, False),
@@ -317,6 +318,19 @@ def test_few_rows_share_keys(gpu: FakeDriver, rows: int, heads: int, asked: dict
     assert launch.symbol.endswith("_split") == split
     assert launch.values["asked_splits"] == asked.get("num_splits", 0)
     assert launch.values["asked_split_size"] == asked.get("split_size", 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "split"),
+    [(1, SPLIT_ROWS, True), (BUSY_UNITS // 2, FEW_ROWS + 1, False), (BUSY_UNITS // 2 - 1, SPLIT_ROWS, True),
+     (1000, FEW_ROWS, True), (1, SPLIT_ROWS + 1, False)],
+)  # fmt: skip
+def test_rows_for_a_warpgroup_share_keys_where_units_are_few(batch: int, rows: int, split: bool) -> None:
+    q, k = torch.empty(batch, rows, 2, 8, device="meta"), torch.empty(batch, 50, 2, 8, device="meta")
+    call = bind(
+        variant(), q, k, k, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd", arguments={}
+    )
+    assert splits_keys(call) == split
 
 
 def test_a_call_over_pages_is_explained(gpu: FakeDriver) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attngen.runtime import counters
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, bind
-from attngen.runtime.splits import split_sizes
+from attngen.runtime.splits import Capacity, reciprocal, split_sizes
 from tests.runtime.support import FakeDriver, variant
 
 
@@ -40,25 +42,43 @@ def call(batch: int = 2, rows: int = 1, keys: int = 1000, heads: int = 8, kv_hea
 )
 def test_warps_of_rows(rows: int, group: int, row_warps: int) -> None:
     """As many as there are blocks of 16 rows, a power of two, up to half of a block's warps."""
-    found = split_sizes(Launch(), call(rows=rows, heads=2 * group), 15)
+    found = split_sizes(Launch(), call(rows=rows, heads=2 * group), Capacity(132, 15))
     assert (found["row_warps"], 1 << found["row_bits"]) == (row_warps, row_warps)
 
 
 @pytest.mark.parametrize("clusters", [1, 14, 16])
 @pytest.mark.parametrize("keys", [0, 1, 1000, 100_000])
 @pytest.mark.parametrize("batch", [1, 7, 300])
-def test_blocks_are_whole_clusters_that_run_at_once(batch: int, keys: int, clusters: int) -> None:
-    found = split_sizes(Launch(), call(batch, keys=keys), clusters)
-    assert found["split_blocks"] % 8 == 0
-    assert 8 <= found["split_blocks"] <= 8 * clusters
+def test_blocks_run_at_once_and_clusters_are_whole(batch: int, keys: int, clusters: int) -> None:
+    found = split_sizes(Launch(), call(batch, keys=keys), Capacity(132, clusters))
+    assert found["split_cluster"] in (1, 8)
+    assert found["split_blocks"] % found["split_cluster"] == 0
+    assert 1 <= found["split_blocks"] <= (132 if found["split_cluster"] == 1 else 8 * clusters)
     assert found["split_tiles"] == 0
     assert (found["split_slots"], found["split_counters"]) == (2 * found["split_blocks"], found["split_blocks"])
 
 
-def test_little_work_takes_few_blocks_and_much_takes_all() -> None:
-    assert split_sizes(Launch(), call(1, keys=100, kv_heads=1), 15)["split_blocks"] == 8
-    assert split_sizes(Launch(), call(1, keys=300, heads=32, kv_heads=8), 15)["split_blocks"] == 64
-    assert split_sizes(Launch(), call(64, keys=16, heads=32, kv_heads=8), 15)["split_blocks"] == 120
+@pytest.mark.parametrize(
+    ("batch", "keys", "heads", "kv_heads", "cluster", "blocks"),
+    [
+        (1, 100, 8, 1, 8, 8), (1, 300, 32, 8, 8, 64), (1, 1_000_000, 32, 8, 8, 120),
+        (1, 8192, 32, 4, 8, 120), (1, 8200, 32, 4, 1, 132),  # half of the card is enough for short work alone
+        (2, 1000, 32, 8, 1, 126), (64, 16, 32, 8, 1, 132), (64, 4096, 64, 64, 1, 132),  # more units than clusters
+    ],
+)  # fmt: skip
+def test_little_work_takes_clusters_and_much_takes_all_blocks(
+    batch: int, keys: int, heads: int, kv_heads: int, cluster: int, blocks: int
+) -> None:
+    found = split_sizes(Launch(), call(batch, keys=keys, heads=heads, kv_heads=kv_heads), Capacity(132, 15))
+    assert (found["split_cluster"], found["split_blocks"]) == (cluster, blocks)
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_reciprocals_divide_exactly(divisor: int, number: int) -> None:
+    """As ``Divisor`` in divisor.cuh does: twice the number times the reciprocal, its upper half, shifted."""
+    multiplier, shift = reciprocal(divisor), (divisor - 1).bit_length()
+    assert -(2**31) <= multiplier < 2**31
+    assert ((2 * number * (multiplier % 2**32)) >> 32) >> shift == number // divisor
 
 
 @pytest.mark.parametrize(
@@ -70,8 +90,8 @@ def test_little_work_takes_few_blocks_and_much_takes_all() -> None:
 )  # fmt: skip
 def test_asked_splits_have_a_place_and_a_counter_each(asked: dict[str, int], tiles: int, most: int) -> None:
     """A place for each split of the rows of each KV head, however the blocks share them."""
-    found = split_sizes(Launch(), call(3, rows=40, heads=8, kv_heads=2, **asked), 15)  # 160 rows: 3 units of 64
-    units = 3 * 2 * 3
+    found = split_sizes(Launch(), call(3, rows=40, heads=8, kv_heads=2, **asked), Capacity(132, 15))
+    units = 3 * 2 * 3  # of 64 of the 160 rows each
     assert (found["split_tiles"], found["max_splits"]) == (tiles, most)
     assert (found["split_slots"], found["split_counters"]) == (units * most, units)
 
