@@ -93,10 +93,15 @@ def prepare(call: Append, sizes: Sizes, rotated: Tensor | None, driver: Driver) 
 
     ``rotated``: where the queries go.
     """
+    kernel = _kernel_for(call.k.dtype, call.k.device.index or 0, driver)
+    return kernel if isinstance(kernel, str) else prepare_on(kernel, call, sizes, rotated, driver)
+
+
+def prepare_on(
+    kernel: Kernel, call: Append, sizes: Sizes, rotated: Tensor | None, driver: Driver
+) -> PreparedAppend | str:
+    """As ``prepare``, on one kernel of the call's dtype and device."""
     k, v, device = call.k, call.v, call.k.device.index or 0
-    kernel = _kernel_for(k.dtype, device, driver)
-    if isinstance(kernel, str):
-        return kernel
     given = {name: getattr(call, name) for name in TENSORS} | {"q_out": rotated}
     reason = _against_rows(given) or _against_tables(given)
     if reason is not None:

@@ -11,7 +11,7 @@ from attngen.runtime import append_torch, dispatch
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime.append_arguments import Append, check
-from attngen.runtime.append_kernel import PreparedAppend, prepare
+from attngen.runtime.append_kernel import TENSORS, PreparedAppend, prepare
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry import registry
 
@@ -61,6 +61,12 @@ def run(
             prepared(addresses)
             return rotated
     return append_torch.append(call, sizes)
+
+
+def addresses_of(call: Append, rotated: Tensor | None) -> list[int]:
+    """Return the addresses that a launch takes; ``rotated``: where the queries go."""
+    given = ((rotated if name == "q_out" else getattr(call, name)) for name in TENSORS)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in given]
 
 
 def _kept(identity: tuple[Any, ...]) -> PreparedAppend | str | None:
