@@ -82,7 +82,7 @@ def test_a_server(tmp_path: Path) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("CUDA kernels are for sm90a")
     figures = tmp_path / "figures.json"
-    chosen = ("decode b8 32/8 4k", "decode b64 32/8 128", "prefill 4k", "window", "tree", "scores")
+    chosen = ("decode b8 32/8 4k", "decode b64 32/8 128", "prefill 4k", "window", "tree", "scores", "append_kv")
     cells = [part for cell in chosen for part in ("--cell", cell)]
     options = ("--suite", "serving", "--rounds", "2", "--json", str(figures), *cells)
     registry.clear()
@@ -91,14 +91,18 @@ def test_a_server(tmp_path: Path) -> None:
     assert done.exit_code == 0, (done.output, done.exception)
     document = json.loads(figures.read_text())
     jsonschema.validate(document, SERVING)
-    assert len(document["rows"]) == 8
+    assert len(document["rows"]) == 11
     for row in document["rows"]:
         for ours in (result for result in row["results"] if result["lane"] is not None):
             assert ours["status"] == "measured", ours
             assert ours["relative_error"] < 1e-2
             assert 0 < ours["tbps"] < 2 * document["ceilings"]["copy_gbps"] / 1e3
-            assert (ours["seqlen_q"] < 512) == ("_decode_" in ours["kernel"]), ours
-            assert ("_paged_" in ours["kernel"]) == ours["form"].startswith("pages")
+            if row["group"] == "append_kv":
+                assert "/append_sm90a_" in ours["kernel"]
+            else:
+                if ours["seqlen_q"] in (1, 4096):
+                    assert (ours["seqlen_q"] == 1) == ("_decode_" in ours["kernel"]), ours
+                assert ("_paged_" in ours["kernel"]) == ours["form"].startswith("pages")
             assert ours["host_microseconds"] > 0
 
 

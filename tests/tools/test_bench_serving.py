@@ -19,6 +19,7 @@ from torch import Tensor
 
 import attngen
 from attngen import cli
+from attngen.formats import APPEND_VARIANT
 from attngen.tools.bench.machine import Ceilings
 from attngen.tools.bench.serving import run as tool
 from attngen.tools.bench.serving.cells import WINDOW, Cell, Form, Lane, Problem, ancestors, cells
@@ -231,7 +232,7 @@ def rows() -> tuple[ServingRow, ...]:
     ), 4)  # fmt: skip
     again = replace(decoded, cell=cells()[5])
     failed = ServingResult("attngen tree", problem.of("tree"), Form(64), "tree", "causal", status="unsupported")
-    return decoded, again, ServingRow(cells()[-1], (failed,))
+    return decoded, again, ServingRow(cells()[-4], (failed,))
 
 
 def test_ratios_are_to_the_best_peer_of_the_same_kind_and_to_the_lane_beside() -> None:
@@ -348,11 +349,12 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
         return {name: BuiltKernel(name, name, "built", {}) for name in plans}, ()
 
     lanes = [Lane(Form(size).name, SMALL, Form(size), None if size is None else "contiguous") for size in (None, 16)]
-    tree = replace(SMALL, variant="tree")
+    tree, new = replace(SMALL, variant="tree"), Problem(4, 2, (64, 64), 3, APPEND_VARIANT)
     own = (
         Cell("decode", "small", tuple(lanes)),
         Cell("variants", "scores", (lanes[1], Lane("softcap", SMALL.of("softcap"), Form(16), "pages 16"))),
         Cell("variants", "trees", (lanes[1], Lane("tree", tree, Form(16), "pages 16"))),
+        Cell("append_kv", "writes", (Lane("contiguous", new, Form()), Lane("pages 16", new, Form(16), "contiguous"))),
     )
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -381,8 +383,8 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
 def test_a_whole_run(spec: Path) -> None:
     seen: list[int] = []
     report = bench_serving(spec, ServingOptions(rounds=2), lambda so_far, total: seen.append(len(so_far.rows)))
-    assert seen == [1, 2, 3]
-    small, scores, trees = report.rows
+    assert seen == [1, 2, 3, 4]
+    small, scores, trees, writes = report.rows
     statuses = {(one.contestant, one.form.name): one.status for one in small.results}
     assert statuses == {
         ("good", "contiguous"): "measured", ("good", "pages 16"): "measured",
@@ -393,6 +395,10 @@ def test_a_whole_run(spec: Path) -> None:
     assert small.ratios == {"contiguous": 1.0, "pages 16": 1.0}
     assert [one.status for one in scores.results] == ["measured", "measured"]  # no peers there
     assert [one.status for one in trees.results] == ["measured", "unsupported"]
+    assert [(one.status, one.error, one.kernel) for one in writes.results] == [
+        ("measured", 0.0, "mine/append_sm90a_bf16")
+    ] * 2
+    assert writes.results[0].tflops == 0.0
     assert max(one.error or 0.0 for one in report.results if one.status == "measured") < 1e-2
     assert report.left_out == {"gone": "no"}
     assert report.ok
@@ -408,13 +414,13 @@ def run(*arguments: object, code: int = 0) -> str:
 def test_the_command_prints_a_table_and_writes_the_document(spec: Path, tmp_path: Path) -> None:
     output = run(spec, "--suite", "serving", "--rounds", 1, "--json", tmp_path / "found.json")
     lines = [line.split() for line in output.splitlines()]
-    (own,) = [line for line in lines if line[:4] == ["attngen", "pages", "16", "pages"] and len(line) > 9]
+    own = next(line for line in lines if line[:4] == ["attngen", "pages", "16", "pages"])
     assert own[5:] == [own[5], own[6], own[7], "1.000", "1.000", own[10]]
     document = json.loads((tmp_path / "found.json").read_text())
     jsonschema.validate(document, SCHEMA)
-    assert len(document["rows"]) == 3
+    assert len(document["rows"]) == 4
     assert "left out: gone: no" in output
-    assert "small: wrong, pages 16: wrong: relative error" in output
+    assert "small: wrong, pages 16: wrong: error" in output
 
 
 def test_cells_and_kernels_are_chosen(spec: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from attngen.formats import APPEND_VARIANT
+
 #: Of all cells.
 DTYPE, HEAD_DIM, ELEMENT_BYTES = "bf16", 128, 2
 
@@ -40,7 +42,9 @@ class Problem:
 
     @cached_property
     def pairs(self) -> int:
-        """Pairs of a query and a key that the mask shows, over all heads and sequences."""
+        """Pairs of a query and a key that the mask shows, over all heads and sequences; 0 where tokens are written."""
+        if self.variant == APPEND_VARIANT:
+            return 0
         return self.heads * sum(sum(self._shown(length)) for length in self.lengths)
 
     def _shown(self, length: int) -> Iterable[int]:
@@ -52,7 +56,10 @@ class Problem:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of K and V that some query sees."""
+        """Bytes of K and V that some query sees; where tokens are written, those that are read and written."""
+        if self.variant == APPEND_VARIANT:
+            rows = self.batch * self.seqlen_q * (2 * self.kv_heads + self.heads)
+            return 2 * rows * HEAD_DIM * ELEMENT_BYTES
         keys = sum(self.lengths)
         if self.variant == "sliding_window":
             keys = sum(min(length, WINDOW + self.seqlen_q - 1) for length in self.lengths)
@@ -115,12 +122,14 @@ class Cell:
     @property
     def raced(self) -> tuple[Problem, ...]:
         """The problems that libraries are raced on; none where ours are compared with one another alone."""
-        return () if self.group == "variants" else tuple(dict.fromkeys(lane.problem for lane in self.lanes))
+        return (
+            () if self.group in ("variants", "append_kv") else tuple(dict.fromkeys(lane.problem for lane in self.lanes))
+        )
 
 
 def cells() -> tuple[Cell, ...]:
     """Return all cells, in the order in which they are run."""
-    return (*_decode(), *_append(), *_prefill(), *_variants())
+    return (*_decode(), *_append(), *_prefill(), *_variants(), *_writes())
 
 
 def _decode() -> Iterable[Cell]:
@@ -168,6 +177,13 @@ def _variants() -> Iterable[Cell]:
     draft = replace(eight, seqlen_q=16)
     lanes = [Lane("causal", draft, Form(64)), Lane("tree", draft.of("tree"), Form(64), beside="causal")]
     yield Cell("variants", "tree of 16 b16 32/8 8k, pages 64", tuple(lanes))
+
+
+def _writes() -> Iterable[Cell]:
+    """Writing new tokens into caches, with queries and keys rotated: a step of decoding, and pieces of prompts."""
+    for batch, tokens in ((1, 1), (128, 1), (8, 2048)):
+        problem = Problem(32, 8, (max(1024, tokens),) * batch, tokens, APPEND_VARIANT)
+        yield _over_pages("append_kv", f"append_kv {tokens} to b{batch} 32/8", problem, (16, 64))
 
 
 def _over_pages(group: str, name: str, problem: Problem, sizes: Sequence[int]) -> Cell:

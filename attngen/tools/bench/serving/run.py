@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
+from attngen.formats import APPEND, APPEND_VARIANT
 from attngen.runtime.dispatch import attention, explain
 from attngen.runtime.module import read_kernel
 from attngen.runtime.paged import attention_paged
@@ -23,6 +25,7 @@ from attngen.store.store import Store
 from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.kernels import chosen
 from attngen.tools.bench.machine import Monitor, Reading, ceilings, gpu_facts, versions
+from attngen.tools.bench.serving.appending import Appending, kernel_of
 from attngen.tools.bench.serving.cells import DTYPE, HEAD_DIM, Cell, Form, Lane, Problem, cells
 from attngen.tools.bench.serving.contents import Contents, Oracle
 from attngen.tools.bench.serving.peers import ServingPeer, missing, serving_peers
@@ -142,7 +145,8 @@ def _wanted(prepared: Sequence[Prepared], options: ServingOptions, capability: i
     kept = [
         kernel
         for kernel in chosen(prepared, options.part, options.variants)
-        if (kernel.plan.direction, kernel.plan.dtype_name) == ("forward", DTYPE)
+        if kernel.plan.direction in ("forward", APPEND)
+        and kernel.plan.dtype_name == DTYPE
         and kernel.plan.layout in ("dense", "paged")
         and (kernel.plan.head_dim_qk, kernel.plan.head_dim_v) == (HEAD_DIM, HEAD_DIM)
         and kernel.plan.variant.name in variants
@@ -175,18 +179,17 @@ def _measured(course: _Course, cell: Cell) -> ServingRow:
     contents = _Shelf(course)
     for peer, problem, form in _entries(cell, course.peers):
         result = ServingResult(peer.name, problem, form)
-        entered.append(_enter(course, result, contents, partial(_entered, peer, contents, problem, form)))
+        entered.append(_enter(course, result, partial(_theirs, peer, contents, problem, form)))
     for lane in cell.lanes:
         result = _foreseen(_result_of(lane, course.package), course.kernels)
         if lane.problem.variant in course.failures:
             result = replace(result, status="failed", reason=course.failures[lane.problem.variant][:_REASON])
         if result.status == "planned":
-            entered.append(_enter(course, result, contents, partial(_ours, course, result, contents)))
+            entered.append(_enter(course, result, partial(_ours, course, result, contents)))
         else:
             entered.append((result, None))
     results = _raced(course, entered)
-    sets = contents.of(cell.lanes[0].problem).sets
-    return ServingRow(cell, results, sets, course.readings(began))
+    return ServingRow(cell, results, contents.sets, course.readings(began))
 
 
 def _raced(course: _Course, entered: Sequence[tuple[ServingResult, Track | None]]) -> tuple[ServingResult, ...]:
@@ -229,6 +232,11 @@ class _Shelf:
             self._found[alike] = Contents(problem, course.device, course.l2_bytes, course.generator)
         return self._found[alike]
 
+    @property
+    def sets(self) -> int | None:
+        """How many sets of inputs the first problem has; None if none was made."""
+        return next((contents.sets for contents in self._found.values()), None)
+
     def oracle(self, problem: Problem, form: Form) -> Oracle:
         """Return what knows the outputs of a problem in a form of its cache."""
         if (problem, form) not in self._oracles:
@@ -236,17 +244,29 @@ class _Shelf:
         return self._oracles[problem, form]
 
 
-def _entered(peer: ServingPeer, contents: _Shelf, problem: Problem, form: Form) -> tuple[Contestant, str | None]:
-    return peer.enter(contents.of(problem), form), None
+@dataclass(frozen=True)
+class _Entered:
+    """A contestant, the kernel of ours that runs, and what tells how far its output is off, and how far it may be."""
+
+    contestant: Contestant
+    kernel: str | None
+    error: Callable[[Tensor], float]
+    limit: float = TOLERANCE[DTYPE]
 
 
-def _ours(course: _Course, result: ServingResult, shelf: _Shelf) -> tuple[Contestant, str | None]:
+def _theirs(peer: ServingPeer, shelf: _Shelf, problem: Problem, form: Form) -> _Entered:
+    contestant = peer.enter(shelf.of(problem), form)
+    return _Entered(contestant, None, lambda out: shelf.oracle(problem, form).error(out))
+
+
+def _ours(course: _Course, result: ServingResult, shelf: _Shelf) -> _Entered:
     """Return the calls of ours, as a program makes them, and the kernel that the dispatcher takes for them."""
     problem, form = result.problem, result.form
+    if problem.variant == APPEND_VARIANT:
+        new = Appending(problem, form, course.device, course.l2_bytes, course.generator)
+        return _Entered(new.contestant(result.contestant), kernel_of(course.package), new.error, limit=0.0)
     contents = shelf.of(problem)
-    given: dict[str, Any] = {
-        "variant": problem.variant, "package": course.package, **contents.own(problem.variant)
-    }  # fmt: skip
+    given: dict[str, Any] = {"variant": problem.variant, "package": course.package, **contents.own(problem.variant)}
     calls: list[Callable[[], Any]] = []
     if form.page_size is None:
         if not contents.full:
@@ -255,37 +275,34 @@ def _ours(course: _Course, result: ServingResult, shelf: _Shelf) -> tuple[Contes
             calls.append(partial(attention, q, *contents.cache(number, form), **given))
         explained = explain(contents.queries[0], *contents.cache(0, form), **given)
     else:
-        table = contents.pages(form.page_size).table
-        out = torch.empty_like(contents.queries[0])
+        table, out = contents.pages(form.page_size).table, torch.empty_like(contents.queries[0])
         for number, q in enumerate(contents.queries):
-            calls.append(
-                partial(attention_paged, q, *contents.cache(number, form), table, contents.lengths, out=out, **given)
-            )
+            cached = contents.cache(number, form)
+            calls.append(partial(attention_paged, q, *cached, table, contents.lengths, out=out, **given))
         explained = explain(
             contents.queries[0], *contents.cache(0, form), page_table=table, seqused_k=contents.lengths, **given
         )
-    return Contestant(result.contestant, calls), explained.to_dict()["kernel"]
+    contestant = Contestant(result.contestant, calls)
+    kernel = explained.to_dict()["kernel"]
+    return _Entered(contestant, kernel, lambda out: shelf.oracle(problem, form).error(out))
 
 
-def _enter(
-    course: _Course, result: ServingResult, shelf: _Shelf, make: Callable[[], tuple[Contestant, str | None]]
-) -> tuple[ServingResult, Track | None]:
+def _enter(course: _Course, result: ServingResult, make: Callable[[], _Entered]) -> tuple[ServingResult, Track | None]:
     """Prepare a contestant, capture its calls and check its output; a reason instead if it cannot race."""
     try:
-        contestant, kernel = make()
-        result = replace(result, kernel=kernel)
-        track = Track(contestant, course.clock, course.capture)
+        entered = make()
+        result = replace(result, kernel=entered.kernel)
+        track = Track(entered.contestant, course.clock, course.capture)
         out = track.output()
         if course.options.check:
-            result = replace(result, error=shelf.oracle(result.problem, result.form).error(out))
+            result = replace(result, error=entered.error(out))
     except NoKernelError as refusal:
         return replace(result, status="unsupported", reason=_words(refusal)), None
     except Exception as raised:  # whatever a library raises for what it lacks, or a kernel on its way down
         status = "unsupported" if result.lane is None else "failed"
         return replace(result, status=status, reason=_words(raised)), None
-    limit = TOLERANCE[DTYPE]
-    if result.error is not None and result.error > limit:
-        reason = f"wrong: relative error {result.error:.1e} exceeds {limit:.0e}"
+    if result.error is not None and result.error > entered.limit:
+        reason = f"wrong: error {result.error:.1e} exceeds {entered.limit:.0e}"
         return replace(result, status="failed", reason=reason), None
     return result, track
 
