@@ -19,6 +19,7 @@ from attngen.resources import root
 from attngen.runtime.driver import Launch
 from attngen.runtime.module import Kernel
 from attngen.schema import appends, expand, load_spec_text
+from attngen.tools.build.pipeline import Prepared
 
 COMPILER = shutil.which("g++")
 HOST = root() / "tests" / "host"
@@ -32,10 +33,20 @@ kernels:
 """
 
 
-def plans(*dtypes: str, arch: str = "sm90a") -> list[Plan]:
-    """Return the plans of these dtypes, also of those that no kernel over pages has."""
+def prepared(*dtypes: str, arch: str = "sm90a") -> list[Prepared]:
+    """Return the kernels of these dtypes, also of those that no kernel over pages has."""
     first = appends(expand(load_spec_text(SPEC)))[0]
-    return [plan(replace(first, dtype=dtype, arch=arch)) for dtype in dtypes]
+    found = []
+    for dtype in dtypes:
+        spec = replace(first, dtype=dtype, arch=arch)
+        planned = plan(spec)
+        found.append(Prepared(spec, planned, render(planned)))
+    return found
+
+
+def plans(*dtypes: str) -> list[Plan]:
+    """Return their plans."""
+    return [one.plan for one in prepared(*dtypes)]
 
 
 @cache
