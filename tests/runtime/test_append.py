@@ -355,3 +355,20 @@ def test_debug_reads_what_a_gpu_would_not(gpu: FakeDriver, monkeypatch: pytest.M
     meta = [t.to("meta") for t in given]
     attngen.append_kv(*meta)
     assert len(read) == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_operator_is_as_it_says(in_place: bool) -> None:
+    """Schema, fake kernel, and what it writes, as ``torch.library.opcheck`` tests them."""
+    from attngen.runtime import append_operator
+
+    k, v, q = (torch.randn(4, 2, h, d) for h, d in ((HEADS, DIM), (HEADS, DIM_V), (6, DIM)))
+    caches = [torch.zeros(PAGES, PAGE_SIZE, HEADS, width) for width in (DIM, DIM_V)]
+    cos, sin = angles(8)
+    given = (
+        k, v, *caches, torch.tensor(LENGTHS, dtype=torch.int32), table_of(random.Random(3)), None, None, None, "NHD",
+        None if in_place else q, q, cos, sin, False, None,
+    )  # fmt: skip
+    operator = getattr(getattr(torch.ops, append_operator.defined()), append_operator.NAME)
+    torch.library.opcheck(operator.default, given)
+    assert caches[0].any()

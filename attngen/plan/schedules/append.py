@@ -12,6 +12,7 @@ from attngen.arch import Arch
 from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import APPEND
 from attngen.plan import arguments, naming
+from attngen.plan.allowances import SPILLS
 from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule
@@ -77,7 +78,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         main=APPEND,
     )
     row = Launch(
-        APPEND, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=0, products=0
+        APPEND, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes, products=0
     )  # fmt: skip
     return planned.with_launches(row)
 
