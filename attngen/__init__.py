@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from attngen.runtime.merge import merge
     from attngen.runtime.paged import attention_paged
     from attngen.runtime.registry import load
+    from attngen.variants import variant
 
 __version__ = VERSION
 
 __all__ = [
     "append_kv", "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
-    "integrations", "load", "merge", "tile_map",
+    "integrations", "load", "merge", "tile_map", "variant",
 ]  # fmt: skip
 
 #: Public name → the module that holds it; None for a submodule of that name.
@@ -40,6 +41,7 @@ _HOMES = {
     "load": "attngen.runtime.registry",
     "merge": "attngen.runtime.merge",
     "tile_map": "attngen.runtime.dispatch",
+    "variant": "attngen.variants",
 }
 
 

@@ -25,6 +25,7 @@ LAYERS = (
     {"runtime"},
     {"integrations"},
     {"tools"},
+    {"variants"},
     {"packaging"},
     {"commands", "cli"},
 )
