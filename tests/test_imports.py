@@ -25,7 +25,7 @@ LAYERS = (
     {"runtime"},
     {"integrations"},
     {"tools"},
-    {"variants"},
+    {"variants", "first_call"},
     {"packaging"},
     {"commands", "cli"},
 )

@@ -18,6 +18,7 @@ from typing import Any
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
 from attngen.lang.variant import Variant
+from attngen.runtime import on_demand
 from attngen.runtime.module import Kernel
 from attngen.runtime.packages import BrokenKernelWarning, Package, SpecChangedWarning, package_of_kernels
 from attngen.runtime.shipped import own_package
@@ -79,6 +80,7 @@ class Registry:
         self._ranks: dict[str, dict[str, Package] | None] = {"loaded": {}, "installed": None, "built": None}
         self._found: dict[tuple[str, str | None], Found] = {}
         self._values: dict[str, Variant] = {}
+        self._compiled: list[Kernel] = []
         self._lock = threading.RLock()
         self._stamp: int | None = None
 
@@ -88,6 +90,17 @@ class Registry:
             loaded = self._ranks["loaded"]
             assert loaded is not None
             loaded[package.name] = package
+            self._forget()
+
+    def add_compiled(self, kernel: Kernel) -> None:
+        """Add a kernel to the variant of its name and definition, whichever packages hold that, if any does."""
+        with self._lock:
+            self._compiled.append(kernel)
+            self._forget()
+
+    def forget(self) -> None:
+        """Answer anew from now on; what was read of packages stays."""
+        with self._lock:
             self._forget()
 
     def refresh(self) -> None:
@@ -108,6 +121,7 @@ class Registry:
         """Forget everything, also what ``load`` added."""
         with self._lock:
             self._ranks = {"loaded": {}, "installed": None, "built": None}
+            self._compiled = []
             self._forget()
 
     def _forget(self) -> None:
@@ -176,7 +190,17 @@ class Registry:
                     for kernel in candidate.kernels(variant.name)
                     if kernel.variant.definition == variant.definition
                 )
+        if package is None:
+            kernels += self._compiled_for(variant)
         return Found(package or "", variant, kernels)
+
+    def _compiled_for(self, variant: Variant) -> tuple[Kernel, ...]:
+        """Return what was compiled in this process for exactly this variant."""
+        return tuple(
+            kernel
+            for kernel in self._compiled
+            if kernel.variant_name == variant.name and kernel.variant.definition == variant.definition
+        )
 
     def _search(self, name: str, package: str | None) -> Found:
         prefix, slash, short = name.rpartition("/")
@@ -199,11 +223,17 @@ class Registry:
                 _require_one_definition(short, rank, of_rank)
             holders += of_rank
         if holders:
-            return _together(holders)
+            found = _together(holders)
+            if package is not None or on_demand.maker is None:
+                return found
+            # a compiled program takes what is made while it runs, which is of no package
+            kernels = (*found.kernels, *self._compiled_for(found.variant))
+            return replace(found, kernels=kernels, namespace=SHARED_NAMESPACE, name=short)
         if package in (None, NO_PACKAGE) and not self._lists(short):
             variant = self._preset(short)
             if variant is not None:
-                return Found(NO_PACKAGE, variant, (), SHARED_NAMESPACE, short)
+                compiled = self._compiled_for(variant)
+                return Found(NO_PACKAGE, variant, compiled, SHARED_NAMESPACE, short)
         raise self._unknown(short, package)
 
     def _lists(self, name: str) -> bool:
