@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from attngen.errors import AttngenError, CallError, NoKernelError
+from attngen.errors import AttngenError, CallError, NoKernelError, internal_error
 from attngen.runtime import on_demand
 
 if TYPE_CHECKING:
@@ -110,10 +110,10 @@ class _Maker:
                     f"no kernel takes this call: {what}; attngen.jit needs {error.name}, which is not installed: "
                     "pip install 'attngen[build]'"
                 ) from None
-            except AttngenError as error:
-                raise NoKernelError(
-                    f"no kernel takes this call: {what}; attngen.jit cannot build one: {error}"
-                ) from error
+            except Exception as error:  # whatever fails, the call lacks a kernel, and says why
+                known = error if isinstance(error, AttngenError) else internal_error(what, error)
+                reason = f"attngen.jit cannot build one: {known}"
+                raise NoKernelError(f"no kernel takes this call: {what}; {reason}") from error
         return True
 
     def _compile(self, asked: KernelSpec) -> None:

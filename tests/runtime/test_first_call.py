@@ -203,6 +203,15 @@ def test_a_compile_that_fails_is_the_reason(gpu: FakeDriver, monkeypatch: pytest
         attngen.attention(tensors(), tensors(), tensors(), variant="causal")
 
 
+def test_a_fault_of_attngen_is_no_traceback(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(asked: Any) -> None:
+        raise KeyError("tile")
+
+    monkeypatch.setattr(attngen.jit._maker, "_compile", broken)
+    with attngen.jit(), pytest.raises(NoKernelError, match="causal, forward.*this is a fault of attngen"):
+        attngen.attention(tensors(), tensors(), tensors(), variant="causal")
+
+
 def test_the_switch(asked: list[Any]) -> None:
     attngen.jit()
     assert attngen.jit.on
