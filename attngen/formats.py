@@ -16,3 +16,6 @@ MANIFEST_FORMAT = 2
 
 #: Form of a package: its folders and its ``package.json``.
 PACKAGE_FORMAT = 1
+
+#: The direction of kernels that write into caches, and the name of what they compute, which no variant can have.
+APPEND, APPEND_VARIANT = "append", "append-kv"

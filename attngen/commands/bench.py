@@ -6,11 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from attngen import cli
 from attngen.commands.bench_ladder import print_ladders
@@ -18,6 +20,7 @@ from attngen.commands.output import print_table
 
 if TYPE_CHECKING:
     from attngen.tools.bench.report import BenchReport, Mean, Result, Row
+    from attngen.tools.bench.serving.report import ServingReport
 
 
 @click.command()
@@ -26,8 +29,11 @@ if TYPE_CHECKING:
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
               help="What is raced; default: both, as far as the spec builds them.")  # fmt: skip
-@click.option("--suite", type=click.Choice(("grid", "variants")),
-              help="Only the grid of full and causal masks, or only what stands beside the variants.")  # fmt: skip
+@click.option("--suite", type=click.Choice(("grid", "variants", "serving")),
+              help="Only the grid of full and causal masks, only what stands beside the variants, or, instead of both, "
+                   "decoding, appending and prefill over caches.")  # fmt: skip
+@click.option("--cell", "cells", multiple=True, metavar="PART",
+              help="Of the serving suite only cells whose name contains this; may be repeated.")  # fmt: skip
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
@@ -52,6 +58,7 @@ def command(
     variants: tuple[str, ...],
     passes: str | None,
     suite: str | None,
+    cells: tuple[str, ...],
     seqlens: tuple[int, ...],
     tokens: int,
     rounds: int,
@@ -65,12 +72,24 @@ def command(
     """Race the dense kernels of a spec against the libraries that are installed, in one process.
 
     Kernels that the cache lacks are compiled; those for other GPUs are left out. Prints TFLOP/s over visible pairs,
-    medians of interleaved rounds; of backwards also the memory that they take. Exits 1 if a kernel of the spec fails,
-    or if none could be measured.
+    medians of interleaved rounds; of backwards also the memory that they take. With --suite serving dense and paged
+    kernels decode, append and prefill in replays of CUDA graphs; prints microseconds and TB/s. Exits 1 if a kernel of
+    the spec fails, or if none could be measured.
     """
     for path in (json_path, plot_path):
         if path is not None and not path.parent.is_dir():
             raise click.BadParameter(f"there is no folder {path.parent}")
+    if suite == "serving":
+        _refuse_with_serving(context)
+        from attngen.commands.bench_serving import run_serving
+        from attngen.tools.bench.serving.run import ServingOptions
+
+        serving = ServingOptions(part, variants, cells, rounds, check, jobs)
+        if not run_serving(spec, serving, dry_run, partial(_write, path=json_path)):
+            context.exit(cli.EXIT_FAILURE)
+        return
+    if cells:
+        raise click.UsageError("--cell names cells of the serving suite; add --suite serving")
     if ladder and plot_path is not None:
         raise click.UsageError("--plot draws races with peers; leave it out, or --ladder")
     if ladder and passes in ("backward", "both"):
@@ -103,7 +122,15 @@ def command(
         context.exit(cli.EXIT_FAILURE)
 
 
-def _write(report: BenchReport, path: Path | None) -> None:
+def _refuse_with_serving(context: click.Context) -> None:
+    """Raise a UsageError if an option was given that says nothing about the cells of the serving suite."""
+    for name in ("passes", "seqlens", "tokens", "plot_path", "ladder"):
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            (option,) = [each for each in context.command.params if each.name == name]
+            raise click.UsageError(f"{option.opts[0]} is not for the serving suite; leave it out, or --suite serving")
+
+
+def _write(report: BenchReport | ServingReport, path: Path | None) -> None:
     if path is None:
         return
     unfinished = path.with_name(f"{path.name}.tmp")

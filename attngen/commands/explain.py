@@ -41,18 +41,25 @@ def command(
     as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
     Where a mask reads tensors, or scalars without a default, it depends on their values, and what was assumed is said.
     """
+    from attngen.tools.explain.append import explain_appends
     from attngen.tools.explain.explanation import explain_spec
 
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
     values = _pairs(given, "--set", "NAME=VALUE")
     explanations = explain_spec(spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed)
+    appends = explain_appends(spec, kernel)
     if as_json:
-        print_json({"kernels": [explanation.to_dict() for explanation in explanations]})
-    elif kernel is None and len(explanations) > 1:
+        print_json({"kernels": [*(one.to_dict() for one in explanations), *(one.to_dict() for one in appends)]})
+        return
+    if kernel is None and len(explanations) > 1:
         _print_many(explanations)
     else:
         for explanation in explanations:
             _print(explanation)
+    for append in appends:
+        click.secho(append.plan.name, bold=True)
+        for label, text in append.facts():
+            click.echo(f"  {label:14s} {text}")
 
 
 def _pairs(items: Sequence[str], option: str, form: str) -> dict[str, str]:

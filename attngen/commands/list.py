@@ -44,8 +44,7 @@ def _kernels(wanted: Sequence[str]) -> list[dict[str, Any]]:
     for rank, package in registry.packages():
         if wanted and package.name not in wanted:
             continue
-        for variant in package.variants:
-            rows += [_row(kernel.manifest, rank) for kernel in package.kernels(variant)]
+        rows += [_row(kernel.manifest, rank) for kernel in package.every_kernel]
     return rows
 
 

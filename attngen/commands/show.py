@@ -70,9 +70,8 @@ def _kernels() -> dict[str, Kernel]:
 
     kernels: dict[str, Kernel] = {}
     for _, package in registry.packages():
-        for variant in package.variants:
-            for kernel in package.kernels(variant):
-                kernels.setdefault(kernel.full_name, kernel)
+        for kernel in package.every_kernel:
+            kernels.setdefault(kernel.full_name, kernel)
     return kernels
 
 

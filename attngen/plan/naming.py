@@ -51,6 +51,11 @@ def kernel_name(
     return "_".join(parts)
 
 
+def append_name(*, arch: str, dtype: str) -> str:
+    """Return the name of the kernel that appends to caches, such as ``append_sm90a_bf16``."""
+    return f"append_{arch}_{dtype}"
+
+
 def gradient_label(tile_m: int, tile_n: int, stages: int, warps: int) -> str:
     """Return ``m64n128s2w8``: how one kernel of a backward is cut."""
     return f"m{tile_m}n{tile_n}s{stages}w{warps}"

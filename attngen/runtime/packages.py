@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from attngen.errors import LoadError
 from attngen.files import read_regular
+from attngen.formats import APPEND_VARIANT
 from attngen.runtime.module import Kernel, read_kernel
 
 
@@ -41,7 +42,13 @@ class Package:
     @property
     def variants(self) -> tuple[str, ...]:
         """Names of the variants that the package has kernels of."""
-        return tuple(self.sources)
+        return tuple(name for name in self.sources if name != APPEND_VARIANT)
+
+    @property
+    def every_kernel(self) -> Iterator[Kernel]:
+        """All kernels that can be read, those that append to caches among them."""
+        for name in self.sources:
+            yield from self.kernels(name)
 
     def kernels(self, variant: str) -> tuple[Kernel, ...]:
         """Return the kernels of a variant; one that cannot be read is passed over with a warning."""

@@ -156,13 +156,14 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         if name in request.given and request.given[name] != value:
             return f"{name} was fixed to {value} when it was built, the call passes {request.given[name]}"
     return (
-        _against_device(kernel, request.device, driver)
+        against_device(kernel, request.device, driver)
         or _against_group(kernel, call)
         or _against_tensors(kernel, request)
     )
 
 
-def _against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
+def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
+    """Return the one reason why a kernel does not run on a device, or None if it does."""
     capability = driver.capability(device)
     if not kernel.arch.runs_on(capability):
         only = "only" if kernel.arch.specific else "and later of its generation"

@@ -1,6 +1,6 @@
 """What a spec, the YAML that names the kernels to build, may say: loading, checks, presets, expansion into kernels."""
 
-from attngen.schema.expand import KernelSpec, expand, spec_hash
+from attngen.schema.expand import KernelSpec, appends, expand, spec_hash
 from attngen.schema.export import json_schema
 from attngen.schema.loading import Spec, declare_variant, load_spec, load_spec_text
 from attngen.schema.presets import preset, preset_names
@@ -8,6 +8,7 @@ from attngen.schema.presets import preset, preset_names
 __all__ = [
     "KernelSpec",
     "Spec",
+    "appends",
     "declare_variant",
     "expand",
     "json_schema",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from itertools import product
 from math import prod
@@ -25,7 +25,7 @@ from typing import Any
 
 from attngen.dtypes import DTYPES
 from attngen.errors import Location, SpecError, suggest
-from attngen.formats import SCHEMA
+from attngen.formats import APPEND, APPEND_VARIANT, SCHEMA
 from attngen.lang.variant import Variant
 from attngen.schema.loading import DeclaredVariant, Spec
 from attngen.schema.messages import field_path
@@ -157,6 +157,28 @@ class _Value:
 def expand(spec: Spec) -> tuple[KernelSpec, ...]:
     """Return the kernels that a spec asks for, in its order, each once; SpecError for a wrong name or list."""
     return tuple(dict.fromkeys(_all(spec)))
+
+
+def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """Return what writes into the caches that kernels read: one kernel for each arch and dtype of those with pages.
+
+    No entry of a spec asks for these. Their head dims are the widest that they are to serve.
+    """
+    found: dict[tuple[str, str], KernelSpec] = {}
+    for kernel in kernels:
+        if kernel.layout == "paged":
+            key = kernel.arch, kernel.dtype
+            first = found.get(key) or KernelSpec(
+                package=kernel.package, variant=Variant(APPEND_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
+                dtype=kernel.dtype, layout=kernel.layout, direction=APPEND, backend="cuda",
+                spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
+            )  # fmt: skip
+            found[key] = replace(
+                first,
+                head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
+                head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
+            )
+    return tuple(found.values())
 
 
 def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attngen import cli
+from attngen import cli, resources
 from attngen.arch import arch_of
 from attngen.runtime.registry import registry
 from attngen.tools.bench.ladder import RUNGS
 from tests.tools.bench_support import SCHEMA
+from tests.tools.test_bench_serving import SCHEMA as SERVING
 
 
 def test_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +75,35 @@ def test_a_race_of_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     causal, alibi = document["rows"][1:]
     assert causal["to_causal"]["attngen triton"] == 1.0
     assert alibi["to_causal"]["FlexAttention"] > 0
+
+
+def test_a_server(tmp_path: Path) -> None:
+    """Some cells of the serving suite: ours are right, measured, and on the kernels that are meant."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("CUDA kernels are for sm90a")
+    figures = tmp_path / "figures.json"
+    chosen = ("decode b8 32/8 4k", "decode b64 32/8 128", "prefill 4k", "window", "tree", "scores", "append_kv")
+    cells = [part for cell in chosen for part in ("--cell", cell)]
+    options = ("--suite", "serving", "--rounds", "2", "--json", str(figures), *cells)
+    registry.clear()
+    done = CliRunner().invoke(cli.group, ["bench", str(resources.specs_dir() / "serving.yaml"), *options])
+    registry.clear()
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads(figures.read_text())
+    jsonschema.validate(document, SERVING)
+    assert len(document["rows"]) == 11
+    for row in document["rows"]:
+        for ours in (result for result in row["results"] if result["lane"] is not None):
+            assert ours["status"] == "measured", ours
+            assert ours["relative_error"] < 1e-2
+            assert 0 < ours["tbps"] < 2 * document["ceilings"]["copy_gbps"] / 1e3
+            if row["group"] == "append_kv":
+                assert "/append_sm90a_" in ours["kernel"]
+            else:
+                if ours["seqlen_q"] in (1, 4096):
+                    assert (ours["seqlen_q"] == 1) == ("_decode_" in ours["kernel"]), ours
+                assert ("_paged_" in ours["kernel"]) == ours["form"].startswith("pages")
+            assert ours["host_microseconds"] > 0
 
 
 def test_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

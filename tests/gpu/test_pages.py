@@ -55,7 +55,7 @@ PAGE_SIZES = {"NHD": (1, 16, 48, 64, 128, 256), "HND": (1, 7, 16, 32, 80, 512)}
 def prepared() -> dict[str, Prepared]:
     """All kernels that are run, by their names: those over pages, also where blocks share the keys."""
     specs = (load_spec(resources.specs_dir() / "serving.yaml"), load_spec_text(MORE))
-    kernels = [kernel for spec in specs for kernel in prepare(spec)]
+    kernels = [kernel for spec in specs for kernel in prepare(spec) if kernel.plan.direction == "forward"]
     return {kernel.plan.name: kernel for kernel in kernels if kernel.plan.layout == "paged"}
 
 

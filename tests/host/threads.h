@@ -171,5 +171,7 @@ inline void settle_cluster(Cluster& cluster) {
 
 inline void __trap() { fail("trap"); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __uint_as_float(unsigned bits) { return value_of<float>(bits); }
 inline float __int_as_float(int bits) { return value_of<float>(static_cast<unsigned>(bits)); }

@@ -19,3 +19,22 @@ template <>
 inline uint32_t pack<bf16>(float low, float high) {
   return rounded(low) | rounded(high) << 16;
 }
+
+struct fp16 { uint16_t bits; };
+
+inline float to_float(fp16 x) {
+  _Float16 half;
+  std::memcpy(&half, &x, 2);
+  return half;
+}
+template <>
+inline uint32_t pack<fp16>(float low, float high) {
+  const _Float16 both[2] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+  uint32_t bits;
+  std::memcpy(&bits, both, 4);
+  return bits;
+}
+template <typename Element>
+inline float2 unpack(uint32_t both) {
+  return {to_float(Element{static_cast<uint16_t>(both)}), to_float(Element{static_cast<uint16_t>(both >> 16)})};
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -18,7 +19,7 @@ import attngen
 from attngen.cli import group
 from attngen.runtime import discovery
 from attngen.runtime.registry import registry
-from tests.packaging.support import install, on_path, run
+from tests.packaging.support import FAKE_COMPILER, install, make, on_path, run
 
 #: Compares what a package computes with attention as one writes it down.
 ALONE = """
@@ -272,3 +273,50 @@ def test_the_stubs_know_each_variant(site: Path, tmp_path: Path) -> None:
     errors = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line}
     wanted = {number for number, line in enumerate(USER.splitlines(), 1) if "# error" in line}
     assert errors == wanted, done.stdout + done.stderr
+
+
+#: What a package does with a cache, beside the places and the rotation written out.
+APPENDS = """
+import torch, attngen_cached
+
+assert attngen_cached.variants() == ("causal",)
+torch.manual_seed(0)
+k, v, q = torch.randn(2, 3, 2, 64), torch.randn(2, 3, 2, 64), torch.randn(2, 3, 4, 64)
+cos, sin = torch.randn(2, 16, 32)
+used, table = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+
+def program(k, v, q, *pages):
+    return attngen_cached.append_kv(k, v, *pages, used, page_table=table, q=q, rotary_cos=cos, rotary_sin=sin)
+
+for call in (program, torch.compile(program, backend="aot_eager", fullgraph=True)):
+    pages = [torch.zeros(4, 8, 2, 64) for _ in "kv"]
+    turned = call(k, v, q, *pages)
+    for b, j in ((b, j) for b in range(2) for j in range(3)):
+        position = int(used[b]) + j
+        entry, row = int(table[b, position // 8]), position % 8
+        assert torch.equal(pages[1][entry, row], v[b, j])
+        for found, x in ((pages[0][entry, row], k[b, j]), (turned[b, j], q[b, j])):
+            first, second = x[:, :32], x[:, 32:]
+            c, s = cos[position], sin[position]
+            torch.testing.assert_close(found, torch.cat([first * c - second * s, first * s + second * c], dim=1))
+print(torch.ops.attngen_cached.kv__append.default._schema.name)
+"""
+
+
+def test_a_package_with_pages_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is in it, no variant is called so, and its operator has a namespace of its own."""
+    monkeypatch.setattr("attngen.tools.build.pipeline.COMPILER", FAKE_COMPILER)
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    spec = tmp_path / "cached.yaml"
+    entry = "{variant: causal, head_dim: [64, 128], layout: paged, backend: cuda}"
+    spec.write_text(f"schema: 1\npackage: attngen_cached\narch: sm90a\nkernels: [{entry}]\n")
+    (wheel,) = make(spec, tmp_path / "dist").files
+    site = install(tmp_path / "site", wheel)
+    assert run(APPENDS, site).splitlines() == ["attngen_cached::kv__append"]
+    index = json.loads((site / "attngen_cached" / "package.json").read_text())
+    assert [(row["name"], row["direction"]) for row in index["kernels"]][2:] == [("append_sm90a_bf16", "append")]
+    with on_path(site, "attngen_cached"):
+        found = discovery.installed_packages()["attngen_cached"]
+    (kernel,) = found.kernels("append-kv")
+    assert (kernel.direction, kernel.main.grid) == ("append", "vectors")
+    assert found.variants == ("causal",)

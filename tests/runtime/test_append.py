@@ -233,7 +233,7 @@ def test_a_place_outside_is_not_written_where_nothing_is_read_back(
     where: str, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: the other tokens are written, and nothing else is; if all are lost, nothing at all."""
-    from attngen.runtime import append
+    from attngen.runtime import append_torch
 
     given, more, _ = misplaced(where)
     wanted = given[2].clone()
@@ -247,7 +247,7 @@ def test_a_place_outside_is_not_written_where_nothing_is_read_back(
         tokens = []
     for place in tokens:
         wanted[place] = 1
-    monkeypatch.setattr(append, "_check_contents", lambda *given: None)
+    monkeypatch.setattr(append_torch, "check_contents", lambda *given: None)
     attngen.append_kv(*given, **more)
     assert torch.equal(given[2], wanted)
     assert torch.equal(given[3], wanted)
@@ -343,15 +343,32 @@ def test_a_program_compiles_without_a_graph_break(backend: str) -> None:
 
 def test_debug_reads_what_a_gpu_would_not(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the contents are looked at on the CPU alone."""
-    from attngen.runtime import append
+    from attngen.runtime import append_torch
 
     given, more, message = misplaced("dense")
     read: list[int] = []
-    check = append._check_contents
-    monkeypatch.setattr(append, "_check_contents", lambda *given: read.append(1) or check(*given))
+    check = append_torch.check_contents
+    monkeypatch.setattr(append_torch, "check_contents", lambda *given: read.append(1) or check(*given))
     with attngen.debug(), pytest.raises(CallError, match=message):
         attngen.append_kv(*given, **more)
     assert read
     meta = [t.to("meta") for t in given]
     attngen.append_kv(*meta)
     assert len(read) == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_operator_is_as_it_says(in_place: bool) -> None:
+    """Schema, fake kernel, and what it writes, as ``torch.library.opcheck`` tests them."""
+    from attngen.runtime import append_operator
+
+    k, v, q = (torch.randn(4, 2, h, d) for h, d in ((HEADS, DIM), (HEADS, DIM_V), (6, DIM)))
+    caches = [torch.zeros(PAGES, PAGE_SIZE, HEADS, width) for width in (DIM, DIM_V)]
+    cos, sin = angles(8)
+    given = (
+        k, v, *caches, torch.tensor(LENGTHS, dtype=torch.int32), table_of(random.Random(3)), None, None, None, "NHD",
+        None if in_place else q, q, cos, sin, False, None,
+    )  # fmt: skip
+    operator = getattr(getattr(torch.ops, append_operator.defined()), append_operator.NAME)
+    torch.library.opcheck(operator.default, given)
+    assert caches[0].any()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from attngen.arch import Arch
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import (
+    append,
     hopper_backward,
     hopper_cluster,
     hopper_decode,
@@ -27,11 +28,12 @@ _ROWS: list[Schedule] = [
     hopper_backward.SCHEDULE,
     hopper_cluster.SCHEDULE,
     triton_backward.SCHEDULE,
+    append.SCHEDULE,
 ]
 
 
 def schedules(direction: str, arch: Arch | None = None, backend: str | None = None) -> tuple[Schedule, ...]:
-    """Return the schedules of forwards or backwards, the fastest first; those of one arch or backend alone if given."""
+    """Return the schedules of a direction, the fastest first; those of one arch or backend alone if given."""
     return tuple(
         row
         for row in _ROWS

@@ -28,7 +28,7 @@ from attngen.tools.verify.gpu import Gpu
 MATRIX, COPY_BYTES = 8192, 2**30
 
 #: Distributions whose versions a report holds, as far as they are installed.
-DISTRIBUTIONS = ("torch", "triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
+DISTRIBUTIONS = ("torch", "triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "flashinfer-python")
 
 _QUERY_MS = 100
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from attngen.tools.bench.cases import DIRECTIONS, SUITES, BenchCase
 from attngen.tools.bench.ladder import Ladder, Rung
@@ -123,7 +123,14 @@ class Mean:
         return asdict(self)
 
 
-def mean_of(of: str, rows: Iterable[Row]) -> Mean | None:
+class Rated(Protocol):
+    """A case with the speed of each of our contestants by that of the best peer."""
+
+    @property
+    def ratios(self) -> dict[str, float]: ...
+
+
+def mean_of(of: str, rows: Iterable[Rated]) -> Mean | None:
     """Return the means over the cases in which a contestant and a peer were measured; None if none has two of them."""
     ratios: dict[str, list[float]] = {}
     for row in rows:

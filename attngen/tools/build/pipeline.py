@@ -222,11 +222,12 @@ def plan_each(
 ) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
     """Return the kernels of a spec that can be planned, with their plans, each once, and why the others cannot.
 
+    Behind those that its entries ask for stand the kernels that append to the caches of paged ones.
     Kernels that become what another one is already are left out, and appended to ``repeated``.
     Raises SpecError for an arch that the spec does not build for.
     """
     from attngen.plan import plan
-    from attngen.schema import expand
+    from attngen.schema import appends, expand
 
     kernel_specs = expand(spec)
     offered = list(dict.fromkeys(kernel.arch for kernel in kernel_specs))
@@ -252,6 +253,12 @@ def plan_each(
                 continue
             planned = _clash(planned.name, first[0], kernel)
         failures.append(Failure(_label(kernel), planned, kernel.location))
+    for kernel in appends([kernel for kernel, _ in found.values()]):
+        planned = _attempt(kernel, partial(plan, kernel))
+        if isinstance(planned, AttngenError):
+            failures.append(Failure(_label(kernel), planned, kernel.location))
+        else:
+            found[planned.name] = kernel, planned
     return list(found.values()), failures
 
 

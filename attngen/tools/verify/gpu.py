@@ -14,6 +14,7 @@ import torch
 
 from attngen.arch import arch_of
 from attngen.errors import AttngenError
+from attngen.formats import APPEND
 from attngen.plan.model import Plan
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
@@ -24,6 +25,7 @@ from attngen.store import worker
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
+from attngen.tools.verify.appended import try_append
 from attngen.tools.verify.retarget import retarget
 from attngen.tools.verify.trial import Trial, try_backward, try_kernel
 from attngen.tools.verify.verdict import Verdict
@@ -132,6 +134,8 @@ def try_pinned(kernel: Kernel, device: torch.device, seed: int, *, small: bool) 
     def differentiate(call: Call, buffers: GradientBuffers) -> None:
         PinnedGradients(kernel, call, buffers)()
 
+    if kernel.direction == APPEND:
+        return try_append(kernel, device, seed, small=small)
     if kernel.direction == "backward":
         return try_backward(kernel, differentiate, device, seed, small=small)
     return try_kernel(kernel, launch, device, seed, small=small)

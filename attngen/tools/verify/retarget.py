@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from attngen.arch import Arch
 from attngen.errors import PlanError
+from attngen.formats import APPEND
 from attngen.plan import plan
 from attngen.plan.model import Plan
 from attngen.render import render
@@ -23,6 +24,9 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
     """
     before = prepared.plan
     free = replace(prepared.spec, arch=arch.name, backend=before.backend, loads=before.loads, allow=_ALLOW)
+    if before.direction == APPEND:
+        planned = plan(free)
+        return Prepared(prepared.spec, planned, render(planned))
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
     if before.direction == "backward":
         same = replace(free, backward=Backward(*(_tile(before, name) for name in ("dkdv", "dq"))))

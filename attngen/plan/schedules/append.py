@@ -1,0 +1,118 @@
+"""The kernel that writes new keys and values into a cache, and rotates keys and queries on the way.
+
+Memory and launches bind, so that widths of rows, how a cache lies and what is rotated are arguments: one kernel of a
+dtype serves all head dims. It is plain CUDA, for any architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.arch import Arch
+from attngen.dtypes import CHUNK_BYTES
+from attngen.formats import APPEND
+from attngen.plan import arguments, naming
+from attngen.plan.allowances import SPILLS
+from attngen.plan.model import Argument, Columns, Launch, Plan
+from attngen.plan.operands import operands_of
+from attngen.plan.schedule import Schedule
+from attngen.schema.expand import KernelSpec
+
+#: What a block is: some vectors of 16 bytes, one of each thread.
+GRID = "vectors"
+
+_WARPS = 8
+
+#: Tensors by address: of the kernel's dtype, of 32-bit integers, and of a type that another argument names.
+_ELEMENTS = ("k", "v", "q", "q_out", "k_cache", "v_cache")
+_INDICES = ("cache_seqlens", "page_table", "batch_index", "cu_seqlens", "rotary_offsets")
+_UNTYPED = ("slots", "rotary_cos", "rotary_sin")
+
+#: Axes whose strides, in elements, the kernel is given.
+_STRIDES = {
+    **dict.fromkeys(("k", "v", "q", "q_out"), ("b", "s", "h")),
+    **dict.fromkeys(("k_cache", "v_cache"), ("page", "s", "h")),
+    "slots": ("b", "s"),
+}
+
+#: Numbers of a call: sizes, and what its tensors hold.
+_SIZES = (
+    "tokens", "batch", "seqlen_new", "heads", "kv_heads", "head_dim_qk", "head_dim_v", "lane_bits", "pages",
+    "page_size", "max_pages", "positions", "rotary_half", "rotary_form", "interleaved", "whole_vectors", "long_slots",
+)  # fmt: skip
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    name = naming.append_name(arch=spec.arch, dtype=spec.dtype)
+    threads = 32 * _WARPS
+    planned = Plan(
+        name=name,
+        package=spec.package,
+        spec_file=spec.spec_file,
+        variant=spec.variant,
+        arch_name=spec.arch,
+        dtype_name=spec.dtype,
+        operands=operands_of(spec),
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
+        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
+        layout=spec.layout,
+        direction=spec.direction,
+        backend="cuda",
+        schedule="append",
+        loads="pointer",
+        q_operand="registers",
+        alignment=CHUNK_BYTES,
+        tile_m=threads,
+        tile_n=1,
+        stages=1,
+        num_warps=_WARPS,
+        max_registers=None,
+        driver="ranges",
+        mask_code="branch",
+        softmax="exact_max",
+        fast_math=spec.fast_math,
+        section_bytes=2**20,
+        allow=spec.allow,
+        main=APPEND,
+    )
+    row = Launch(
+        APPEND, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes, products=0
+    )  # fmt: skip
+    return planned.with_launches(row)
+
+
+def _arguments(plan: Plan) -> Iterator[Argument]:
+    element = plan.operands.k
+    for name in _ELEMENTS:
+        yield Argument(f"{name}_ptr", "pointer", f"*{element.triton}", of=name, divisibility=CHUNK_BYTES)
+    for name in _INDICES:
+        yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)
+    for name in _UNTYPED:
+        yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
+    for name, axes in _STRIDES.items():
+        for axis in axes:
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
+    yield Argument("page_table_stride", "stride", "i64", of="page_table", axis="b")
+    for name in ("rotary_cos", "rotary_sin"):
+        yield Argument(f"stride_{name}", "stride", "i64", of=name, axis="s")
+    yield from map(arguments.size, _SIZES)
+
+
+def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield nothing: there is nothing to choose."""
+    return iter(())
+
+
+SCHEDULE = Schedule(
+    name="append",
+    backend="cuda",
+    direction=APPEND,
+    template="cuda/append/kernel.cu.j2",
+    view="attngen.render.views.append:append_view",
+    supports=lambda arch: True,
+    plan=_plan,
+    alternatives=_alternatives,
+    layouts=("paged",),
+)

@@ -1,0 +1,39 @@
+"""Plan → what the template of the kernel that appends to caches is filled with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.plan.model import Argument, Plan
+from attngen.render.header import argument_groups, command
+
+_TYPES = {"i32": "int", "i64": "long long", "void": "void"}
+_WRITTEN = frozenset({"q_out", "k_cache", "v_cache"})
+
+
+@dataclass(frozen=True, slots=True)
+class AppendView:
+    """Everything that the template names beside the plan itself."""
+
+    template: str
+    command: str
+    summary: str
+    argument_lines: tuple[str, ...]
+
+
+def append_view(plan: Plan, template: str) -> AppendView:
+    """Return the view of a plan."""
+    lines = argument_groups(plan.arguments, lambda argument: _declaration(plan, argument), width=110)
+    return AppendView(
+        template=template,
+        command=command(plan),
+        summary="New keys and values go into a cache; keys and queries are rotated on the way.",
+        argument_lines=(*lines[:-1], lines[-1].removesuffix(",")),
+    )
+
+
+def _declaration(plan: Plan, argument: Argument) -> str:
+    if not argument.type.startswith("*"):
+        return f"{_TYPES[argument.type]} {argument.name},"
+    name = argument.type.removeprefix("*")
+    return f"{'' if argument.of in _WRITTEN else 'const '}{_TYPES.get(name, plan.operands.k.cuda)}* {argument.name},"

@@ -1,0 +1,82 @@
+"""Writing new keys and values into a cache, with rotated queries: calls of ``append_kv``, and what they should give."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attngen.dtypes import dtype as dtype_row
+from attngen.formats import APPEND_VARIANT
+from attngen.runtime import append_torch
+from attngen.runtime.append import append_kv
+from attngen.runtime.append_arguments import Append, check
+from attngen.runtime.registry import registry
+from attngen.tools.bench.serving.cells import DTYPE, HEAD_DIM, Form, Problem
+from attngen.tools.bench.timing import Contestant
+
+_MAX_SETS = 64
+
+
+class Appending:
+    """New tokens of a problem, in as many sets as exceed twice the L2 cache, and one cache with places for all."""
+
+    def __init__(
+        self, problem: Problem, form: Form, device: torch.device, l2_bytes: int, generator: torch.Generator
+    ) -> None:
+        room, new, batch = max(problem.lengths), problem.seqlen_q, problem.batch
+        self.sets = min(math.ceil(2 * l2_bytes / problem.cache_bytes), _MAX_SETS, room // new)
+        dtype = getattr(torch, dtype_row(DTYPE).torch)
+
+        def tokens(heads: int) -> list[Tensor]:
+            shape = (batch, new, heads, HEAD_DIM)
+            return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(self.sets)]
+
+        size = form.page_size or room
+        shape = (batch * room // size, size, problem.kv_heads, HEAD_DIM)
+        k_cache, v_cache = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
+        table = None
+        if form.page_size is not None:
+            table = torch.randperm(shape[0], dtype=torch.int32).view(batch, -1).to(device)
+        angles = torch.randn(room, HEAD_DIM // 2, generator=generator, device=device)
+        out = torch.empty(batch, new, problem.heads, HEAD_DIM, device=device, dtype=dtype)
+        self.calls = [
+            Append(
+                k, v, k_cache, v_cache, torch.full((batch,), number * new, device=device, dtype=torch.int32), table,
+                None, None, None, "NHD", q, out, angles.cos(), angles.sin(), False, None,
+            )
+            for number, (k, v, q) in enumerate(
+                zip(tokens(problem.kv_heads), tokens(problem.kv_heads), tokens(problem.heads), strict=True)
+            )
+        ]  # fmt: skip
+
+    def contestant(self, name: str) -> Contestant:
+        """Return the calls, which give the rotated queries."""
+        return Contestant(
+            name,
+            [
+                partial(append_kv, **{field: getattr(call, field) for field in Append.__dataclass_fields__})
+                for call in self.calls
+            ],
+        )
+
+    def error(self, out: Tensor) -> float:
+        """Return how many of the numbers that the last set writes differ from what plain torch gives."""
+        call = self.calls[-1]
+        caches = call.k_cache, call.v_cache
+        theirs = replace(call, k_cache=caches[0].clone(), v_cache=caches[1].clone(), q_out=torch.empty_like(out))
+        append_torch.append(theirs, check(theirs))
+        found = (out, *caches)
+        wanted = (theirs.q_out, theirs.k_cache, theirs.v_cache)
+        return float(sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True)))
+
+
+def kernel_of(package: str) -> str | None:
+    """Return the kernel of a package that appends; None if it has none."""
+    for _, known in registry.packages():
+        if known.name == package:
+            return next((kernel.full_name for kernel in known.kernels(APPEND_VARIANT)), None)
+    return None

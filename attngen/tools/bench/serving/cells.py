@@ -1,0 +1,192 @@
+"""The cells of the serving suite: problems that a server has, and in which form of cache each of them is run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from attngen.formats import APPEND_VARIANT
+
+#: Of all cells.
+DTYPE, HEAD_DIM, ELEMENT_BYTES = "bf16", 128, 2
+
+#: Keys that a window shows, and the bound of capped logits.
+WINDOW, SOFTCAP = 1024, 30.0
+
+#: Lengths of the ragged cell: so many, log-uniform between these.
+_RAGGED, _SHORTEST, _LONGEST = 64, 128, 32768
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries at the ends of sequences: ``seqlen_q`` of each, ``lengths`` keys with those of the queries among them."""
+
+    heads: int
+    kv_heads: int
+    lengths: tuple[int, ...]
+    seqlen_q: int = 1
+    variant: str = "causal"
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return len(self.lengths)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all sequences have one length."""
+        return len(set(self.lengths)) == 1
+
+    @cached_property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that the mask shows, over all heads and sequences; 0 where tokens are written."""
+        if self.variant == APPEND_VARIANT:
+            return 0
+        return self.heads * sum(sum(self._shown(length)) for length in self.lengths)
+
+    def _shown(self, length: int) -> Iterable[int]:
+        """Return how many keys each query of a sequence sees."""
+        if self.variant == "tree":
+            return (length - self.seqlen_q + sum(row) for row in ancestors(self.seqlen_q))
+        most = WINDOW if self.variant == "sliding_window" else length
+        return (min(length - self.seqlen_q + 1 + row, most) for row in range(self.seqlen_q))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of K and V that some query sees; where tokens are written, those that are read and written."""
+        if self.variant == APPEND_VARIANT:
+            rows = self.batch * self.seqlen_q * (2 * self.kv_heads + self.heads)
+            return 2 * rows * HEAD_DIM * ELEMENT_BYTES
+        keys = sum(self.lengths)
+        if self.variant == "sliding_window":
+            keys = sum(min(length, WINDOW + self.seqlen_q - 1) for length in self.lengths)
+        return keys * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of its two products."""
+        return 4 * HEAD_DIM * self.pairs
+
+    def of(self, variant: str) -> Problem:
+        """Return the same for another variant."""
+        return replace(self, variant=variant)
+
+
+def ancestors(tokens: int) -> list[list[bool]]:
+    """Return which draft tokens each of them sees: itself and those above it in a binary tree, token 0 at the root."""
+    rows: list[list[bool]] = []
+    for token in range(tokens):
+        row = [False] * tokens if token == 0 else list(rows[(token - 1) // 2])
+        row[token] = True
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How keys and values lie: dense without ``page_size``, else in pages of so many keys.
+
+    ``heads_first``: (batch, kv_heads, seqlen, head_dim), and pages as (pages, kv_heads, page_size, head_dim).
+    """
+
+    page_size: int | None = None
+    heads_first: bool = False
+
+    @property
+    def name(self) -> str:
+        """Contiguous, or pages of some size."""
+        return "contiguous" if self.page_size is None else f"pages {self.page_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What our kernels run in a cell. ``beside`` names the lane that its time is divided by."""
+
+    name: str
+    problem: Problem
+    form: Form
+    beside: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Lanes that are raced together. Means are over the cells of a group."""
+
+    group: str
+    name: str
+    lanes: tuple[Lane, ...]
+
+    @property
+    def raced(self) -> tuple[Problem, ...]:
+        """The problems that libraries are raced on; none where ours are compared with one another alone."""
+        return (
+            () if self.group in ("variants", "append_kv") else tuple(dict.fromkeys(lane.problem for lane in self.lanes))
+        )
+
+
+def cells() -> tuple[Cell, ...]:
+    """Return all cells, in the order in which they are run."""
+    return (*_decode(), *_append(), *_prefill(), *_variants(), *_writes())
+
+
+def _decode() -> Iterable[Cell]:
+    rows = [
+        (1, 32, 8, 1024), (1, 32, 8, 8192), (1, 32, 8, 65536), (1, 32, 4, 262144), (8, 32, 8, 4096),
+        (32, 32, 8, 4096), (64, 64, 8, 8192), (128, 32, 8, 4096), (64, 16, 1, 8192),
+    ]  # fmt: skip
+    for batch, heads, kv_heads, length in rows:
+        problem = Problem(heads, kv_heads, (length,) * batch)
+        yield _over_pages("decode", f"decode b{batch} {heads}/{kv_heads} {length // 1024}k", problem, (16, 64))
+    chance = random.Random(0)
+    spread = math.log(_LONGEST / _SHORTEST)
+    lengths = tuple(round(_SHORTEST * math.exp(spread * chance.random())) for _ in range(_RAGGED))
+    yield _over_pages("decode", f"decode b{_RAGGED} 32/8 128-32k", Problem(32, 8, lengths), (16, 64))
+
+
+def _append() -> Iterable[Cell]:
+    for tokens in (4, 16, 64):
+        problem = Problem(32, 8, (8192,) * 16, tokens)
+        yield _over_pages("append", f"append {tokens} to b16 32/8 8k", problem, (16, 64))
+
+
+def _prefill() -> Iterable[Cell]:
+    sizes = (16, 64, 256)
+    yield _over_pages("prefill", "prefill 512 at 8k b4 32/8", Problem(32, 8, (8192,) * 4, 512), sizes)
+    yield _over_pages("prefill", "prefill 4k b8 32/8", Problem(32, 8, (4096,) * 8, 4096), sizes)
+
+
+def _variants() -> Iterable[Cell]:
+    """What a mask or a score costs beside causal attention of its sizes, a window beside as many keys as it shows."""
+    for form in (Form(), Form(64)):
+        shown, whole = (Problem(32, 8, (length,) * 4) for length in (WINDOW, 131072))
+        yield Cell(
+            "variants",
+            f"window 1k of 128k b4 32/8, {form.name}",
+            (
+                Lane("1k keys", shown, form),
+                Lane("window", whole.of("sliding_window"), form, beside="1k keys"),
+            ),
+        )
+    eight = Problem(32, 8, (8192,) * 16)
+    for form in (Form(), Form(64)):
+        lanes = [Lane(name, eight.of(name), form, beside="causal") for name in ("softcap", "causal_sink")]
+        yield Cell("variants", f"scores b16 32/8 8k, {form.name}", (Lane("causal", eight, form), *lanes))
+    draft = replace(eight, seqlen_q=16)
+    lanes = [Lane("causal", draft, Form(64)), Lane("tree", draft.of("tree"), Form(64), beside="causal")]
+    yield Cell("variants", "tree of 16 b16 32/8 8k, pages 64", tuple(lanes))
+
+
+def _writes() -> Iterable[Cell]:
+    """Writing new tokens into caches, with queries and keys rotated: a step of decoding, and pieces of prompts."""
+    for batch, tokens in ((1, 1), (128, 1), (8, 2048)):
+        problem = Problem(32, 8, (max(1024, tokens),) * batch, tokens, APPEND_VARIANT)
+        yield _over_pages("append_kv", f"append_kv {tokens} to b{batch} 32/8", problem, (16, 64))
+
+
+def _over_pages(group: str, name: str, problem: Problem, sizes: Sequence[int]) -> Cell:
+    dense = Form()
+    paged = [Lane(Form(size).name, problem, Form(size), beside=dense.name) for size in sizes]
+    return Cell(group, name, (Lane(dense.name, problem, dense), *paged))

@@ -1,0 +1,136 @@
+"""Queries and caches of a problem: one store of random tokens, which each form of cache reads in its own way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.dtypes import dtype as dtype_row
+from attngen.runtime.dispatch import attention
+from attngen.tools.bench.serving.cells import DTYPE, HEAD_DIM, SOFTCAP, WINDOW, Form, Problem, ancestors
+
+#: Most sets of inputs; calls so small that this many fit the cache are bound by their launch.
+_MAX_SETS = 64
+
+#: Room for a sequence is a multiple of this, and so of all page sizes.
+_ROOM = 256
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Which pages a sequence has. ``listed`` are those of all sequences in turn, ``starts`` where each begins there.
+
+    ``table`` (batch, max_pages), the others vectors; all int32. ``last`` counts the keys of a sequence's last page.
+    """
+
+    table: Tensor
+    starts: Tensor
+    listed: Tensor
+    last: Tensor
+
+
+class Contents:
+    """Random queries, keys and values of a problem, in as many sets as exceed twice the L2 cache.
+
+    The same bytes are read in every form: what differs is which of them are the keys of a sequence.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device, l2_bytes: int, generator: torch.Generator) -> None:
+        self.problem, self.device = problem, device
+        self.room = -(-max(problem.lengths) // _ROOM) * _ROOM
+        sets = min(max(math.ceil(2 * l2_bytes / problem.cache_bytes), 1), _MAX_SETS)
+        dtype = getattr(torch, dtype_row(DTYPE).torch)
+
+        def new(*shape: int) -> list[Tensor]:
+            return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(sets)]
+
+        self.queries = new(problem.batch, problem.seqlen_q, problem.heads, HEAD_DIM)
+        self._keys, self._values = (new(problem.batch * self.room, problem.kv_heads, HEAD_DIM) for _ in "kv")
+        self.lengths = torch.tensor(problem.lengths, dtype=torch.int32, device=device)
+        self._pages: dict[int, Pages] = {}
+
+    @property
+    def sets(self) -> int:
+        """How many sets of inputs take turns."""
+        return len(self.queries)
+
+    @property
+    def full(self) -> bool:
+        """Whether every sequence fills its room, so that no lengths need to be given."""
+        return min(self.problem.lengths) == self.room
+
+    def cache(self, number: int, form: Form) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a set as a form has them."""
+        rows, heads = form.page_size or self.room, self.problem.kv_heads
+        shape = (-1, heads, rows, HEAD_DIM) if form.heads_first else (-1, rows, heads, HEAD_DIM)
+        return self._keys[number].view(shape), self._values[number].view(shape)
+
+    def pages(self, page_size: int) -> Pages:
+        """Return where the pages of each sequence are, in no order."""
+        if page_size not in self._pages:
+            counts = [-(-length // page_size) for length in self.problem.lengths]
+            order = torch.randperm(self.problem.batch * self.room // page_size, dtype=torch.int32)[: sum(counts)]
+            table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+            for row, own in zip(table, order.split(counts), strict=True):
+                row[: len(own)] = own
+            starts = torch.tensor([0, *counts]).cumsum(0).int()
+            last = torch.tensor([(length - 1) % page_size + 1 for length in self.problem.lengths], dtype=torch.int32)
+            self._pages[page_size] = Pages(*(each.to(self.device) for each in (table, starts, order, last)))
+        return self._pages[page_size]
+
+    def of_sequence(self, number: int, form: Form, b: int, hk: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a sequence and KV head of a set, (length, head_dim) each."""
+        length, found = self.problem.lengths[b], []
+        for tensor in self.cache(number, form):
+            heads = tensor[:, hk] if form.heads_first else tensor[:, :, hk]  # (pages or batch, rows, head_dim)
+            if form.page_size is None:
+                found.append(heads[b, :length])
+            else:
+                own = self.pages(form.page_size).table[b, : -(-length // form.page_size)].long()
+                found.append(heads[own].flatten(0, 1)[:length])
+        return found[0], found[1]
+
+    def own(self, variant: str) -> dict[str, Any]:
+        """Return the arguments that a variant has of its own."""
+        problem = self.problem
+        if variant == "tree":
+            tree = torch.tensor(ancestors(problem.seqlen_q), device=self.device)
+            return {"tree": tree.expand(problem.batch, -1, -1).contiguous()}
+        if variant == "causal_sink":
+            return {"sinks": torch.linspace(-1.0, 1.0, problem.heads, device=self.device)}
+        scalars: dict[str, dict[str, Any]] = {"sliding_window": {"window": WINDOW}, "softcap": {"cap": SOFTCAP}}
+        return scalars.get(variant, {})
+
+
+class Oracle:
+    """The last set's output for the first KV head of the first sequence and the last one of the last, in float64."""
+
+    def __init__(self, contents: Contents, problem: Problem, form: Form, package: str) -> None:
+        """``problem`` may differ from that of the contents in its variant."""
+        group, number = problem.heads // problem.kv_heads, contents.sets - 1
+        self._picked: list[tuple[int, slice]] = []
+        wanted = []
+        for b, hk in sorted({(0, 0), (problem.batch - 1, problem.kv_heads - 1)}):
+            heads = slice(hk * group, (hk + 1) * group)
+            k, v = (each[None, :, None].double() for each in contents.of_sequence(number, form, b, hk))
+            own = contents.own(problem.variant)
+            if "tree" in own:
+                own["tree"] = own["tree"][b : b + 1]
+            if "sinks" in own:
+                own["sinks"] = own["sinks"][heads]
+            q = contents.queries[number][b : b + 1, :, heads].double()
+            out = attention(q, k, v, variant=problem.variant, package=package, backend="reference", **own)
+            assert isinstance(out, Tensor)
+            wanted.append(out)
+            self._picked.append((b, heads))
+        self._wanted = torch.cat(wanted)
+
+    def error(self, out: Tensor) -> float:
+        """Return ‖out − reference‖ / ‖reference‖ of (batch, seqlen_q, heads, head_dim); infinity for a NaN."""
+        found = torch.cat([out[b : b + 1, :, heads] for b, heads in self._picked]).double()
+        error = float((found - self._wanted).norm() / self._wanted.norm())
+        return math.inf if math.isnan(error) else error

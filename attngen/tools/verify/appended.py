@@ -1,0 +1,145 @@
+"""Kernels that append to caches, beside plain torch: the same bits in what they write, and nothing else changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from attngen.dtypes import CHUNK_BYTES
+from attngen.errors import AttngenError, LoadError
+from attngen.runtime import append_torch
+from attngen.runtime import driver as drivers
+from attngen.runtime.append_arguments import Append, check
+from attngen.runtime.append_kernel import PreparedAppend, prepare_on
+from attngen.runtime.append_run import addresses_of
+from attngen.runtime.arguments import PAGE_LAYOUTS, TORCH_DTYPES
+from attngen.runtime.module import Kernel
+from attngen.tools.verify.contract import Deviation
+from attngen.tools.verify.trial import CaseResult, Trial
+
+_PLACES = ("pages", "slots", "dense")
+_PAGE_SIZE, _PAGES, _ROWS = 16, 64, 80
+_KV_HEADS, _HEADS, _POSITIONS = 2, 6, 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A kind of call. ``share`` of each row is rotated, 0 for no rotation."""
+
+    place: str
+    page_layout: str
+    packed: bool
+    share: float
+    interleaved: bool
+    long: bool  # many tokens, and 64-bit slots
+
+    @property
+    def name(self) -> str:
+        words = [self.place, self.page_layout, *(["packed"] if self.packed else []), *(["long"] if self.long else [])]
+        words += [f"rotated {self.share:g}"] if self.share else []
+        return " ".join(words + (["interleaved"] if self.interleaved else []))
+
+
+def _cases(*, small: bool) -> Iterator[_Case]:
+    rotations = ((0.0, False), (1.0, False), (1.0, True), (0.25, False), (0.3, True))
+    for place, layout, packed, (share, interleaved) in product(_PLACES, PAGE_LAYOUTS, (False, True), rotations):
+        yield _Case(place, layout, packed, share, interleaved, long=not small and share == 1.0)
+
+
+def try_append(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
+    """Run a kernel on calls of all kinds; ``small``: with few tokens each."""
+    results = []
+    for number, case in enumerate(_cases(small=small)):
+        results.append(_try(kernel, case, torch.device(device), seed + number))
+        if results[-1].broken:
+            break
+    return Trial(tuple(results))
+
+
+def _try(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> CaseResult:
+    try:
+        return CaseResult(case.name, seed, _deviation(kernel, case, device, seed))
+    except (AttngenError, RuntimeError) as error:  # a RuntimeError of CUDA comes back at every later call
+        return CaseResult(case.name, seed, error=str(error), broken=not isinstance(error, AttngenError))
+
+
+def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
+    call = _call(kernel, case, device, seed)
+    theirs = replace(call, k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone(), q_out=_like(call.q))
+    sizes = check(call)
+    prepared = prepare_on(kernel, call, sizes, call.q_out, drivers.current())
+    if not isinstance(prepared, PreparedAppend):
+        raise LoadError(f"it does not take the call: {prepared}")
+    prepared(addresses_of(call, call.q_out))
+    append_torch.append(theirs, sizes)
+    wrong, errors, elements = [], [0.0], 0
+    for name in ("k_cache", "v_cache", "q_out"):
+        ours, wanted = getattr(call, name), getattr(theirs, name)
+        if ours is None:
+            continue
+        elements += ours.numel()
+        both = ~(ours.isnan() & wanted.isnan())
+        errors.append(float((ours - wanted)[both].abs().max()) if bool(both.any()) else 0.0)
+        if not torch.equal(_bits(ours), _bits(wanted)):
+            wrong.append(f"{name} has other bits than plain torch gives")
+    largest = math.inf if any(map(math.isnan, errors)) else max(errors)
+    return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
+
+
+def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Append:
+    """Return random tokens for caches of NaN. Some tokens have no place: they must not be written anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype, chunk = TORCH_DTYPES[kernel.dtype], CHUNK_BYTES // kernel.main.dtype_of("k").bytes
+
+    def whole(high: int, *shape: int, low: int = 0) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32).to(device)
+
+    def real(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    batch, new = (24, 17) if case.long else (5, 3)
+    news = whole(2 * new, batch) if case.packed else torch.full((batch,), new, device=device)
+    tokens = int(news.sum()) + (4 if case.packed else 0)  # rows of no sequence
+    shape = (tokens,) if case.packed else (batch, new)
+    widths = [-(-width // chunk) * chunk for width in (kernel.head_dim_qk, kernel.head_dim_v)]
+    entries, rows = (batch, _ROWS) if case.place == "dense" else (_PAGES * (1 + 3 * case.long), _PAGE_SIZE)
+    axes = (rows, _KV_HEADS) if case.page_layout == "NHD" else (_KV_HEADS, rows)
+    caches = [torch.full((entries, *axes, width), math.nan, dtype=dtype, device=device) for width in widths]
+    lengths = whole(_ROWS - 2 * new, batch)
+    table = slots = starts = cos = sin = q = None
+    if case.packed:
+        starts = torch.cat([news.new_zeros(1), news.cumsum(0)]).int()
+    if case.place == "pages":
+        order = torch.randperm(entries, generator=generator).int().to(device)
+        table = order[: batch * (_ROWS // _PAGE_SIZE)].view(batch, -1)
+        table[1] = entries  # no page of the cache
+    elif case.place == "slots":
+        slots = torch.randperm(entries * rows, generator=generator)[:tokens].to(device)
+        slots[:2] = torch.tensor([-1, entries * rows], device=device)
+        slots = (slots if case.long else slots.int()).view(shape)
+    else:
+        lengths[1] = rows
+    if case.share:
+        half = max(int(case.share * widths[0]) // 2, 1)
+        angles = torch.randn(_POSITIONS, half, generator=generator).to(device)
+        cos, sin = angles.cos(), angles.sin()
+        q = real(*shape, _HEADS, widths[0])
+    k, v = (real(*shape, _KV_HEADS, width) for width in widths)
+    offsets = whole(_POSITIONS, batch) if case.share == 1.0 else None
+    return Append(
+        k, v, caches[0], caches[1], lengths, table, slots, None, starts, case.page_layout, q, _like(q), cos, sin,
+        case.interleaved, offsets,
+    )  # fmt: skip
+
+
+def _like(q: Tensor | None) -> Tensor | None:
+    return None if q is None else torch.full_like(q, math.nan)
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])

@@ -1,0 +1,225 @@
+"""Appending to caches on the GPU: the kernel beside plain torch, bit for bit, in caches whose other rows are NaN.
+
+A rotation is float32, rounded once: plain torch computes it so, one operation after the other.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attngen
+from attngen.arch import arch_of
+from attngen.errors import CallError
+from attngen.runtime import append_run, append_torch
+from attngen.runtime.append_arguments import Append, check
+from attngen.runtime.append_kernel import PreparedAppend
+from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.store.store import Store
+from attngen.tools.build.pipeline import compile_kernels
+from attngen.tools.verify.gpu import try_pinned
+from tests.runtime.appended import BATCH, DTYPES, PLACES, UNSUITED, a_call, bits, both, on_gpu
+from tests.runtime.host_kernels import prepared
+
+TRIALS = 300
+
+
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Compile the kernels of all dtypes for the GPU that is here."""
+    major, minor = torch.cuda.get_device_capability()
+    arch = arch_of(10 * major + minor)
+    assert arch is not None
+    store, wanted = Store(), prepared("bf16", "fp16", "fp32", arch=arch.name)
+    built, failures = compile_kernels(wanted, store=store)
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    return {one.plan.dtype_name: read_kernel(store.path(built[one.plan.name].key)) for one in wanted}
+
+
+@pytest.fixture(autouse=True)
+def _known() -> Iterator[None]:
+    registry.clear()
+    registry.add(package_of_kernels(list(kernels().values()), "tests/gpu/test_append"))
+    append_run._PREPARED.clear()
+    yield
+    registry.clear()
+
+
+def launched() -> bool:
+    """Whether a kernel took every call so far, and there was one."""
+    found = list(append_run._PREPARED.values())
+    return bool(found) and all(isinstance(one, PreparedAppend) for one in found)
+
+
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_place(dtype: torch.dtype, where: str, packed: bool, page_layout: str) -> None:
+    chance = random.Random(f"{dtype}{where}{packed}{page_layout}")
+    torch.manual_seed(chance.randrange(2**31))
+    for half, lost in ((0, True), (32, False), (16, True)):
+        both(on_gpu(a_call(chance, where, dtype, packed=packed, page_layout=page_layout, half=half, lost=lost)))
+    assert launched()
+
+
+@pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_rotation(dtype: torch.dtype, interleaved: bool, table_dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    chance = random.Random(7)
+    for half in (1, 2, 3, 4, 8, 10, 12, 16, 20, 32):
+        given = a_call(chance, "pages", dtype, half=half, table_dtype=table_dtype, offsets=half % 3 == 1)
+        both(on_gpu({**given, "rotary_interleaved": interleaved}))
+    assert launched()
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (16, 128), (80, 40), (96, 96), (128, 128), (192, 128), (256, 256), (8, 256)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_width(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    torch.manual_seed(5)
+    for where in ("slots", "dense"):
+        both(on_gpu(a_call(random.Random(2), where, dtype, dims=dims, half=dims[0] // 2, heads=5, kv_heads=1)))
+    assert launched()
+
+
+def test_fresh_calls_of_all_kinds() -> None:
+    seed = secrets.randbelow(2**31)
+    print("seed", seed)
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(TRIALS):
+        dims = tuple(8 * chance.randrange(1, 33) for _ in "kv")
+        given = a_call(
+            chance, chance.choice(PLACES), chance.choice(DTYPES), dims=dims,  # type: ignore[arg-type]
+            packed=chance.random() < 0.5, page_layout=chance.choice(["NHD", "HND"]),
+            half=chance.choice([0, chance.randrange(1, dims[0] // 2 + 1), dims[0] // 2]),
+            table_dtype=chance.choice(DTYPES), heads=chance.randrange(1, 40), kv_heads=chance.randrange(1, 9),
+            queries=chance.random() < 0.8, offsets=chance.random() < 0.5, lost=chance.random() < 0.5,
+        )  # fmt: skip
+        given["rotary_interleaved"] = chance.random() < 0.5
+        if "q" in given and chance.random() < 0.5:
+            given["q_out"] = given["q"]
+        both(on_gpu(given))
+    assert launched()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_verify_finds_nothing(dtype: str) -> None:
+    trial = try_pinned(kernels()[dtype], torch.device("cuda"), secrets.randbelow(2**31), small=False)
+    assert not trial.problems, "\n".join(trial.problems)
+
+
+@pytest.mark.parametrize("how", UNSUITED)
+def test_what_no_kernel_takes_is_done_in_torch(how: str) -> None:
+    given = a_call(random.Random(1), "pages", torch.bfloat16, half=32)
+    both(on_gpu({**given, **UNSUITED[how](given)}))
+    assert not launched()
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations of torch that a program makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_call_is_its_launch_and_nothing_else(place: str) -> None:
+    """No operation of torch: nothing is allocated, copied or read back. Queries without a place get new memory."""
+    given = on_gpu(a_call(random.Random(1), place, torch.bfloat16, half=32))
+    for turn in range(2):
+        with Operations() as found:
+            attngen.append_kv(**given)
+        assert found.names == ["aten.empty.memory_format"], turn
+    given["q_out"] = torch.empty_like(given["q"])
+    attngen.append_kv(**given)
+    with Operations() as found:
+        attngen.append_kv(**given)
+    assert not found.names
+
+
+def test_a_graph_stays_right_while_lengths_grow() -> None:
+    """Captured once, replayed for eight pages: each token where it belongs, and rotated by its own position."""
+    torch.manual_seed(9)
+    given = on_gpu(a_call(random.Random(1), "pages", torch.bfloat16, half=32, lost=False))
+    given["cache_seqlens"].zero_()
+    given["q_out"] = torch.empty_like(given["q"])
+    wanted = {name: t.clone() if isinstance(t, Tensor) else t for name, t in given.items()}
+    attngen.append_kv(**{name: t.clone() if isinstance(t, Tensor) else t for name, t in given.items()})  # loads it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attngen.append_kv(**given)
+    for _ in range(7):
+        for name in ("k", "v", "q"):
+            wanted[name].copy_(given[name].normal_())
+        graph.replay()
+        call = Append(**{name: wanted.get(name) for name in Append.__dataclass_fields__})
+        call = replace(call, page_layout="NHD", rotary_interleaved=False)
+        append_torch.append(call, check(call))
+        for name in ("k_cache", "v_cache", "q_out"):
+            assert torch.equal(bits(given[name]), bits(wanted[name])), name
+        given["cache_seqlens"] += 3
+        wanted["cache_seqlens"] += 3
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_program_keeps_it_as_one_operator(in_place: bool) -> None:
+    torch.manual_seed(2)
+
+    def program(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        q = given["q"] * 2
+        out = attngen.append_kv(**{**given, "q": q, **({"q_out": q} if in_place else {})})
+        assert out is not None
+        return out + 1, given["k_cache"].nan_to_num().sum()
+
+    compiled = torch.compile(program, fullgraph=True)
+    for turn in range(2):
+        first = on_gpu(a_call(random.Random(turn), "pages", torch.bfloat16, half=32))
+        second = {name: t.clone() if isinstance(t, Tensor) else t for name, t in first.items()}
+        for a, b in zip(compiled(first), program(second), strict=True):
+            torch.testing.assert_close(a, b)
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(first[name].nan_to_num(), second[name].nan_to_num())
+    assert launched()
+
+
+def test_the_operator_is_as_it_says() -> None:
+    given = on_gpu(a_call(random.Random(1), "pages", torch.bfloat16, half=32, lost=False))
+    program = torch.compile(lambda: attngen.append_kv(**given), fullgraph=True, backend="eager")
+    program()  # defines the operator
+    for q, q_out in ((given["q"], torch.empty_like(given["q"])), (None, given["q"])):
+        arguments = (
+            given["k"], given["v"], given["k_cache"].nan_to_num(), given["v_cache"].nan_to_num(),
+            given["cache_seqlens"], given["page_table"], None, None, None, "NHD", q, q_out, given["rotary_cos"],
+            given["rotary_sin"], False, None,
+        )  # fmt: skip
+        torch.library.opcheck(torch.ops.attngen.kv__append.default, arguments)
+
+
+def test_what_tensors_hold_is_checked_under_debug() -> None:
+    """And the kernel writes what it writes elsewhere."""
+    given = on_gpu(a_call(random.Random(1), "pages", torch.bfloat16, half=32, lost=False))
+    with attngen.debug():
+        both(given)
+        given["page_table"][1, 1] = 10**6
+        with pytest.raises(CallError, match=f"token .* of sequence 1 has no place: page {10**6}"):
+            attngen.append_kv(**given)
+    assert launched()
+    assert given["k"].shape[0] == BATCH

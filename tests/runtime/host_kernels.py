@@ -1,0 +1,103 @@
+"""The kernels that append to caches, compiled for the host, and a driver that runs them on CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from attngen.plan import Plan, plan
+from attngen.render import render
+from attngen.render.source import headers
+from attngen.resources import root
+from attngen.runtime.driver import Launch
+from attngen.runtime.module import Kernel
+from attngen.schema import appends, expand, load_spec_text
+from attngen.tools.build.pipeline import Prepared
+
+COMPILER = shutil.which("g++")
+HOST = root() / "tests" / "host"
+
+SPEC = """
+schema: 1
+package: appending
+arch: [sm90a]
+kernels:
+  - {variant: causal, dtype: [bf16, fp16], head_dim: [64, {qk: 192, v: 128}], layout: paged, backend: cuda}
+"""
+
+
+def prepared(*dtypes: str, arch: str = "sm90a") -> list[Prepared]:
+    """Return the kernels of these dtypes, also of those that no kernel over pages has."""
+    first = appends(expand(load_spec_text(SPEC)))[0]
+    found = []
+    for dtype in dtypes:
+        spec = replace(first, dtype=dtype, arch=arch)
+        planned = plan(spec)
+        found.append(Prepared(spec, planned, render(planned)))
+    return found
+
+
+def plans(*dtypes: str) -> list[Plan]:
+    """Return their plans."""
+    return [one.plan for one in prepared(*dtypes)]
+
+
+@cache
+def library(dtype: str) -> ctypes.CDLL:
+    """Return the kernel of a dtype for this machine."""
+    (planned,) = plans(dtype)
+    source, folder = render(planned), Path(mkdtemp(prefix="attngen-host-"))
+    (folder / "kernel.inc").write_text(source.text)
+    for name in ("append.cuh", "rotary.cuh"):
+        (folder / name).write_text(headers()[name])
+        assert "asm" not in headers()[name]
+    made = folder / "kernel.so"
+    assert COMPILER is not None
+    subprocess.run(
+        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-shared", "-fPIC",
+         f"-I{folder}", f"-I{HOST}", f"-DKERNEL={source.name}", str(HOST / "append.cpp"), "-o", str(made)],
+        check=True,
+    )  # fmt: skip
+    found = ctypes.CDLL(str(made))
+    shutil.rmtree(folder)
+    return found
+
+
+@dataclass
+class HostDriver:
+    """Runs kernels at once, on the addresses that they are given. ``launches``: blocks and dtype of each."""
+
+    launches: list[tuple[str, int]] = field(default_factory=list)
+
+    def version(self) -> int:
+        return 13000
+
+    def capability(self, device: int) -> int:
+        return 90
+
+    def shared_memory(self, device: int) -> int:
+        return 232448
+
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
+        return symbol.rpartition("_")[2]
+
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+        for dtype, grid, threads, _, parameters in kernels:
+            self.launches.append((dtype, grid))
+            library(dtype).run_blocks(grid, threads, ctypes.c_void_p(parameters))
+
+
+def kernels() -> list[Kernel]:
+    """Return the kernels of all dtypes as the runtime sees them."""
+    none = {"registers": 0, "spills": 0, "shared_memory": 0, "cubin_bytes": 0, "compile_seconds": 0.0}
+    return [
+        Kernel({**planned.to_dict(), "resources": none}, bytes, origin=planned.name)
+        for planned in plans("bf16", "fp16", "fp32")
+    ]

@@ -1,0 +1,149 @@
+"""The kernel that appends to caches, run on the host through the runtime that launches it, beside plain torch.
+
+Its source is compiled by the host's compiler: each thread of each block runs, on the addresses, strides and sizes that
+the runtime packed. Both must agree bit for bit, in everything that they may write and in everything that they may not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.errors import CallError
+from attngen.runtime import append_run, append_torch, dispatch
+from attngen.runtime import driver as drivers
+from attngen.runtime.append_arguments import check
+from attngen.runtime.registry import package_of_kernels, registry
+from tests.runtime.appended import BATCH, DTYPES, PAGE_SIZE, PAGES, PLACES, POSITIONS, UNSUITED, a_call, both, some
+from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
+    """A device whose memory is the host's. What tensors hold is not checked, as on a GPU."""
+    if COMPILER is None:
+        pytest.skip("needs g++")
+    driver = HostDriver()
+    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    monkeypatch.setattr(append_torch, "check_contents", lambda call, sizes: None)
+    registry.clear()
+    registry.add(package_of_kernels(kernels(), "here"))
+    append_run._PREPARED.clear()
+    with drivers.use(driver):
+        yield driver
+    append_run._PREPARED.clear()
+    registry.clear()
+
+
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_place(host: HostDriver, dtype: torch.dtype, where: str, packed: bool, page_layout: str) -> None:
+    """With and without tokens that have none: those write nothing."""
+    chance = random.Random(f"{dtype}{where}{packed}{page_layout}")
+    torch.manual_seed(chance.randrange(2**31))
+    for half, lost in ((0, True), (32, False), (16, True)):
+        both(a_call(chance, where, dtype, packed=packed, page_layout=page_layout, half=half, lost=lost))
+    assert len(host.launches) == 3
+
+
+@pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_rotation(host: HostDriver, dtype: torch.dtype, interleaved: bool, table_dtype: torch.dtype) -> None:
+    """Whole rows, parts of them that end at 16 bytes or not, single pairs, and positions out of the tables."""
+    torch.manual_seed(4)
+    chance, halves = random.Random(7), (1, 2, 3, 4, 8, 10, 12, 16, 20, 32)
+    for half in halves:
+        given = a_call(chance, "pages", dtype, half=half, table_dtype=table_dtype, offsets=half % 3 == 1)
+        both({**given, "rotary_interleaved": interleaved})
+    assert len(host.launches) == len(halves)
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (16, 128), (80, 40), (96, 96), (128, 128), (192, 128), (256, 256), (8, 256)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_width(host: HostDriver, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    torch.manual_seed(5)
+    chance = random.Random(2)
+    for where in ("slots", "dense"):
+        both(a_call(chance, where, dtype, dims=dims, half=dims[0] // 2, heads=5, kv_heads=1))
+    assert len(host.launches) == 2
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("half", [32, 12])
+def test_queries_are_rotated_in_place_and_elsewhere(host: HostDriver, half: int, interleaved: bool) -> None:
+    given = a_call(random.Random(1), "pages", torch.bfloat16, half=half, heads=6) | {"rotary_interleaved": interleaved}
+    both(given)
+    both({**given, "q_out": torch.full((BATCH, 3, 9, 64), torch.nan).bfloat16()[:, :, 1:7]})
+    both({**given, "q_out": given["q"]})
+    assert len(host.launches) == 3
+
+
+def test_tensors_lie_as_they_like(host: HostDriver) -> None:
+    """Parts of larger tensors, axes in another order, tables with rows further apart."""
+    torch.manual_seed(8)
+    chance, dtype = random.Random(3), torch.bfloat16
+    given = a_call(chance, "pages", dtype, half=16, queries=False)
+    whole = some((BATCH, 3, 3 + 2 + 2, 64), dtype)
+    given["q"], given["k"] = whole[:, :, :3], whole[:, :, 3:5]
+    given["v"] = some((2, 3, BATCH, 48), dtype).permute(2, 1, 0, 3)[..., :32]
+    given["k_cache"] = torch.full((2, PAGES, PAGE_SIZE, 2, 64), torch.nan).to(dtype)[1]
+    given["page_table"] = torch.cat([given["page_table"], torch.full((BATCH, 5), -9)], dim=1).int()[:, :3]
+    for name in ("rotary_cos", "rotary_sin"):
+        given[name] = torch.cat([given[name], torch.full((POSITIONS, 7), torch.nan)], dim=1)[:, :16]
+    both(given)
+    slots = torch.full((3, BATCH, 2), -1)
+    slots[..., 0] = torch.randperm(PAGES * PAGE_SIZE)[:12].view(3, BATCH)
+    for name in ("page_table", "cache_seqlens", "rotary_cos", "rotary_sin", "q"):
+        del given[name]
+    both({**given, "slots": slots[..., 0].t()})
+    assert len(host.launches) == 2
+
+
+@pytest.mark.parametrize("how", UNSUITED)
+def test_what_no_kernel_takes_is_done_in_torch(host: HostDriver, how: str) -> None:
+    given = a_call(random.Random(1), "pages", torch.bfloat16, half=32)
+    both({**given, **UNSUITED[how](given)})
+    assert not host.launches
+
+
+def test_other_dtypes_and_devices_without_a_kernel(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = a_call(random.Random(1), "dense", torch.float32)
+    doubles = {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in given.items()}
+    attngen.append_kv(**doubles)
+    monkeypatch.setattr(host, "capability", lambda device: 80)
+    registry.generation += 1
+    both(given)
+    assert not host.launches
+    monkeypatch.undo()
+
+
+def test_a_call_is_prepared_once(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones look at no argument again, and see what changed in memory; another stride is another kind."""
+    checks: list[int] = []
+    monkeypatch.setattr(append_run, "check", lambda call: checks.append(1) or check(call))
+    given = a_call(random.Random(1), "pages", torch.bfloat16, half=32, lost=False)
+    both(given)
+    given["cache_seqlens"] += 1
+    both(given)
+    both({**given, "k": some((BATCH, 3, 2, 64), torch.bfloat16)})
+    assert len(checks) == 1
+    both({**given, "k": some((BATCH, 3, 4, 64), torch.bfloat16)[:, :, ::2]})
+    assert len(checks) == 2
+    assert len(host.launches) == 4
+    with pytest.raises(CallError, match="page_layout must be one of"):
+        attngen.append_kv(**{**given, "page_layout": []})
+
+
+def test_nothing_is_launched_for_no_token(host: HostDriver) -> None:
+    cache = torch.zeros(2, 8, 1, 16)
+    empty = torch.zeros(3, 0, 1, 16)
+    attngen.append_kv(empty, empty, cache, cache.clone(), torch.zeros(3, dtype=torch.int32))
+    assert not host.launches
