@@ -5,6 +5,7 @@ Importing this package imports neither torch nor a compiler: each public name is
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,20 @@ from attngen.formats import VERSION
 
 if TYPE_CHECKING:
     from attngen import errors, integrations
+    from attngen.first_call import jit
     from attngen.runtime.append import append_kv
     from attngen.runtime.debug import debug
     from attngen.runtime.dispatch import attention, attention_varlen, define_operators, explain, tile_map
     from attngen.runtime.merge import merge
     from attngen.runtime.paged import attention_paged
     from attngen.runtime.registry import load
+    from attngen.variants import variant
 
 __version__ = VERSION
 
 __all__ = [
     "append_kv", "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
-    "integrations", "load", "merge", "tile_map",
+    "integrations", "jit", "load", "merge", "tile_map", "variant",
 ]  # fmt: skip
 
 #: Public name → the module that holds it; None for a submodule of that name.
@@ -37,10 +40,18 @@ _HOMES = {
     "errors": None,
     "explain": "attngen.runtime.dispatch",
     "integrations": None,
+    "jit": "attngen.first_call",
     "load": "attngen.runtime.registry",
     "merge": "attngen.runtime.merge",
     "tile_map": "attngen.runtime.dispatch",
+    "variant": "attngen.variants",
 }
+
+
+if os.environ.get("ATTNGEN_JIT", "0") not in ("", "0"):
+    from attngen.first_call import jit
+
+    jit()
 
 
 def __getattr__(name: str) -> Any:

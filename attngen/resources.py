@@ -40,6 +40,11 @@ def generated_dir() -> Path:
     return root() / "generated"
 
 
+def variants_file() -> Path:
+    """Return the file of the shipped variants as JSON: the presets, and what integrations ask for."""
+    return _PACKAGE / "integrations" / "variants.json"
+
+
 def licence_file() -> Path:
     """Return the licence of attngen, which goes with every copy of its runtime and of its generator."""
     return root() / "LICENSE"

@@ -25,6 +25,7 @@ LAYERS = (
     {"runtime"},
     {"integrations"},
     {"tools"},
+    {"variants", "first_call"},
     {"packaging"},
     {"commands", "cli"},
 )

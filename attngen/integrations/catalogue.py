@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from attngen import resources
 from attngen.lang.check import restore_variant, with_dropout
 from attngen.lang.variant import Variant
 
-FILE = Path(__file__).with_name("variants.json")
+FILE = resources.variants_file()
 
 #: What stands after the name of a variant in that of its sibling with dropout.
 DROPOUT = "_dropout"

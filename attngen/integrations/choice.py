@@ -20,7 +20,7 @@ from attngen.integrations import catalogue
 from attngen.integrations.catalogue import variant
 from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
-from attngen.runtime import dispatch
+from attngen.runtime import dispatch, on_demand
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
 from attngen.runtime.cache import RecentCache
@@ -266,6 +266,7 @@ def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense", *, orde
             head_dim_v=v.shape[-1], layout=layout,
         )  # fmt: skip
         known = any(kernel.arch.runs_on(capability) and (kernel.reproducible or not ordered) for _, kernel in found)
+        known = known or on_demand.maker is not None
         _BACKWARD.put(key, known)
     return known
 
@@ -325,6 +326,8 @@ def _built_at_trace(
             found = _packages_of(name, device, runs_on, direction, form, ordered)
             if found:
                 return place, f"{found[0]}/{name}"
+    if on_demand.maker is not None:  # the program has the kernel compiled when it first runs
+        return 0, registry.declare(variant(names[0]))
     raise none_takes([Candidate(name) for name in names], spec, None)
 
 

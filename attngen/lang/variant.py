@@ -62,6 +62,36 @@ class Variant:
         """Inclusive numeric ranges of every name that the expressions may hold."""
         return declared_ranges(self.scalars, self.tensors)
 
+    @cached_property
+    def definition(self) -> tuple[object, ...]:
+        """What is computed and from what: two variants of one definition are one, however their texts are written.
+
+        Texts and the names of ``let`` values are no part of it, nor are the variant's name and the order of what it
+        declares.
+        """
+        scalars = tuple(sorted(self.scalars, key=lambda s: s.name))
+        tensors = tuple(sorted(self.tensors, key=lambda t: t.name))
+        return self.mask, self.score, self.sink, scalars, tensors, self.dropout
+
+    def differences(self, other: Variant) -> list[tuple[str, str, str]]:
+        """Return where two definitions differ: the field, and what each variant says there."""
+        mine, others = self._told(), other._told()
+        return [
+            (field, mine.get(field, "nothing"), others.get(field, "nothing"))
+            for field in dict.fromkeys((*mine, *others))
+            if mine.get(field) != others.get(field)
+        ]
+
+    def _told(self) -> dict[str, str]:
+        from attngen.lang.printing import canonical
+
+        told = {"mask": canonical(self.mask)}
+        told["score"] = "s" if self.score is None else canonical(self.score)
+        told["sink"] = "none" if self.sink is None else canonical(self.sink)
+        told["dropout"] = str(self.dropout).lower()
+        told |= {f"scalars.{scalar.name}": scalar.told() for scalar in self.scalars}
+        return told | {f"tensors.{tensor.name}": tensor.told() for tensor in self.tensors}
+
     def tensor(self, name: str) -> Tensor:
         """Return a declared tensor; KeyError if there is none."""
         for tensor in self.tensors:

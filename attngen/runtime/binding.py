@@ -13,7 +13,6 @@ from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime.arguments import ATTENTION_DTYPES, Call, Packing, bind
-from attngen.runtime.module import Kernel
 from attngen.runtime.paging import Paging, bind_paged
 from attngen.runtime.registry import Found, registry
 
@@ -27,16 +26,14 @@ def find(variant: str | Variant, package: str | None) -> Found:
         if not isinstance(variant, str):
             raise CallError(f"variant must be a name or a Variant, got {type(variant).__name__}")
         try:
-            return registry.find(variant, package)
+            found = registry.find(variant, package)
+            if found.kernels or not registry.refresh_if_built():  # a preset may have been built since
+                return found
         except NoKernelError:
             if not registry.refresh_if_built():
                 raise
-            return registry.find(variant, package)
-    kernels: tuple[Kernel, ...] = ()
-    for _, candidate in registry.packages():
-        if package in (None, candidate.name) and variant.name in candidate.sources:
-            kernels += tuple(kernel for kernel in candidate.kernels(variant.name) if kernel.variant == variant)
-    return Found(package or "", variant, kernels)
+        return registry.find(variant, package)
+    return registry.of_value(variant, package)
 
 
 def check_backend(backend: Any) -> None:

@@ -17,7 +17,13 @@ from typing import Any
 from attngen.errors import LoadError
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.packages import BrokenKernelWarning, Package, package_of_kernels, reader
+from attngen.runtime.presets import preset, preset_names
 from attngen.runtime.shipped import INDEX, read_package
+
+__all__ = [
+    "ENTRY_POINTS", "built_packages", "builds_stamp", "installed_packages", "package_at", "package_of_folder", "preset",
+    "preset_names",
+]  # fmt: skip
 
 ENTRY_POINTS = "attngen.kernels"
 

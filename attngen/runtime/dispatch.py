@@ -19,6 +19,7 @@ from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
+from attngen.runtime import on_demand
 from attngen.runtime.addresses import CU_SEQLENS_K, CU_SEQLENS_Q, FORWARD, SEQUSED_K, empty
 from attngen.runtime.arguments import DIRECTIONS, Call
 from attngen.runtime.binding import bind_call, bind_paged_call, find, require_reference
@@ -274,6 +275,23 @@ def _choose(found: Found, request: Request) -> tuple[Kernel, Selection]:
     return selection.kernel, selection
 
 
+def _kernel_for(found: Found, request: Request, variant: str | Variant, package: str | None) -> Kernel:
+    """Return the kernel for a call, also one that was built since or is made now; or raise NoKernelError."""
+    try:
+        kernel, _ = _choose(found, request)
+    except NoKernelError:
+        if not registry.refresh_if_built() and (package is not None or not on_demand.make(request)):
+            raise
+        try:
+            kernel, _ = _choose(find(variant, package), request)
+        except NoKernelError:  # what was built since is another one
+            if package is not None or not on_demand.make(request):
+                raise
+            kernel, _ = _choose(find(variant, package), request)
+    on_demand.note(request)
+    return kernel
+
+
 def _prepare(
     call: Call,
     found: Found,
@@ -287,12 +305,7 @@ def _prepare(
     kernel = None
     if not call.empty:
         request = _request(call, addresses, backend, arguments)
-        try:
-            kernel, _ = _choose(found, request)
-        except NoKernelError:
-            if not registry.refresh_if_built():
-                raise
-            kernel, _ = _choose(find(variant, package), request)
+        kernel = _kernel_for(found, request, variant, package)
     kept = variant if isinstance(variant, Variant) else None
     return PreparedCall(call, kernel, _tensor_names(arguments), drivers.current(), _index(call), kept)
 
@@ -363,7 +376,7 @@ def tile_map(
                 break
         else:
             call.head_dim_v = call.head_dim_qk
-    kernel, _ = _choose(found, request)
+    kernel = _kernel_for(found, request, variant, package)
     if not kernel.needs_tile_map:
         return TileMap(call.variant.name)
     prepared = PreparedCall(call, kernel, _tensor_names(arguments), drivers.current(), _index(call))
@@ -396,6 +409,8 @@ def explain(
     **arguments: Any,
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
+
+    While ``attngen.jit`` is on, a kernel that is lacking is compiled, as the call would.
 
     With ``cu_seqlens_q`` it is about ``attention_varlen``, with ``page_table`` about ``attention_paged``, whose pages k
     and v are. ``page_layout``, ``num_splits`` and ``split_size`` are of the latter alone.
@@ -434,6 +449,13 @@ def explain(
         ordered = deterministic or asks_for_determinism() == 2
         request = replace(request, given=dict(call.scalars), direction=direction, deterministic=ordered)
     selection = select(found.kernels, request, drivers.current())
+    if selection.kernel is None and package is None and on_demand.maker is not None:
+        try:
+            if on_demand.make(request):
+                found = find(variant, package)
+                selection = select(found.kernels, request, drivers.current())
+        except NoKernelError as failure:
+            return Explanation(call, found, "no kernel", str(failure), selection, direction)
     if selection.kernel is None:
         error = no_kernel(found.kernels, selection, request, drivers.current())
         return Explanation(call, found, "no kernel", str(error), selection, direction)

@@ -82,9 +82,9 @@ def namespace_of(package: str) -> str:
 class _Operators:
     """The operators of one variant of one package."""
 
-    def __init__(self, library: torch.library.Library, package: str, variant: Variant, name: str) -> None:
+    def __init__(self, library: torch.library.Library, full_name: str, variant: Variant, name: str) -> None:
         self.signature = Signature.of(variant)
-        self.full_name = f"{package}/{variant.name}"
+        self.full_name = full_name
         self._library = library
         self._namespace = library.ns
         for packed in (False, True):
@@ -257,7 +257,7 @@ class _Differentiation:
 
 
 _libraries: dict[str, torch.library.Library] = {}
-_operators: dict[tuple[str, str, str], tuple[str, _Operators]] = {}
+_operators: dict[tuple[str, str, str, str], tuple[str, _Operators]] = {}
 _lock = threading.RLock()
 
 
@@ -267,19 +267,19 @@ def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Si
     A variant that was built anew with other arguments gets operators of another name, since torch keeps the first.
     """
     found = registry.find(variant, package)
-    namespace, name = found.namespace or namespace_of(found.package), found.variant.name
+    namespace, name = found.namespace or namespace_of(found.package), found.operator
     schema = schema_of(found.variant, packed=True)
     with _lock:
-        known = _operators.get((namespace, name, schema))
+        known = _operators.get((namespace, name, found.full_name, schema))
         if known is None:
             others = sum(key[:2] == (namespace, name) for key in _operators)
             chosen = name if not others else f"{name}__{others + 1}"
             library = _libraries.get(namespace)
             if library is None:
                 library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-            known = _operators[namespace, name, schema] = (
+            known = _operators[namespace, name, found.full_name, schema] = (
                 chosen,
-                _Operators(library, found.package, found.variant, chosen),
+                _Operators(library, found.full_name, found.variant, chosen),
             )
     return namespace, known[0], known[1].signature
 
@@ -317,6 +317,7 @@ def resolved(
     variant: str | Variant, package: str | None, arguments: Mapping[str, Any], q: Tensor
 ) -> tuple[Any, str, list[Any]]:
     """Return the namespace of a variant's operators, their name, and the variant's own arguments in their order."""
+    variant = getattr(variant, "handle", variant)  # what attngen.variant made: a trace takes plain text
     if not isinstance(variant, str):
         raise CallError("a traced call must name its variant; a Variant as a value works in eager calls only")
     namespace, name, takes = _resolve(variant, package, tuple(arguments))

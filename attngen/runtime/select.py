@@ -9,7 +9,7 @@ from math import prod
 from attngen.arch import ARCHES, arch_of
 from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, dtype
 from attngen.errors import NoKernelError
-from attngen.runtime import tensormap
+from attngen.runtime import on_demand, tensormap
 from attngen.runtime.arguments import Call, Number, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.geometry import group_of, tiles_of
@@ -293,12 +293,18 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
     elif all(_for_another_machine(kernel, capability, driver) for kernel in kernels):
         lines.append(_another_machine(kernels, capability, driver))
     lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
-    never = _beyond_all_kernels(call, capability) or _beyond_cuda(call, capability, request)
+    never = no_spec_adds(request, capability)
     if never is not None:
         lines.append(never)
     else:
+        lines += on_demand.offer()
         lines += ["To build one, add to a spec and run 'attngen build':", *yaml_lines(call, capability, request)]
     return NoKernelError("\n".join(lines))
+
+
+def no_spec_adds(request: Request, capability: int) -> str | None:
+    """Return why no spec can add a kernel for a call, and what helps instead, or None."""
+    return _beyond_all_kernels(request.call, capability) or _beyond_cuda(request.call, capability, request)
 
 
 def _for_another_machine(kernel: Kernel, capability: int, driver: Driver) -> bool:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime import driver as drivers
+from attngen.runtime import on_demand
 from attngen.runtime.addresses import BACKWARD, CU_SEQLENS_K, CU_SEQLENS_Q, DLSE, DOUT, SEQUSED_K, empty
 from attngen.runtime.arguments import Call, view
 from attngen.runtime.binding import bind_call, find
@@ -242,8 +243,12 @@ def _prepare(
     if selection.kernel is None and registry.refresh_if_built():
         found = find(variant, package)
         selection = select(found.kernels, request, driver)
+    if selection.kernel is None and package is None and on_demand.make(request):
+        found = find(variant, package)
+        selection = select(found.kernels, request, driver)
     if selection.kernel is None:
         raise _without_backward(no_kernel(found.kernels, selection, request, driver))
+    on_demand.note(request)
     kept = variant if isinstance(variant, Variant) else None
     return PreparedBackward(
         selection.kernel, call, tensors, view(out.shape, out.stride(), call.order),

@@ -2,13 +2,14 @@
 
 from attngen.schema.expand import KernelSpec, appends, expand, spec_hash
 from attngen.schema.export import json_schema
-from attngen.schema.loading import Spec, load_spec, load_spec_text
+from attngen.schema.loading import Spec, declare_variant, load_spec, load_spec_text
 from attngen.schema.presets import preset, preset_names
 
 __all__ = [
     "KernelSpec",
     "Spec",
     "appends",
+    "declare_variant",
     "expand",
     "json_schema",
     "load_spec",

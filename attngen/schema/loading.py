@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -221,9 +222,31 @@ def _package_of(path: Path) -> str:
         ) from error
 
 
+def declare_variant(name: str, fields: Mapping[str, Any]) -> Variant:
+    """Return the variant of these fields, said as plain Python values; checked as those of a file are.
+
+    Raises SpecError, which names the field where that of a file names file and line too.
+    """
+    node = tree.of_values(fields)
+    _refuse_empty(node)
+    try:
+        names.check_variant_name(name)
+    except ValueError as error:
+        raise SpecError(str(error), field="name") from error
+    try:
+        model = VariantModel.model_validate(node.plain())
+    except ValidationError as error:
+        raise spec_error(error, node, VariantModel) from error
+    return _compile(name, model, None)
+
+
 def _declare(name: str, model: VariantModel, node: tree.Node, file: Location) -> DeclaredVariant:
     place = node.value["variants"].keys[name] if "variants" in node.value else file
-    variant = compile_variant(
+    return DeclaredVariant(_compile(name, model, _places(node.value["variants"].value[name])), model, node, place)
+
+
+def _compile(name: str, model: VariantModel, places: Mapping[str, Location] | None) -> Variant:
+    return compile_variant(
         name,
         mask=model.mask,
         score=model.score,
@@ -235,9 +258,8 @@ def _declare(name: str, model: VariantModel, node: tree.Node, file: Location) ->
             *(_learned(key, scalar) for key, scalar in model.scalars.items() if _is_learned(scalar)),
         ),
         let=dict(model.let),
-        locate=_places(node.value["variants"].value[name]),
+        locate=places,
     )
-    return DeclaredVariant(variant, model, node, place)
 
 
 def _places(node: tree.Node, prefix: str = "") -> dict[str, Location]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,42 @@ def parse(content: bytes, file: str) -> Node:
     except (yaml.YAMLError, ValueError, OverflowError, IndexError) as error:
         # PyYAML turns escapes such as "\UFFFFFFFF" and version numbers of any length into Python values unchecked.
         raise SpecError(f"no valid YAML: {error}", location=Location(file)) from error
+
+
+def of_values(value: Any, path: tuple[str, ...] = ()) -> Node:
+    """Return the tree of plain Python values, held to what a file may say; its nodes have no place.
+
+    Raises SpecError, which names the field, for text, numbers and nesting that a file could not hold; other values are
+    for the models to judge.
+    """
+    nowhere: Any = None
+
+    def refuse(message: str) -> SpecError:
+        return SpecError(message, field=".".join(path) or None)
+
+    def checked(text: str) -> str:
+        try:
+            return _Builder("").text(text, nowhere)
+        except SpecError as error:
+            raise refuse(error.message) from None
+
+    if len(path) > MAX_DEPTH:
+        raise refuse(f"nested more than {MAX_DEPTH} deep")
+    if isinstance(value, Mapping):
+        if strange := [key for key in value if not isinstance(key, str)]:
+            raise refuse(f"found {shorten(repr(strange[0]))}; a field's name is text")
+        nodes = {checked(key): of_values(item, (*path, key)) for key, item in value.items()}
+        return Node(nodes, nowhere, 1 + sum(1 + node.size for node in nodes.values()), dict.fromkeys(nodes, nowhere))
+    if isinstance(value, list | tuple):
+        items = tuple(of_values(item, (*path, str(n))) for n, item in enumerate(value))
+        return Node(items, nowhere, 1 + sum(item.size for item in items))
+    if isinstance(value, str):
+        checked(value)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise refuse(f"found {shorten(str(value))}; an integer lies within 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise refuse(f"found {value}; a number is finite")
+    return Node(value, nowhere)
 
 
 class _Builder:

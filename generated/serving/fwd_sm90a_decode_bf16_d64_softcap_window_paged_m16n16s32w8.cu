@@ -280,9 +280,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   };
 
   // The steps of a part in a block: groups of warps take them in turn. The blocks of a cluster have as many each in turn.
-  const int group_bits = kWarpBits - row_bits;
+  const int turn_bits = kWarpBits - row_bits;
   const auto number_of = [&](const Part& part, int step) {
-    return part.first + ((step >> group_bits) * team + rank << group_bits) + (step & groups - 1);
+    return part.first + ((step >> turn_bits) * team + rank << turn_bits) + (step & groups - 1);
   };
 
   // Loaders copy K and V, for all groups of warps, as far ahead as there are stages. They take these in turn, since one alone

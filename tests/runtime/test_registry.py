@@ -17,9 +17,11 @@ import torch
 import attngen
 from attngen.errors import CallError, LoadError, NoKernelError
 from attngen.formats import MANIFEST_FORMAT, VERSION
+from attngen.lang.variant import Scalar
+from attngen.lang.variant import Tensor as Declared
 from attngen.runtime import registry as registry_module
 from attngen.runtime.registry import BrokenKernelWarning, Package, SpecChangedWarning, package_of_kernels, registry
-from tests.runtime.support import kernel, manifest_of, variant, window_variant, write_build, write_kernel
+from tests.runtime.support import FakeDriver, kernel, manifest_of, variant, window_variant, write_build, write_kernel
 
 
 def package(name: str, *variants: Any) -> Package:
@@ -51,24 +53,90 @@ def test_loaded_before_installed_before_built(monkeypatch: pytest.MonkeyPatch, t
     ]  # fmt: skip
 
 
-def test_a_name_that_two_packages_of_one_rank_have_is_ambiguous() -> None:
+def test_two_definitions_of_one_rank_make_a_name_ambiguous() -> None:
     write_build("one", variant())
-    write_build("two", variant(), window_variant())
-    with pytest.raises(
-        CallError, match="'causal' is ambiguous: 2 built packages have it; say 'one/causal', 'two/causal'"
-    ):
+    write_build("two", variant(mask="q_pos > kv"), window_variant())
+    write_build("zero", variant())
+    with pytest.raises(CallError) as caught:
         registry.find("causal")
+    assert str(caught.value) == (
+        "variant 'causal' is ambiguous: 2 built packages define it differently; say 'one/causal', 'two/causal', "
+        "'zero/causal'\n  mask:\n    one: q_pos >= kv\n    two: q_pos > kv"
+    )
     assert registry.find("one/causal").package == "one"
     assert registry.find("window").package == "two"
     with pytest.raises(CallError, match="names package 'one', but package='two' was passed"):
         registry.find("one/causal", "two")
 
 
+@pytest.mark.parametrize(
+    ("fields", "field", "one", "two"),
+    [
+        ({"score": "s * 2.0"}, "score", "s", "s * 2.0"),
+        ({"sink": "1.0"}, "sink", "none", "1.0"),
+        ({"dropout": True}, "dropout", "false", "true"),
+        ({"scalars": [Scalar("width", "int32", min=1)]}, "scalars.width", "nothing", "int32, min 1"),
+        ({"tensors": [Declared("doc", "int32", ("b",), range=(0, 9))]}, "tensors.doc", "nothing",
+         "int32 [b], range 0 .. 9"),
+    ],
+)  # fmt: skip
+def test_an_ambiguous_name_shows_each_field_that_differs(fields: Any, field: str, one: str, two: str) -> None:
+    registry.add(package("one", variant()))
+    registry.add(package("two", variant(**fields)))
+    with pytest.raises(CallError) as caught:
+        registry.find("causal")
+    assert f"\n  {field}:\n    one: {one}\n    two: {two}" in str(caught.value)
+
+
+def test_one_definition_is_one_variant_with_the_kernels_of_all_packages(tmp_path: Path) -> None:
+    """However it is written, whatever ``let`` names in it, and of whatever rank; a lower rank's other definition is
+    shadowed."""
+    spelled = variant(mask="(q_pos)  >= here", let={"here": "kv"})
+    assert spelled != variant()
+    assert spelled.definition == variant().definition
+    write_build("own", spelled)
+    write_build("other", variant(mask="q_pos > kv"))
+    write_kernel(tmp_path / "k0", manifest_of(variant(), package="given", dtype="fp16"))
+    attngen.load(tmp_path / "k0")
+    write_kernel(tmp_path / "k1", manifest_of(variant(), package="more", head_dim=128))
+    attngen.load(tmp_path / "k1")
+    found = registry.find("causal")
+    assert found.package == "given"
+    assert [kernel.package for kernel in found.kernels] == ["given", "more", "own"]
+    assert [kernel.package for kernel in registry.find("more/causal").kernels] == ["more"]
+    assert [kernel.package for kernel in registry.find("causal", "own").kernels] == ["own"]
+
+
+def test_a_call_takes_the_best_kernel_of_all_packages(gpu: FakeDriver) -> None:
+    registry.add(package_of_kernels([kernel(variant(), package="first")], "memory"))
+    registry.add(package_of_kernels([kernel(variant(), package="second", backend="cuda")], "memory"))
+    q, k, v = (torch.randn(1, 8, 2, 64).bfloat16() for _ in range(3))
+    explanation = attngen.explain(q, k, v, variant="causal")
+    assert explanation.kernel is not None
+    assert explanation.kernel.package == "second"
+    wanted = attngen.attention(q, k, v, variant="causal", backend="reference")
+    torch.testing.assert_close(attngen.attention(q, k, v, variant="causal"), wanted)
+
+
+def test_a_compiled_program_takes_the_kernels_of_all_packages_too(gpu: FakeDriver) -> None:
+    registry.add(package_of_kernels([kernel(variant(), package="first", head_dim=64)], "memory"))
+    registry.add(package_of_kernels([kernel(variant(), package="second", head_dim=128)], "memory"))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def traced(q: torch.Tensor) -> Any:
+        return attngen.attention(q, q, q, variant="causal")
+
+    for head_dim in (64, 128):
+        q = torch.randn(1, 8, 2, head_dim).bfloat16()
+        torch.testing.assert_close(traced(q), attngen.attention(q, q, q, variant="causal", backend="reference"))
+
+
 def test_an_unknown_name_lists_what_there_is() -> None:
     with pytest.raises(
-        NoKernelError, match="(?s)no kernel of variant 'causal' is built\n  built: nothing.*- variant: causal"
+        NoKernelError,
+        match="(?s)no kernel of variant 'mine' is built\n  built: nothing\n  known without a build.*- variant: mine",
     ):
-        registry.find("causal")
+        registry.find("mine")
     registry.add(package("mine", variant(), window_variant()))
     with pytest.raises(
         NoKernelError, match="'windw' is built; did you mean 'window'\\?\n  built: mine/causal, mine/window"
@@ -80,6 +148,14 @@ def test_an_unknown_name_lists_what_there_is() -> None:
         registry.find("mien/causal")
     with pytest.raises(NoKernelError, match="'windw' is built in package 'mine'; did you mean 'window'"):
         registry.find("windw", "mine")
+
+
+def test_a_preset_gives_way_to_a_package_that_defines_its_name() -> None:
+    assert registry.find("causal").kernels == ()
+    write_build("own", variant(mask="q_pos > kv"))
+    registry.refresh()
+    assert registry.find("causal").variant == variant(mask="q_pos > kv")
+    assert registry.find("attngen/full").variant.name == "full"
 
 
 def test_load_takes_folders_and_indexes(tmp_path: Path) -> None:

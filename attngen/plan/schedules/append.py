@@ -78,7 +78,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         main=APPEND,
     )
     row = Launch(
-        APPEND, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes, products=0
+        APPEND, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
+        products=0,
     )  # fmt: skip
     return planned.with_launches(row)
 

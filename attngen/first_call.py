@@ -1,0 +1,206 @@
+"""Kernels that are compiled when a call first lacks them: ``attngen.jit``.
+
+What is compiled is what the error of the missing kernel says to add to a spec, through the plan, the cache and the
+locks of ``attngen build``. A package's own copy of the runtime goes without this module.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from attngen.errors import AttngenError, CallError, NoKernelError, internal_error
+from attngen.runtime import on_demand
+
+if TYPE_CHECKING:
+    from attngen.lang.variant import Variant
+    from attngen.runtime.select import Request
+    from attngen.schema import KernelSpec
+
+#: The package that kernels compiled on a call say they belong to.
+PACKAGE = "compiled_on_call"
+
+
+class Jit:
+    """Compiling on the first call, on or off for the whole process.
+
+    ``attngen.jit()`` turns it on, ``attngen.jit(False)`` off; either may be a context, at whose end it is as before.
+    """
+
+    def __init__(self) -> None:
+        self._maker = _Maker()
+
+    def __call__(self, on: bool = True) -> _Switched:
+        """Turn it on or off, and return a context that turns it back."""
+        before = on_demand.maker
+        on_demand.maker = self._maker if on else None
+        _forget()
+        return _Switched(before)
+
+    @property
+    def on(self) -> bool:
+        """Whether a call that lacks a kernel has it compiled."""
+        return on_demand.maker is not None
+
+    def save(self, path: str | Path) -> None:
+        """Write a spec of every kernel that calls of this process used while this was on, one entry for each.
+
+        Raises CallError if there was none, SpecError for a file name that no spec may have, and OSError.
+        """
+        Path(path).write_text(self._maker.spec(Path(path)), "utf-8")
+
+    def __repr__(self) -> str:
+        return f"<attngen.jit: {'on' if self.on else 'off'}>"
+
+
+class _Switched:
+    """A context at whose end a switch is as it was before."""
+
+    def __init__(self, before: on_demand.Maker | None) -> None:
+        self._before = before
+
+    def __enter__(self) -> None:
+        """Nothing is left to do: the switch was turned when this was made."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        on_demand.maker = self._before
+        _forget()
+
+
+def _forget() -> None:
+    """Have the registry answer anew, if it was ever asked: which operators a name has depends on the switch."""
+    module = sys.modules.get("attngen.runtime.registry")
+    if module is not None:
+        module.registry.forget()
+
+
+class _Maker:
+    """Compiles what requests ask for, and remembers what was used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used: list[tuple[Variant, str]] = []  # with the lines that ask for the kernel
+
+    def make(self, request: Request) -> bool:
+        """See ``on_demand.Maker``. Raises NoKernelError, with the reason, for a kernel that cannot be compiled."""
+        from attngen.runtime import driver as drivers
+        from attngen.runtime.select import arch_of, describe, no_spec_adds
+
+        capability = drivers.current().capability(request.device)
+        if no_spec_adds(request, capability) is not None or arch_of(capability) is None:
+            return False
+        what = f"{request.call.variant.name}, {describe(request.call, request.direction)}"
+        if _capturing():
+            raise NoKernelError(
+                f"no kernel takes this call: {what}; attngen.jit compiles nothing while a CUDA graph is captured: run "
+                "the call once before"
+            )
+        with self._lock:
+            try:
+                self._compile(_asked(request, capability))
+            except ModuleNotFoundError as error:
+                raise NoKernelError(
+                    f"no kernel takes this call: {what}; attngen.jit needs {error.name}, which is not installed: "
+                    "pip install 'attngen[build]'"
+                ) from None
+            except Exception as error:  # whatever fails, the call lacks a kernel, and says why
+                known = error if isinstance(error, AttngenError) else internal_error(what, error)
+                reason = f"attngen.jit cannot build one: {known}"
+                raise NoKernelError(f"no kernel takes this call: {what}; {reason}") from error
+        return True
+
+    def _compile(self, asked: KernelSpec) -> None:
+        """Find or compile one kernel in the cache, and add it to the registry; a line says what was compiled."""
+        from attngen.plan import plan
+        from attngen.render import render
+        from attngen.runtime.module import read_kernel
+        from attngen.runtime.registry import registry
+        from attngen.store import Store
+        from attngen.tools.build.compiles import Prepared
+        from attngen.tools.build.pipeline import compile_kernels
+
+        start = time.perf_counter()
+        store = Store()
+        store.require_trusted()
+        planned = plan(asked)
+        prepared = Prepared(asked, planned, render(planned))
+        built, failures = compile_kernels([prepared], store=store, jobs=1)
+        if failures:
+            raise failures[0].error
+        (kernel,) = built.values()
+        registry.add_compiled(read_kernel(store.path(kernel.key), sealed=True))
+        if kernel.origin == "built":
+            print(f"attngen.jit: compiled {kernel.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+    def used(self, request: Request) -> None:
+        """See ``on_demand.Maker``."""
+        from attngen.runtime import driver as drivers
+        from attngen.runtime.select import arch_of, yaml_lines
+
+        capability = drivers.current().capability(request.device)
+        if arch_of(capability) is not None:
+            lines = "\n".join(yaml_lines(request.call, capability, request))
+            with self._lock:
+                if not any(known.definition == request.call.variant.definition and lines == said
+                           for known, said in self._used):  # fmt: skip
+                    self._used.append((request.call.variant, lines))
+
+    def spec(self, path: Path) -> str:
+        """Return the spec of what was used, checked."""
+        import yaml
+
+        from attngen.schema import load_spec_text
+        from attngen.schema.writing import declaration, spec_text
+
+        with self._lock:
+            used = list(self._used)
+        if not used:
+            raise CallError("no call used a kernel while attngen.jit was on, so that there is nothing to save")
+        names: dict[object, str] = {}
+        kernels: list[dict[str, Any]] = []
+        for variant, lines in used:
+            name = names.setdefault(variant.definition, _free(variant.name, set(names.values())))
+            said = yaml.safe_load(lines)
+            kernels.append({**said["kernels"][0], "variant": name, "arch": said["arch"]})
+        trained = [{key: entry[key] for key in entry if key not in ("passes", "deterministic")} for entry in kernels]
+        trained = [plain for plain, entry in zip(trained, kernels, strict=True) if plain != entry]
+        kernels = [entry for entry in kernels if entry not in trained]  # backwards bring their forwards
+        variants = {names[variant.definition]: declaration(variant) for variant, _ in used}
+        text = spec_text(variants, kernels)
+        load_spec_text(text, str(path))
+        return text
+
+
+def _asked(request: Request, capability: int) -> KernelSpec:
+    """Return the kernel that the error of a missing one says to add to a spec."""
+    from attngen.runtime.select import yaml_lines
+    from attngen.schema import expand, load_spec_text
+
+    variant = request.call.variant
+    lines = "\n".join(line.removeprefix("  ") for line in yaml_lines(request.call, capability, request))
+    placeholder = f"schema: 1\npackage: {PACKAGE}\nvariants:\n  {variant.name}: {{mask: true}}\n{lines}\n"
+    found = [
+        kernel for kernel in expand(load_spec_text(placeholder, "call.yaml")) if kernel.direction == request.direction
+    ]
+    return replace(found[0], variant=variant)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken: of another definition of that name, the name and a number."""
+    return next(each for n in range(1, len(taken) + 2) if (each := name if n == 1 else f"{name}_{n}") not in taken)
+
+
+def _capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+jit = Jit()

@@ -1,0 +1,76 @@
+"""Pictures of masks: text anywhere, images where matplotlib is installed."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attngen.errors import CallError, LoadError
+
+#: Most characters across and down.
+WIDTH, HEIGHT = 64, 32
+
+#: Of a cell: no pair is seen, some, all.
+GLYPHS = "·▒█"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What one head of one sequence sees: ``mask`` is (queries, keys), bools on the CPU."""
+
+    title: str
+    mask: Tensor
+
+    def __str__(self) -> str:
+        queries, keys = self.mask.shape
+        rows, columns = -(-queries // HEIGHT) or 1, -(-keys // WIDTH) or 1
+        cells = [[_glyph(cell) for cell in band.split(columns, dim=1)] for band in self.mask.split(rows, dim=0)]
+        lines = [f"{self.title}: {queries} queries down, {keys} keys across"]
+        if (rows, columns) != (1, 1):
+            lines[0] += f"; a character is {rows} x {columns}"
+        lines.append(f"{GLYPHS[2]} all seen  {GLYPHS[1]} some  {GLYPHS[0]} none")
+        if queries and keys:
+            lines += ["".join(row) for row in cells]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the image that notebooks show; None where matplotlib is not installed, and they show the text."""
+        try:
+            stream = io.BytesIO()
+            self.save(stream)
+        except LoadError:
+            return None
+        return stream.getvalue()
+
+    def save(self, file: str | Path | io.BytesIO) -> None:
+        """Write an image, PNG unless the name says otherwise. Raises LoadError without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise LoadError("an image needs matplotlib, which is not installed; str() of the picture is text") from None
+        figure: Any = Figure(figsize=(5, 5), layout="constrained")
+        axes = figure.add_subplot()
+        axes.imshow(self.mask.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        axes.set(title=self.title, xlabel="kv", ylabel="q")
+        figure.savefig(file, **({"format": "png"} if isinstance(file, io.BytesIO) else {}))
+
+
+def picture(name: str, mask: Tensor, b: int, h: int) -> Picture:
+    """Return the picture of head ``h`` of sequence ``b`` of a mask (batch, heads, queries, keys). Raises CallError."""
+    for label, place, extent in (("b", b, mask.shape[0]), ("h", h, mask.shape[1])):
+        if not isinstance(place, int) or not 0 <= place < extent:
+            raise CallError(
+                f"{label} must be 0 to {extent - 1}, got {place!r}; sizes may be (batch, heads, queries, keys)"
+            )
+    where = f" (sequence {b}, head {h})" if mask.shape[0] * mask.shape[1] > 1 else ""
+    return Picture(name + where, mask[b, h].cpu())
+
+
+def _glyph(cell: Tensor) -> str:
+    return GLYPHS[int(cell.any()) + int(cell.all())]

@@ -1,0 +1,157 @@
+"""What the queries of a variant see, for given sizes and given values: every pair is looked at, and none made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.lang.bands import bands
+from attngen.lang.dropout import DROPOUT_P, RNG_STATE
+from attngen.lang.eager import evaluate
+from attngen.lang.facts import Facts
+from attngen.lang.variant import Variant
+from attngen.runtime import debug as debugging
+from attngen.runtime.arguments import Call, bind
+from attngen.runtime.reference import names_of
+from attngen.tools.explain.explanation import Band
+
+#: Queries and keys as one number, (queries, keys), or (batch, heads, queries, keys).
+Sizes = int | tuple[int, ...]
+
+#: Rows and columns of the tiles that are counted: those of most kernels.
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How many pairs and tiles are visible, over all heads and sequences."""
+
+    sizes: tuple[int, int, int, int]  # batch, heads, queries, keys
+    visible: int
+    full: int
+    partial: int
+    empty: int
+
+    @property
+    def pairs(self) -> int:
+        """All pairs of a query and a key."""
+        batch, heads, queries, keys = self.sizes
+        return batch * heads * queries * keys
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """Which keys a tile of queries sees. ``counted`` is None where ``missing`` names what was not given."""
+
+    variant: Variant
+    visible: tuple[Band, ...]
+    full: tuple[Band, ...]
+    exact: bool
+    counted: Counted | None
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.variant.name}: keys that the queries q_lo to q_hi see; q_pos_lo and q_pos_hi are their positions"
+        ]
+        for label, found in (("some query sees", self.visible), ("all queries see", self.full)):
+            lines += [f"  {label if n == 0 else 'or':16s} {band}" for n, band in enumerate(found)]
+            lines += [] if found else [f"  {label:16s} no key for certain"]
+        if not self.exact:
+            lines.append("  the mask says more than bands can: single tiles are looked at")
+        if self.counted is None:
+            lines.append(f"  how many that are depends on what was not given: {', '.join(self.missing)}")
+            return "\n".join(lines)
+        count, (batch, heads, queries, keys) = self.counted, self.counted.sizes
+        share = 100 * count.visible / count.pairs if count.pairs else 0.0
+        lines.append(f"  batch {batch}, {heads} heads, {queries} queries, {keys} keys: {share:.1f} % of pairs visible")
+        lines.append(f"  tiles of {TILE} x {TILE}: {count.full} full, {count.partial} partial, {count.empty} empty")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def seen(variant: Variant, sizes: Sizes, kv_heads: int | None, arguments: Mapping[str, Any]) -> Tensor:
+    """Return which key each query sees: bools, (batch, heads, queries, keys). Raises CallError."""
+    call = _bound(variant, _sizes(sizes), kv_heads, arguments)
+    found = torch.empty(
+        (call.batch, call.heads, call.seqlen_q, call.seqlen_k), dtype=torch.bool, device=call.device
+    )  # fmt: skip
+    for b in range(call.batch):
+        offsets = b * call.seqlen_q, b * call.seqlen_k
+        names = names_of(call, b, slice(0, call.seqlen_q), call.seqlen_q, call.seqlen_k, *offsets)
+        value = evaluate(call.variant.mask, names, dict(call.tensors), float_dtype=torch.float32)
+        found[b] = torch.as_tensor(value, dtype=torch.bool, device=call.device)
+    return found
+
+
+def seen_keys(variant: Variant, sizes: Sizes | None, kv_heads: int | None, arguments: Mapping[str, Any]) -> SeenKeys:
+    """Return the bands of a variant, and what is seen where sizes and all that the mask reads are given."""
+    found = bands(variant.mask, Facts.of(variant), over="kv")
+    visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
+    missing = [] if sizes is not None else ["sizes"]
+    read = _of_mask(variant, ())
+    missing += [tensor.name for tensor in read.tensors if tensor.name not in arguments]
+    missing += [s.name for s in read.arguments if s.default is None and s.name not in arguments]
+    counted = None
+    if sizes is not None and not missing:
+        counted = _count(seen(variant, sizes, kv_heads, arguments))
+    elif sizes is not None:
+        _sizes(sizes)
+    return SeenKeys(variant, visible, full, found.exact, counted, tuple(missing))
+
+
+def _count(mask: Tensor) -> Counted:
+    batch, heads, queries, keys = mask.shape
+    full = partial = empty = 0
+    for rows in mask.split(TILE, dim=2):
+        for tile in rows.split(TILE, dim=3):
+            every, some = int(tile.all(3).all(2).sum()), int(tile.any(3).any(2).sum())
+            full, partial, empty = full + every, partial + some - every, empty + batch * heads - some
+    return Counted((batch, heads, queries, keys), int(mask.sum()), full, partial, empty)
+
+
+def _sizes(sizes: Any) -> tuple[int, int, int, int]:
+    """Return batch, heads, queries and keys. Raises CallError."""
+    given = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes, sizes)
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**31 for size in given)
+    if len(given) not in (2, 4) or not whole:
+        raise CallError(
+            "sizes must be a number of queries and keys, (queries, keys), or (batch, heads, queries, keys), "
+            f"got {sizes!r}"
+        )
+    batch, heads, queries, keys = (1, 1, *given) if len(given) == 2 else given
+    return batch, heads, queries, keys
+
+
+def _of_mask(variant: Variant, given: Any) -> Variant:
+    """Return the part of a variant that its mask reads, with what was ``given``, and what bounds of these name."""
+    variables, loaded = variant.uses(variant.mask)
+    scalars = [s for s in variant.scalars if s.name in variables or s.name in given or s.const is not None]
+    tensors = [t for t in variant.tensors if t.name in loaded or t.name in given]
+    bounds = {bound for s in scalars for bound in (s.min, s.max)} | {b for t in tensors for b in t.range or ()}
+    extents = {extent for t in tensors for extent in t.shape}
+    tensors = [t for t in variant.tensors if t in tensors or (bounds - extents) & set(t.shape)]
+    return Variant(variant.name, variant.mask, None, tuple(scalars), tuple(tensors))
+
+
+def _bound(
+    variant: Variant, sizes: tuple[int, int, int, int], kv_heads: int | None, arguments: Mapping[str, Any]
+) -> Call:
+    """Return a call of these sizes whose arguments are checked, also for what their values were declared to be."""
+    batch, heads, queries, keys = sizes
+    device = next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu"))
+    row = torch.zeros(8, device=device)
+    q, k = row.expand(batch, queries, heads, 8), row.expand(batch, keys, heads if kv_heads is None else kv_heads, 8)
+    own = {name: value for name, value in arguments.items() if name not in (DROPOUT_P.name, RNG_STATE.name)}
+    call = bind(
+        _of_mask(variant, own), q, k, k, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd",
+        arguments=own,
+    )  # fmt: skip
+    debugging.check_facts(call)
+    return call

@@ -1,0 +1,140 @@
+"""Variants made in Python: the language of specs without a file.
+
+The checks are those of a spec, by the same models, which are imported when the first variant is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from attngen.errors import SpecError
+from attngen.lang.variant import Variant
+from attngen.runtime.registry import registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from attngen.tools.explain.picture import Picture
+    from attngen.tools.explain.seen import SeenKeys, Sizes
+
+
+class PythonVariant(str):
+    """What ``attngen.variant`` made. It goes wherever a variant's name goes, since it is one: of this definition alone.
+
+    ``handle`` is that name as plain text, the same in every process; ``value`` the checked variant; ``fields`` what was
+    said.
+    """
+
+    handle: str
+    value: Variant
+    fields: Mapping[str, Any]
+
+    def __new__(cls, value: Variant, fields: Mapping[str, Any]) -> PythonVariant:
+        """Return the variant of a checked value, which calls know from now on."""
+        handle = registry.declare(value)
+        made = super().__new__(cls, handle)
+        made.handle, made.value, made.fields = handle, value, fields
+        return made
+
+    def __repr__(self) -> str:
+        told = [f"{name}={value!r}" for name, value in {**self.fields, "name": self.name}.items()]
+        return f"attngen.variant({', '.join(told)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.name, dict(self.fields))
+
+    @property
+    def name(self) -> str:
+        """The name that kernels of it have, and that its spec gives it."""
+        return self.value.name
+
+    def to_yaml(self, *, package: str | None = None, **kernel: Any) -> str:
+        """Return a spec with this variant, as text.
+
+        ``kernel`` are the fields of an entry of ``kernels:``, such as ``arch``, ``head_dim``, ``dtype``, ``layout``
+        and ``passes``. Without any the spec builds nothing, and others may include it. Raises SpecError for an entry
+        that no spec may hold.
+        """
+        from attngen.schema import expand, load_spec_text
+        from attngen.schema.writing import spec_text
+
+        text = spec_text({self.name: self.fields}, [{"variant": self.name, **kernel}] if kernel else [], package)
+        spec = load_spec_text(text, f"{self.name}.yaml")
+        if kernel:
+            expand(spec)
+        return text
+
+    def mask(self, sizes: Sizes, /, *, kv_heads: int | None = None, **arguments: Any) -> torch.Tensor:
+        """Return which key each query sees: bools, (batch, heads, queries, keys).
+
+        ``sizes`` is a number of queries and keys, (queries, keys), or (batch, heads, queries, keys). The mask's own
+        tensors and scalars are keywords, as at a call; the result is on their device. Raises CallError for one that is
+        missing, wrong, or not what was declared.
+        """
+        from attngen.tools.explain.seen import seen
+
+        return seen(self.value, sizes, kv_heads, arguments)
+
+    def explain(self, sizes: Sizes | None = None, /, *, kv_heads: int | None = None, **arguments: Any) -> SeenKeys:
+        """Say which keys a tile of queries sees: the bands, as formulas. The result prints.
+
+        With ``sizes`` and arguments as ``mask`` takes them, it also counts visible pairs, and tiles that are full,
+        partial and empty. Nothing is made up: without what the mask reads, nothing is counted, and it says what is
+        missing. Raises CallError.
+        """
+        from attngen.tools.explain.seen import seen_keys
+
+        return seen_keys(self.value, sizes, kv_heads, arguments)
+
+    def plot(
+        self, sizes: Sizes, /, *, b: int = 0, h: int = 0, kv_heads: int | None = None, **arguments: Any
+    ) -> Picture:
+        """Return the picture of what head ``h`` of sequence ``b`` sees: text in a terminal.
+
+        A notebook shows an image of it, and its ``save`` writes one, where matplotlib is installed. ``sizes`` and
+        arguments as ``mask`` takes them. Raises CallError.
+        """
+        from attngen.tools.explain.picture import picture
+
+        return picture(self.name, self.mask(sizes, kv_heads=kv_heads, **arguments), b, h)
+
+
+def variant(
+    mask: str | bool | None = None,
+    score: str | float | None = None,
+    *,
+    name: str = "custom",
+    sink: str | float | None = None,
+    let: Mapping[str, Any] | None = None,
+    scalars: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    dropout: bool = False,
+) -> PythonVariant:
+    """Return a variant of attention, to be passed as ``variant=``.
+
+    The arguments are the fields of a variant of a spec, as docs/spec.md has them: ``mask`` is true where a query sees a
+    key, ``score`` the logit in terms of ``s``, ``sink`` a logit of each head without a key; ``let`` names values and
+    functions, in order; ``scalars`` and ``tensors`` declare what a call passes, for example
+    ``tensors={"window": {"dtype": "int32", "shape": ["h"]}}``. Kernels that were built under the same ``name`` with the
+    same definition serve its calls.
+
+    Raises SpecError, which names the argument and marks the place in an expression.
+    """
+    given = {
+        "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
+        "dropout": dropout or None,
+    }  # fmt: skip
+    return _made(name, {field: value for field, value in given.items() if value is not None and value != {}})
+
+
+def _made(name: str, fields: dict[str, Any]) -> PythonVariant:
+    """Return the variant of a name and fields."""
+    try:
+        from attngen.schema import declare_variant
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"making a variant needs {error.name}, which is not installed: pip install 'attngen[build]'"
+        ) from None
+    return PythonVariant(declare_variant(name, fields), deepcopy(fields))

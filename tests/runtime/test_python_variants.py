@@ -1,0 +1,250 @@
+"""Variants made in Python: the same language, checks and carets as in a spec, and names wherever names go."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen.errors import CallError, LoadError, SpecError
+from attngen.lang.check import compile_variant
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.schema import expand, load_spec_text, preset, preset_names
+from attngen.schema.presets import declared_preset
+from attngen.tools.explain.picture import Picture
+from tests.runtime.support import FakeDriver, kernel
+
+WINDOW: dict[str, Any] = {"window": {"dtype": "int32", "shape": ["h"], "range": {"min": 1, "max": 65536}}}
+
+
+def windows() -> Any:
+    return attngen.variant("0 <= q_pos - kv and q_pos - kv < window[h]", tensors=WINDOW, name="my_mask")
+
+
+#: Wrong fields, each of which a spec refuses as well.
+WRONG: list[dict[str, Any]] = [
+    {"mask": "q_pos >= windw", "tensors": WINDOW},
+    {"mask": "q_pos >= kv", "tensors": {"w": {"dtype": "int3", "shape": ["h"]}}},
+    {"mask": "q_pos >= kv", "tensors": {"w": {"dtype": "int32", "shape": "h!"}}},
+    {"mask": "q_pos >= kv", "tensors": {"w": {"dtype": "int32", "shape": [0]}}},
+    {"mask": "q_pos >= kv", "tensors": [1]},
+    {"mask": "q_pos >= kv", "tensors": {"kv": {"dtype": "int32", "shape": []}}},
+    {"mask": "q_pos >= kv", "scalars": {"w": {"typ": "int32"}}},
+    {"mask": "q_pos >= kv", "scalars": {"w": {"type": "int32", "min": None}}},
+    {"mask": "q_pos >= kv", "scalars": {"w": {"type": "int32", "min": 4, "max": 3}}},
+    {"mask": "q_pos >= kv", "let": {"s": "1"}},
+    {"mask": "q_pos >= kv", "let": {"f(x": "1"}},
+    {"mask": "q_pos // seqlen_k >= kv // (q - q)"},
+    {"mask": "kv"},
+    {"mask": 3},
+    {"mask": "s > 0"},
+    {"score": "s +"},
+    {"score": True},
+    {"sink": "q * 1.0"},
+    {"dropout": "yes"},
+]
+
+
+@pytest.mark.parametrize("fields", WRONG, ids=str)
+def test_what_a_spec_refuses_is_refused_in_the_same_words(fields: dict[str, Any]) -> None:
+    """A spec's error names file, line and the path to the variant; Python's names the argument."""
+    import yaml
+
+    with pytest.raises(SpecError) as caught:
+        attngen.variant(**fields)
+    found = caught.value
+    text = yaml.safe_dump({"schema": 1, "variants": {"custom": fields}}, sort_keys=False)
+    with pytest.raises(SpecError) as caught:
+        load_spec_text(text)
+    wanted = re.sub(r"spec\.yaml:\d+: ", "", str(caught.value)).replace("variants.custom.", "")
+    assert sorted(wanted.splitlines()) == sorted(str(found).splitlines())
+    assert found.location is None
+    assert found.to_dict()["file"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mask": "q_pos >= kv\x00"}, "mask: character U+0000"),
+        ({"let": {"a\u202e": "1"}}, "let: character U+202E"),
+        ({"score": float("nan")}, "score: found nan; a number is finite"),
+        ({"scalars": {"w": {"type": "int32", "const": 2**70}}}, "scalars.w.const: found 1180591620717411303424; an"),
+        ({"scalars": {1: {}}}, "scalars: found 1; a field's name is text"),
+        ({"name": "Mine"}, "name: found 'Mine'; allowed"),
+        ({"name": "a__b"}, "name: found 'a__b'"),
+        ({"tensors": {"w": {"dtype": "int32", "shape": [torch.zeros(1)]}}}, "tensors.w.shape"),
+    ],
+)
+def test_what_no_file_could_hold_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
+        attngen.variant(**fields)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_it_computes_what_the_same_fields_of_a_spec_compute(name: str) -> None:
+    """And its own YAML says the same again."""
+    fields = declared_preset(name).model.model_dump(exclude_unset=True, exclude={"description"})
+    made = attngen.variant(name=name, **fields)
+    assert made.value == preset(name)
+    (again,) = load_spec_text(made.to_yaml(), "again.yaml").variants.values()
+    assert again.variant == preset(name)
+
+
+def test_its_yaml_is_a_spec() -> None:
+    text = windows().to_yaml(package="mine", arch=["sm90a"], head_dim=[64, 128], dtype="bf16", passes=["forward"])
+    spec = load_spec_text(text)
+    assert spec.package == "mine"
+    assert [(k.variant, k.head_dim_qk) for k in expand(spec)] == [(windows().value, 64), (windows().value, 128)]
+    with pytest.raises(SpecError, match="head_dim.*found 'wide'"):
+        windows().to_yaml(arch="sm90a", head_dim="wide")
+    with pytest.raises(SpecError, match="unknown field; did you mean 'head_dim'"):
+        windows().to_yaml(arch="sm90a", head_dims=64)
+
+
+def test_what_it_was_made_of_may_change_afterwards() -> None:
+    fields = {"window": dict(WINDOW["window"])}
+    made = attngen.variant("kv < window[h]", tensors=fields)
+    text = made.to_yaml()
+    fields["window"]["dtype"] = "int64"
+    assert made.to_yaml() == text
+
+
+def test_it_goes_wherever_a_name_goes(gpu: FakeDriver) -> None:
+    made, q = windows(), torch.randn(1, 8, 2, 64).bfloat16()
+    own = {"window": torch.tensor([3, 8], dtype=torch.int32)}
+    wanted = attngen.attention(q, q, q, variant=made, backend="reference", **own)
+    registry.add(package_of_kernels([kernel(made.value, package="mine")], "memory"))
+    torch.testing.assert_close(attngen.attention(q, q, q, variant=made, **own), wanted)
+    assert attngen.explain(q, q, q, variant=made, **own).runs == "kernel"
+    assert attngen.explain(q, q, q, variant=made, package="mine", **own).runs == "kernel"
+    assert attngen.explain(q, q, q, variant=made, package="others", **own).runs == "no kernel"
+    assert not attngen.tile_map(q, q, variant=made, **own).words
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    packed = attngen.attention_varlen(
+        q[0], q[0], q[0], starts, starts, 8, 8, variant=made, backend="reference", **own
+    )  # fmt: skip
+    torch.testing.assert_close(packed[None], wanted)
+    table, used = torch.tensor([[0]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
+    paged = attngen.attention_paged(q, q, q, table, used, variant=made, backend="reference", **own)
+    torch.testing.assert_close(paged, wanted)
+    traced = torch.compile(lambda q: attngen.attention(q, q, q, variant=made, **own), backend="eager", fullgraph=True)
+    torch.testing.assert_close(traced(q), wanted)
+    assert len(gpu.launches) == 2  # of the call, and of the compiled one
+
+
+def test_kernels_of_another_definition_do_not_serve_it(gpu: FakeDriver) -> None:
+    made, q = attngen.variant("q_pos >= kv", name="causal"), torch.randn(1, 8, 2, 64).bfloat16()
+    registry.add(package_of_kernels([kernel(compile_variant("causal", "q_pos > kv"), package="mine")], "memory"))
+    assert attngen.explain(q, q, q, variant=made).runs == "no kernel"
+    registry.add(package_of_kernels([kernel(compile_variant("causal", "q_pos >= kv"), package="ours")], "memory"))
+    assert attngen.explain(q, q, q, variant=made).kernel.package == "ours"  # type: ignore[union-attr]
+
+
+def test_two_of_one_name_do_not_mix_in_compiled_programs() -> None:
+    q, results = torch.randn(1, 8, 2, 16), []
+    for mask in ("q_pos >= kv", "q_pos > kv"):
+        made = attngen.variant(mask)
+        traced = torch.compile(lambda q, made=made: attngen.attention(q, q, q, variant=made), backend="eager")
+        results.append(traced(q))
+        assert torch.equal(results[-1], attngen.attention(q, q, q, variant=made))
+    assert not torch.equal(*results)
+
+
+def test_its_name_is_the_same_in_every_process() -> None:
+    code = (
+        "import attngen\nmade = attngen.variant('q_pos >= back', name='mine', let={'back': 'kv + 1'})\nprint(str(made))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    same = attngen.variant("q_pos >= kv + 1", name="mine")  # texts and let names are no part of the definition
+    assert done.stdout.strip() == str(same)
+    assert str(attngen.variant("q_pos >= kv + 2", name="mine")) != str(same)
+    assert pickle.loads(pickle.dumps(same)).value == same.value
+    assert eval(repr(same), {"attngen": attngen}) == same
+
+
+# --- What is seen -------------------------------------------------------------------------------------------
+
+
+def test_the_mask_is_what_the_reference_sees() -> None:
+    own = {"window": torch.tensor([2, 9], dtype=torch.int32)}
+    mask = windows().mask((3, 2, 5, 12), **own)
+    q, kv = torch.arange(5)[:, None] + 7, torch.arange(12)[None]
+    wanted = torch.stack([(q - kv >= 0) & (q - kv < width) for width in (2, 9)])
+    assert torch.equal(mask, wanted.expand(3, 2, 5, 12))
+    grouped = attngen.variant("hk == 1").mask((1, 4, 1, 1), kv_heads=2)
+    assert grouped.flatten().tolist() == [False, False, True, True]
+    assert attngen.variant().mask(4).all()
+    assert windows().mask((1, 1, 0, 0), window=own["window"][:1]).shape == (1, 1, 0, 0)
+    documents = attngen.variant(
+        "doc[b, q] == doc[b, kv]", "s * slope[h]", sink="rest[h]", dropout=True,
+        tensors={
+            "doc": {"dtype": "int32", "shape": ["b", "seqlen_k"]}, "slope": {"dtype": "fp32", "shape": ["h"]},
+            "rest": {"dtype": "fp32", "shape": ["h"]},
+        },
+    )  # fmt: skip
+    doc = torch.tensor([[0, 0, 1], [0, 1, 1]], dtype=torch.int32)
+    seen = documents.mask((2, 1, 3, 3), doc=doc)  # what only scores and sinks read is not asked for
+    assert torch.equal(seen[:, 0], doc[:, :, None] == doc[:, None, :])
+
+
+def test_a_mask_of_wrong_values_or_sizes_is_refused() -> None:
+    own = {"window": torch.tensor([3], dtype=torch.int32)}
+    for sizes in ("8", -1, (1, 2, 3), 2.0, True, (8, None)):
+        with pytest.raises(CallError, match="sizes must be a number of queries and keys"):
+            windows().mask(sizes, **own)
+    with pytest.raises(CallError, match="missing 'window'"):
+        windows().mask(8)
+    with pytest.raises(CallError, match="unknown argument 'windw'; did you mean 'window'"):
+        windows().mask(8, windw=own["window"])
+    with pytest.raises(CallError, match="tensor 'window' holds 0, below its min 1"):
+        windows().mask(8, window=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(CallError, match="h must be 0 to 0, got 1"):
+        windows().plot(8, h=1, **own)
+
+
+def test_it_explains_bands_and_counts_only_what_was_given() -> None:
+    told = str(windows().explain())
+    assert "some query sees  q_pos_lo - window[h] + 1 <= kv < q_pos_hi + 1" in told
+    assert told.endswith("how many that are depends on what was not given: sizes, window")
+    assert windows().explain(256).counted is None
+    assert windows().explain(256).missing == ("window",)
+    found = windows().explain((1, 2, 256, 256), window=torch.tensor([1, 256], dtype=torch.int32)).counted
+    assert found is not None
+    assert found.visible == 256 + 256 * 257 // 2
+    assert (found.full, found.partial, found.empty) == (1, 4, 3)
+    bounded = attngen.variant("kv < limit", scalars={"limit": {"type": "int32", "default": 3}})
+    counted = bounded.explain(8).counted
+    assert counted is not None
+    assert counted.visible == 24
+    assert "single tiles are looked at" in str(attngen.variant("(q + kv) % 7 == 0").explain())
+
+
+def test_its_picture_is_text() -> None:
+    assert str(attngen.variant("q_pos >= kv", name="causal").plot(3)).splitlines() == [
+        "causal: 3 queries down, 3 keys across", "█ all seen  ▒ some  · none", "█··", "██·", "███",
+    ]  # fmt: skip
+    large = str(attngen.variant("q_pos >= kv").plot(640)).splitlines()
+    assert large[0].endswith("a character is 20 x 10")
+    assert len(large) == 2 + 32
+    assert large[2] == "▒▒" + "·" * 62
+    assert large[3] == "██▒▒" + "·" * 60
+    assert str(attngen.variant().plot(0)).count("\n") == 1
+
+
+def test_an_image_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    picture = attngen.variant("q_pos >= kv").plot(4)
+    assert isinstance(picture, Picture)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(LoadError, match="needs matplotlib, which is not installed"):
+            picture.save(tmp_path / "mask.png")
+        assert picture._repr_png_() is None
+    pytest.importorskip("matplotlib")
+    picture.save(tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").read_bytes() == picture._repr_png_()
