@@ -40,7 +40,7 @@ constexpr int kCutTiles = 12;  // what a block may have too many if its share th
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * sizeof(Element);
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * sizeof(Element);
 constexpr uint32_t kStageBytes = kKBytes + kVBytes;
-using Row = PartialRow<kHeadDimV>;
+using Partial = PartialRow<kHeadDimV>;
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   const int units_of_thread = (units + kThreads - 1) / kThreads;
   const int unit_first = min(threadIdx.x * units_of_thread, units), unit_end = min(unit_first + units_of_thread, units);
   const Place place_first = place_of_unit(unit_first);
-  // The units of one sequence see as many keys as each other, so that clusters can begin without counting.
+  // The units of one sequence see about as many keys as each other, so that clusters can begin without counting.
   const bool clustered = cluster_size() > 1, alike = clustered && batch == 1 && row_units == 1;
   Count all = {0, units, 0}, before = {};
   if (!alike) {
@@ -432,10 +432,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const auto for_rows = [&](int first, int end, int count, int at, const auto& places_of, const auto& use) {
       for (int i = first + threadIdx.x; i < end; i += 32 * kWarps) {
         const int row = i / (kHeadDimV / 4), column = i % (kHeadDimV / 4) * 4;
-        use(Row::added(count, column, at, [&](int number) { return places_of(number) + row * Row::kFloats; }), row, column);
+        use(Partial::added(count, column, at, [&](int number) { return places_of(number) + row * Partial::kFloats; }), row, column);
       }
     };
-    const auto write = [&](Row sum, int row, int column) {
+    const auto write = [&](Partial sum, int row, int column) {
       const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
       const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
       OutElement* const to = (out_ptr + work.b * stride_out_b + q * stride_out_s + h * stride_out_h);
@@ -445,21 +445,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       if (write_lse && column == 0) lse_ptr[(work.b * static_cast<long long>(heads) + h) * seqlen_q + q] = log_sum_exp(sum.reference, sum.sum);
     };
     float* const found = &shared_at<float>(kMerge);
-    const auto of_group = [&](int number) { return found + number * unit_rows * Row::kFloats; };
+    const auto of_group = [&](int number) { return found + number * unit_rows * Partial::kFloats; };
     if (!first_part) sync_consumers();  // what was found for the part before has been read
     first_part = false;
-    Row::store(of_group(warp_group), own_row, rows, lane, acc, reference, row_sum);
+    Partial::store(of_group(warp_group), own_row, rows, lane, acc, reference, row_sum);
     sync_consumers();
 
     if (together) {  // a worker has one part then
-      for_rows(0, vectors, groups, Row::kOfWarp, of_group, [&](Row sum, int row, int column) {
-        sum.store(found + row * Row::kFloats, column, Row::kOfBlock);
+      for_rows(0, vectors, groups, Partial::kOfWarp, of_group, [&](Partial sum, int row, int column) {
+        sum.store(found + row * Partial::kFloats, column, Partial::kOfBlock);
       });
       arrive_cluster();
       wait_cluster();
     }
     const auto of_block = [&](int number) -> const float* { return together ? mapped(found, number) : of_group(number); };
-    const int count = together ? kCluster : groups, at = together ? Row::kOfBlock : Row::kOfWarp;
+    const int count = together ? kCluster : groups, at = together ? Partial::kOfBlock : Partial::kOfWarp;
     if (part.end - part.first == part.tiles) {
       const int share = vectors / team;  // of what there is to write
       for_rows(rank * share, (rank + 1) * share, count, at, of_block, write);
@@ -470,11 +470,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       // A split has a slot; a worker has two: for a unit that others begin, and for one that it begins.
       const auto of_worker = [&](int number) {
         const int slot = listed_splits ? unit * max_splits + number : 2 * (first_worker + number) + (number == 0);
-        return partials_ptr + slot * static_cast<long long>(unit_rows * Row::kFloats);
+        return partials_ptr + slot * static_cast<long long>(unit_rows * Partial::kFloats);
       };
       float* const own = of_worker(listed_splits ? part.piece : worker - first_worker);
-      for_rows(0, vectors, count, at, of_block, [&](Row sum, int row, int column) {
-        sum.store(own + row * Row::kFloats, column, Row::kOfWarp);
+      for_rows(0, vectors, count, at, of_block, [&](Partial sum, int row, int column) {
+        sum.store(own + row * Partial::kFloats, column, Partial::kOfWarp);
       });
       sync_consumers();
       if (threadIdx.x == 0) {
@@ -484,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
         shared_at<int>(kLast) = last;
       }
       sync_consumers();
-      if (shared_at<int>(kLast)) for_rows(0, vectors, parts, Row::kOfWarp, of_worker, write);
+      if (shared_at<int>(kLast)) for_rows(0, vectors, parts, Partial::kOfWarp, of_worker, write);
     }
     if (together) {  // until other blocks have read what this one has left for them
       arrive_cluster();

@@ -136,7 +136,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   const int row_units = (rows * group + (kRows << row_bits) - 1) / (kRows << row_bits), units = batch * kv_heads * row_units;
   const int tiles = (longest + kBlockN - 1) / kBlockN, max_splits = split_tiles ? (tiles + split_tiles - 1) / split_tiles : 1;
   const size_t slots = static_cast<size_t>(split_tiles ? units * max_splits : 2 * grid) << row_bits;
-  std::vector<float> partials(slots * kRows * Row::kFloats, NAN);
+  std::vector<float> partials(slots * kRows * Partial::kFloats, NAN);
   std::vector<uint32_t> counters(split_tiles ? units : grid, 0);
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
 
