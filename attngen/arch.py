@@ -17,6 +17,7 @@ class Arch:
     shared_memory: int
     registers: int
     descriptors: bool  # tensor memory accelerator (TMA)
+    pdl: bool  # programmatic dependent launch
     wgmma: bool
     specific: bool  # an "a" target: runs on exactly its own capability
 
@@ -30,12 +31,12 @@ class Arch:
 _KIB = 1024
 
 _ROWS = (
-    Arch("sm80", 80, 163 * _KIB, 65536, False, False, False),
-    Arch("sm86", 86, 99 * _KIB, 65536, False, False, False),
-    Arch("sm89", 89, 99 * _KIB, 65536, False, False, False),
-    Arch("sm90a", 90, 227 * _KIB, 65536, True, True, True),
-    Arch("sm100a", 100, 227 * _KIB, 65536, True, False, True),
-    Arch("sm120a", 120, 99 * _KIB, 65536, True, False, True),
+    Arch("sm80", 80, 163 * _KIB, 65536, False, False, False, False),
+    Arch("sm86", 86, 99 * _KIB, 65536, False, False, False, False),
+    Arch("sm89", 89, 99 * _KIB, 65536, False, False, False, False),
+    Arch("sm90a", 90, 227 * _KIB, 65536, True, True, True, True),
+    Arch("sm100a", 100, 227 * _KIB, 65536, True, True, False, True),
+    Arch("sm120a", 120, 99 * _KIB, 65536, True, True, False, True),
 )
 
 ARCHES: dict[str, Arch] = {row.name: row for row in _ROWS}

@@ -91,6 +91,7 @@ class Launch:
     arguments: tuple[Argument, ...] = ()
     persistent: bool = False  # a block works until no tile is left
     cluster: int = 1  # blocks of a tile
+    pdl: bool = False  # it may start before the work ahead of it is done, for which it waits by itself
     row_warps: int = 1  # the most warps that have the query rows of a unit, where blocks share keys
     split: bool = False  # a tile has a block for each split of the keys
     shared_bytes: int = 0  # of a block, where the plan lays it out; else the compiler does
@@ -107,6 +108,7 @@ class Launch:
             "persistent": self.persistent,
             "cluster": self.cluster,
             "split": self.split,
+            **({"pdl": True} if self.pdl else {}),
             **({"row_warps": self.row_warps} if self.row_warps > 1 else {}),
             "tile_m": self.tile_m,
             "tile_n": self.tile_n,

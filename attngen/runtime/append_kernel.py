@@ -69,7 +69,7 @@ class PreparedAppend:
         self.label = kernel.full_name
         self._offsets, self._template = entry.layout.offsets, bytes(packed.bytes)
         self._driver, self._device = driver, device
-        self._function = entry.function(driver, device), blocks, entry.threads, entry.shared_memory
+        self._function = entry.launch_on(driver, device, blocks)
         #: Blocks of parameters that no launch is using. Threads take and return one atomically.
         self._free: list[tuple[Frame, list[Launch]]] = []
 

@@ -15,11 +15,15 @@ from typing import Any, Protocol
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import LoadError
+from attngen.runtime.cache import RecentCache
 
 #: Most bytes of a kernel's parameters. CUDA C++ Programming Guide, "Function parameters" (sm70 and later).
 MAX_PARAMETER_BYTES = 32764
 
 _BLOCK_ALIGNMENT = 64
+
+#: Launch configurations that are kept: one for each grid and stream.
+_MAX_CONFIGS = 512
 
 #: What to do about a kernel whose files do not fit: one was built here, another one came with a package.
 REMEDY = "build it anew, or reinstall its package"
@@ -57,9 +61,9 @@ class Frame:
         return ctypes.addressof(array)
 
 
-#: A kernel to launch: its handle, blocks, threads of a block, bytes of dynamic shared memory, and the address of an
-#: array of pointers, one to each parameter.
-Launch = tuple[Any, int, int, int, int]
+#: A kernel to launch: its handle, blocks, threads of a block, bytes of dynamic shared memory, whether it may start
+#: before the work ahead of it is done, and the address of an array of pointers, one to each parameter.
+Launch = tuple[Any, int, int, int, bool, int]
 
 
 class Driver(Protocol):
@@ -134,7 +138,8 @@ class CudaDriver:
         self._torch = torch
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
-        self._launch = cu.cuLaunchKernel
+        self._launch, self._launch_pdl = cu.cuLaunchKernel, cu.cuLaunchKernelEx
+        self._configs: RecentCache[Any] = RecentCache(_MAX_CONFIGS)
         self._bound = threading.local()
         self._libraries: dict[tuple[int, int], tuple[bytes, Any]] = {}
         self._lock = threading.Lock()
@@ -299,13 +304,32 @@ class CudaDriver:
                 self.launch(kernels, device)
             return
         launch, stream = self._launch, self._raw_stream(device)
-        for function, grid, threads, shared, parameters in kernels:
-            (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
+        for function, grid, threads, shared, pdl, parameters in kernels:
+            if pdl:
+                (status,) = self._launch_pdl(self._config(grid, threads, shared, stream), function, parameters, 0)
+            else:
+                (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
             if status:
                 raise LoadError(
                     f"launch of {grid} blocks of {threads} threads with {shared} B of shared memory failed: "
                     f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
                 )
+
+    def _config(self, grid: int, threads: int, shared: int, stream: int) -> Any:
+        """Return what cuLaunchKernelEx takes for programmatic dependent launch; those used lately are kept."""
+        key = grid, threads, shared, stream
+        config = self._configs[key]
+        if config is None:
+            cu = self._cu
+            config, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            config.sharedMemBytes, config.hStream = shared, stream
+            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+            self._configs.put(key, config)
+        return config
 
     def encode_tensor_map(
         self,

@@ -74,7 +74,7 @@ class PreparedKernel:
                     _write(packed, parameter, geometry.number(parameter))
         self.offsets, self.template = entry.layout.offsets, bytes(packed.bytes)
         #: What the driver takes of a launch before the parameters.
-        self.function = entry.function(driver, device, geometry.cluster), blocks, entry.threads, entry.shared_memory
+        self.function = entry.launch_on(driver, device, blocks, geometry.cluster)
 
 
 class PreparedLaunch:

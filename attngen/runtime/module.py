@@ -23,7 +23,10 @@ from attngen.runtime.packing import Layout, lay_out
 
 
 class Entry:
-    """One launchable function of a cubin: its symbol, its parameter block, and its handle on each device."""
+    """One launchable function of a cubin: its symbol, its parameter block, and its handle on each device.
+
+    ``pdl`` says that it waits by itself for the work ahead of it.
+    """
 
     def __init__(
         self,
@@ -32,10 +35,12 @@ class Entry:
         threads: int,
         shared_memory: int,
         image: Callable[[], bytes],
+        pdl: bool = False,
     ) -> None:
         self.symbol = symbol
         self.threads = threads
         self.shared_memory = shared_memory
+        self.pdl = pdl
         self._rows = rows
         self._image = image
         self._functions: dict[tuple[int, int], Any] = {}
@@ -44,6 +49,10 @@ class Entry:
     def layout(self) -> Layout:
         """The parameter block; LoadError for a list that this version does not understand."""
         return lay_out(self._rows)
+
+    def launch_on(self, driver: Driver, device: int, blocks: int, cluster: int = 1) -> tuple[Any, int, int, int, bool]:
+        """Return what the driver takes of a launch before its parameters. Raises LoadError for a bad cubin."""
+        return self.function(driver, device, cluster), blocks, self.threads, self.shared_memory, self.pdl
 
     def function(self, driver: Driver, device: int, cluster: int = 1) -> Any:
         """Return the handle on a device, for clusters of a size that the cubin leaves open; the cubin is read and
@@ -74,7 +83,7 @@ class Launch:
         self.row_warps: int = row.get("row_warps", 1)
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
         shared = (row.get("resources") or {}).get("shared_memory", 0)
-        self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image)
+        self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image, bool(row.get("pdl")))
         self._map: Mapping[str, Any] = row.get("tile_map") or {}
 
     @property

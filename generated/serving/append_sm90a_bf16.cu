@@ -7,6 +7,7 @@
 // rotated. A thread has 16 bytes of one row: 2^lane_bits threads have a row, and a block as many rows as fit.
 // The widths of rows, how the cache lies and what is rotated are the call's, so that one kernel serves all head dims.
 #include "append.cuh"
+#include "pdl.cuh"
 #include "rotary.cuh"
 
 using Element = bf16;
@@ -33,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_sm90a_bf16(
     int pages, int page_size, int max_pages, int positions, int rotary_half, int rotary_form, int interleaved,
     int whole_vectors, int long_slots
 ) {
+  launch_dependents();
   const int lane = threadIdx.x & (1 << lane_bits) - 1;
   const int row = (blockIdx.x << kThreadBits - lane_bits) + (threadIdx.x >> lane_bits);
   const int rows = 2 * kv_heads + heads;  // of a token
@@ -44,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_sm90a_bf16(
   const int element = kElements * lane;  // the first one of the thread
   const bool active = token < tokens && element < (of_v ? head_dim_v : head_dim_qk);
 
+  wait_dependencies();  // nothing in global memory is read or written before
   Element* to = nullptr;
   Vector<Element> vector;
   if (active) {

@@ -14,6 +14,7 @@
 #include "divisor.cuh"
 #include "expression.cuh"
 #include "mma.cuh"
+#include "pdl.cuh"
 #include "ring.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
@@ -113,6 +114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     int u_window,
     int write_lse, int has_seqused_k
 ) {
+  // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
+  if (cluster_size() == 1) launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
   const int lane = threadIdx.x % 32;
   const uint32_t here = mapped(kShared, cluster_rank()) - kShared;  // barriers and copies take addresses of the cluster
@@ -131,6 +134,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     __syncwarp();
     if (lane == 0) prefetch_map(warp % 2 == 0 ? k_map : v_map);
   }
+  wait_dependencies();  // nothing in global memory is read or written before
+
   // Units of work in their order: blocks of rows of a sequence, sequences, KV heads.
   const Divisor by_row_units(row_units, row_units_reciprocal), by_batch(batch, batch_reciprocal);
   const Divisor by_group(group, group_reciprocal);
@@ -486,10 +491,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       sync_consumers();
       if (shared_at<int>(kLast)) for_rows(0, vectors, parts, Partial::kOfWarp, of_worker, write);
     }
-    if (together) {  // until other blocks have read what this one has left for them
-      arrive_cluster();
-      wait_cluster();
-    }
+    if (together) leave_cluster();  // once other blocks have read what this one has left for them
     position += part.end - part.first;
   }
 }

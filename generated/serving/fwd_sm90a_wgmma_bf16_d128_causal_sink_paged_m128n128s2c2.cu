@@ -115,7 +115,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_causal_sink_paged_m128n128s2c2(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map,
+    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* cu_seqlens_q_ptr, const int* page_table_ptr,
     const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_sinks,
     long long stride_out_s, long long stride_out_h,
@@ -524,9 +524,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         fence_async_proxy();
       };
-      // Rows behind the sequence belong to the next one: no copy of a whole box.
+      // Rows after the last one belong to the next sequence, so that a box is copied only if all of its rows exist.
       const auto store_out = [&](int from) {
         const int rows = min(64, work.seqlen_q - work.q_start - 64 * warpgroup);
+        if (rows == 64) {
+          if (leader) {
+            for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
+              store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h,
+                        work.q_begin + work.q_start + 64 * warpgroup);
+            }
+            commit_stores();
+          }
+          return;
+        }
         for (int i = 0; i < 64 * kOutColumns / kOutChunk / 128; ++i) {
           const int row = (group_thread + 128 * i) / (kOutColumns / kOutChunk);
           const int column = (group_thread + 128 * i) % (kOutColumns / kOutChunk) * kOutChunk;
@@ -540,6 +550,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       };
       // Waits until the last tile has left its place in shared memory.
       const auto free_out = [&] {
+        if (leader) wait_stores_read();
         sync_group();
       };
       const auto write_out = [&] {

@@ -491,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         fence_async_proxy();
       };
-      // Rows behind the sequence belong to the next one: no copy of a whole box.
+      // Rows after the last one belong to the next sequence, so that a box is copied only if all of its rows exist.
       const auto store_out = [&](int from) {
         const int rows = min(64, (work.seqlen_q - work.q_start) * group - 64 * warpgroup);
         for (int i = 0; i < 64 * kOutColumns / kOutChunk / 128; ++i) {
@@ -542,6 +542,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       }
       work = next;
     }
-    if (leader) wait_stores_read();
   }
 }

@@ -16,6 +16,10 @@ inline void arrive_cluster() {
 inline void wait_cluster() {
   while (current->block->cluster->meetings == current->cluster_meeting) yield();
 }
+inline void leave_cluster() {
+  arrive_cluster();
+  wait_cluster();
+}
 template <typename Value>
 inline const Value* mapped(const Value* place, uint32_t rank) {
   return reinterpret_cast<const Value*>(place_of_address(mapped(address_of(place), rank)));

@@ -84,7 +84,7 @@ class Recorder(FakeDriver):
     """Notes what is launched, with the values of its parameters."""
 
     def launch_one(self, kernel: object, device: int) -> None:
-        (symbol, manifest, rows), grid, threads, _, parameters = kernel  # type: ignore[misc]
+        (symbol, manifest, rows), grid, threads, *_, parameters = kernel  # type: ignore[misc]
         values = decode(rows, parameters)
         self.launches.append((launch_of(manifest, symbol)["name"], grid, threads, values))  # type: ignore[arg-type]
 

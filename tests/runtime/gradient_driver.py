@@ -34,7 +34,7 @@ class GradientDriver(FakeDriver):
         return symbol, manifest, launch_of(manifest, symbol)["parameters"]
 
     def launch_one(self, kernel: Launch, device: int) -> None:
-        (symbol, manifest, rows), _, _, _, parameters = kernel
+        (symbol, manifest, rows), *_, parameters = kernel
         values = decode(rows, parameters)
         part = launch_of(manifest, symbol)["name"]
         self.launches.append(part)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ class HostDriver:
         return symbol.rpartition("_")[2]
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
-        for dtype, grid, threads, _, parameters in kernels:
+        for dtype, grid, threads, *_, parameters in kernels:
             self.launches.append((dtype, grid))
             library(dtype).run_blocks(grid, threads, ctypes.c_void_p(parameters))
 

@@ -294,7 +294,7 @@ class FakeDriver:
             self.launch_one(kernel, device)
 
     def launch_one(self, kernel: KernelLaunch, device: int) -> None:
-        (symbol, manifest, rows), grid, threads, shared, parameters = kernel
+        (symbol, manifest, rows), grid, threads, shared, _, parameters = kernel
         values = decode(rows, parameters)
         self.launches.append(Launch(symbol, grid, threads, shared, device, values))
         if symbol == main_of(manifest)["symbol"]:

@@ -39,8 +39,11 @@ class Stub:
         for name in (
             "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion",
             "CUtensorMapFloatOOBfill", "CUdevice_attribute", "CUfunction_attribute", "CUstreamCaptureMode",
+            "CUlaunchAttributeID",
         ):  # fmt: skip
             setattr(self, name, _Names(name))
+        self.CUlaunchConfig = SimpleNamespace
+        self.CUlaunchAttribute = lambda: SimpleNamespace(value=SimpleNamespace())
         self.cuuint64_t = self.cuuint32_t = int
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +76,7 @@ class Stub:
                 buffer = ctypes.create_string_buffer(b"\xff" * 128, 128)
                 self.maps.append(buffer)
                 return (SimpleNamespace(getPtr=lambda: ctypes.addressof(buffer)),)
-            case "cuLaunchKernel" | "cuFuncSetAttribute":
+            case "cuLaunchKernel" | "cuLaunchKernelEx" | "cuFuncSetAttribute":
                 return ()
         return (Pointer(1),)
 
@@ -187,7 +190,7 @@ def test_a_parameter_list_that_differs_is_refused(stub: Stub) -> None:
 def test_launch(stub: Stub) -> None:
     driver = CudaDriver()
     for _ in range(2):
-        driver.launch([("function", 12, 128, 4096, 5555), ("other", 3, 64, 0, 7777)], 0)
+        driver.launch([("function", 12, 128, 4096, False, 5555), ("other", 3, 64, 0, False, 7777)], 0)
     first, second = (
         ("function", 12, 1, 1, 128, 1, 1, 4096, 1000, 5555, 0),
         ("other", 3, 1, 1, 64, 1, 1, 0, 1000, 7777, 0),
@@ -196,16 +199,30 @@ def test_launch(stub: Stub) -> None:
     assert len(stub.named("cuCtxGetCurrent")) == 2  # the thread's context is looked at once
 
 
+def test_a_launch_may_start_before_the_work_ahead_is_done(stub: Stub) -> None:
+    driver = CudaDriver()
+    for _ in range(2):
+        driver.launch([("function", 12, 128, 4096, True, 5555)], 0)
+    (config, *rest), again = stub.named("cuLaunchKernelEx")
+    assert again[0] is config
+    assert rest == ["function", 5555, 0]
+    assert (config.gridDimX, config.blockDimX, config.sharedMemBytes, config.hStream) == (12, 128, 4096, 1000)
+    (attribute,) = config.attrs
+    assert attribute.id == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+    assert attribute.value.programmaticStreamSerializationAllowed == config.numAttrs == 1
+    assert not stub.named("cuLaunchKernel")
+
+
 def test_launch_on_another_device(stub: Stub) -> None:
     driver = CudaDriver()
-    driver.launch([("function", 1, 128, 0, 5555)], 1)
+    driver.launch([("function", 1, 128, 0, False, 5555)], 1)
     assert stub.named("cuLaunchKernel")[0][8] == 1001
     assert torch._C._cuda_getDevice() == 0
 
 
 def test_a_thread_without_a_context_gets_the_primary_one(stub: Stub) -> None:
     stub.context = 0
-    CudaDriver().launch([("function", 1, 128, 0, 5555)], 0)
+    CudaDriver().launch([("function", 1, 128, 0, False, 5555)], 0)
     assert stub.context == 9
 
 
@@ -213,7 +230,7 @@ def test_errors_have_the_drivers_words(stub: Stub) -> None:
     driver = CudaDriver()
     stub.fails["cuLaunchKernel"] = Status.CUDA_ERROR_LAUNCH_FAILED
     with pytest.raises(LoadError, match=r"CUDA_ERROR_LAUNCH_FAILED \(words of CUDA_ERROR_LAUNCH_FAILED\)"):
-        driver.launch([("function", 1, 128, 0, 5555)], 0)
+        driver.launch([("function", 1, 128, 0, False, 5555)], 0)
     stub.fails["cuLibraryLoadData"] = Status.CUDA_ERROR_NO_BINARY_FOR_GPU
     with pytest.raises(LoadError, match="cubin of 'kernel': CUDA_ERROR_NO_BINARY_FOR_GPU"):
         driver.load(b"cubin", "kernel", 0, 0, [8, 4])

@@ -79,7 +79,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     row = Launch(
         APPEND, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
-        products=0,
+        products=0, pdl=arch.pdl,
     )  # fmt: skip
     return planned.with_launches(row)
 

@@ -96,7 +96,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     forward = Launch(
         "forward", planned.name, "splits", _ROWS, _KEYS, stages, planned.num_warps, planned.driver, None,
         _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER, row_warps=warps // 2,
-        shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=0,
+        pdl=True, shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=0,
     )  # fmt: skip
     partials = ("split_slots", "row_warps", _ROWS * (v.width + ROW_PADDING))
     return planned.with_launches(

@@ -204,7 +204,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
 def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
-    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.staged and not plan.ragged_queries else []
+    staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.boxes_out else []
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n),
         boxes("v", plan.tile_n, window=plan.tile_n), *staged, arguments.pointer(plan, "out"),
@@ -277,6 +277,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice
         persistent=specialized and spec.persistent is not False,
         longest_first=spec.order != "natural",
         staged=spec.epilogue != "direct",
+        boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - _ROWS,
         q_stages=1,
         box_bytes=box,

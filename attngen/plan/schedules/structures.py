@@ -21,6 +21,7 @@ class HopperForward(Structure):
     overlap: bool  # the product with V runs under the softmax of the next tile
     longest_first: bool  # query tiles from the last to the first, head by head within a section
     staged: bool  # outputs leave through shared memory
+    boxes_out: bool  # from there by TMA, where all rows of a box exist
     q_stages: int  # tiles of Q in flight
     box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once

@@ -19,6 +19,7 @@ class AppendView:
     command: str
     summary: str
     argument_lines: tuple[str, ...]
+    pdl: bool  # it may start before the work ahead of it is done
 
 
 def append_view(plan: Plan, template: str) -> AppendView:
@@ -29,6 +30,7 @@ def append_view(plan: Plan, template: str) -> AppendView:
         command=command(plan),
         summary="New keys and values go into a cache; keys and queries are rotated on the way.",
         argument_lines=(*lines[:-1], lines[-1].removesuffix(",")),
+        pdl=plan.launch(plan.main).pdl,
     )
 
 

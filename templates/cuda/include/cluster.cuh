@@ -39,6 +39,11 @@ __device__ __forceinline__ void sync_cluster() {
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+// For the last time, where blocks have only read from each other: what they wrote elsewhere need not have arrived.
+__device__ __forceinline__ void leave_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // Arrive at a barrier of any block of the cluster. What it guards for another block is read by products, which are
 // complete, and written by copies alone: a fence of the whole cluster would take longer than a product.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {

@@ -61,6 +61,13 @@ __device__ __forceinline__ void load_box_once(
 }
 
 // What lies outside the tensor is not written.
+__device__ __forceinline__ void store_box(const TensorMap& map, uint32_t from, int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];"
+      ::"l"(&map), "r"(from), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
 __device__ __forceinline__ void store_box(const TensorMap& map, uint32_t from, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
