@@ -27,11 +27,24 @@ from attngen.runtime.cache import RecentCache
 from attngen.runtime.dispatch import is_traced
 from attngen.runtime.dropout import draw
 from attngen.runtime.module import Kernel
+from attngen.runtime.paged import attention_paged
 from attngen.runtime.registry import registry
 from attngen.runtime.training import asks_for_determinism
 
 #: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of a packed call.
 Packing = tuple[Tensor, Tensor, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """How a call over pages finds its keys, as ``attngen.attention_paged`` takes it."""
+
+    page_table: Tensor
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int | None = None
+    num_splits: int | None = None
+    out: Tensor | None = None
+
 
 #: No limit on a side of a window, as the variants with sides write it.
 NO_LIMIT = -1
@@ -84,6 +97,7 @@ def attend(
     *,
     spec: str,
     packing: Packing | None = None,
+    pages: Pages | None = None,
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
@@ -91,7 +105,8 @@ def attend(
     or_reference: bool = False,
     deterministic: bool = False,
 ) -> Any:
-    """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``.
+    """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``. With ``pages``
+    k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
 
     Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
     on the reference, built or not. Candidates that drop share one state of random numbers, drawn here. Raises
@@ -111,23 +126,24 @@ def attend(
     ordered = deterministic or asks_for_determinism() == 2
     if is_traced(q):
         names = tuple(candidate.variant for candidate in candidates)
-        layout = "dense" if packing is None else "varlen"
+        layout = _layout(packing, pages)
         dtype, device = _dtype(q), q.device.type
         known = _head_dims(names)
         dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
         place, name = _built_at_trace(names, dtype, *dims, layout, device, q.device.index, spec, learns, ordered)
-        return _call(candidates[place], name, q, k, v, packing, options)
+        return _call(candidates[place], name, q, k, v, packing, pages, options)
     if not on_gpu(q) or backend == "reference":
-        return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, options)
-    kind = _kind(candidates, q, v, packing, learns, ordered)
+        return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, pages, options)
+    layout = _layout(packing, pages)
+    kind = _kind(candidates, q, v, layout, learns, ordered)
     last = first = _LAST.get(kind)
     if first is None:
-        first = _with_backward(candidates, q, v, packing, ordered) if learns else 0
+        first = _with_backward(candidates, q, v, layout, ordered) if learns else 0
     error: NoKernelError | None = None
     for place in (first, *(i for i in range(len(candidates)) if i != first)):
         chosen = candidates[place]
         try:
-            found = _call(chosen, variant(chosen.variant), q, k, v, packing, options)
+            found = _call(chosen, variant(chosen.variant), q, k, v, packing, pages, options)
         except NoKernelError as refused:
             error = refused
             continue
@@ -139,7 +155,7 @@ def attend(
         raise refusal
     warnings.warn(f"attention runs on the slow reference: {refusal}", RuntimeWarning, stacklevel=3)
     options["backend"] = "reference"
-    return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, options)
+    return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, pages, options)
 
 
 def reason_against(
@@ -178,12 +194,20 @@ def _call(
     k: Tensor,
     v: Tensor,
     packing: Packing | None,
+    pages: Pages | None,
     options: Mapping[str, Any],
 ) -> Any:
     if candidate.finish is not None:
         options = {**options, "return_lse": True}
     found: Any
-    if packing is None:
+    if pages is not None:
+        rest = {name: value for name, value in options.items() if name not in ("seqused_k", "deterministic")}
+        found = attention_paged(
+            q, k, v, pages.page_table, options["seqused_k"], cu_seqlens_q=pages.cu_seqlens_q,
+            max_seqlen_q=pages.max_seqlen_q, num_splits=pages.num_splits, out=pages.out, variant=chosen, **rest,
+            **candidate.own(),
+        )  # fmt: skip
+    elif packing is None:
         found = dispatch.attention(q, k, v, variant=chosen, **options, **candidate.own())
     else:
         starts_q, starts_k, longest_q, longest_k = packing
@@ -193,19 +217,21 @@ def _call(
     return found if candidate.finish is None else candidate.finish(*found)
 
 
+def _layout(packing: Packing | None, pages: Pages | None) -> str:
+    """Return the layout of the kernels that a call needs."""
+    return "paged" if pages is not None else "dense" if packing is None else "varlen"
+
+
 def _kind(
-    candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None, learns: bool, ordered: bool
+    candidates: Sequence[Candidate], q: Tensor, v: Tensor, layout: str, learns: bool, ordered: bool
 ) -> tuple[Any, ...]:
     names = tuple(candidate.variant for candidate in candidates)
     asked = ordered if learns else None
-    return (names, q.dtype, q.shape[-1], v.shape[-1], packing is None, asked, q.device.index, registry.generation)
+    return (names, q.dtype, q.shape[-1], v.shape[-1], layout, asked, q.device.index, registry.generation)
 
 
-def _with_backward(
-    candidates: Sequence[Candidate], q: Tensor, v: Tensor, packing: Packing | None, ordered: bool
-) -> int:
+def _with_backward(candidates: Sequence[Candidate], q: Tensor, v: Tensor, layout: str, ordered: bool) -> int:
     """Return the first candidate that can be differentiated, or else the first."""
-    layout = "dense" if packing is None else "varlen"
     places = (
         i for i, candidate in enumerate(candidates) if has_backward(candidate.variant, q, v, layout, ordered=ordered)
     )

@@ -38,7 +38,7 @@ def candidates_for(
     chunk: int = 0,
 ) -> list[Candidate]:
     """Return the variants that compute what the arguments ask for, the most special one first; ``chunk`` 0 is none."""
-    left, right = _sides(window_size)
+    left, right = sides_of(window_size)
     if causal:
         right = 0
     if softcap is None or softcap < 0:
@@ -66,7 +66,7 @@ def candidates_for(
     return [general]
 
 
-def _sides(window_size: Sequence[int | None]) -> tuple[int, int]:
+def sides_of(window_size: Sequence[int | None]) -> tuple[int, int]:
     """Return how many keys before and after its own position a query sees, −1 without limit."""
     pair = isinstance(window_size, Sequence) and len(window_size) == 2
     if not pair or any(isinstance(side, float | str) for side in window_size):

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from attngen.errors import CallError
 from attngen.integrations.choice import Packing, attend, with_dropout
 from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor, unpack
+from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.flash_passes import (  # which ring attention calls
     _flash_attn_backward as _flash_attn_backward,
 )
@@ -29,7 +28,6 @@ from attngen.integrations.flash_passes import (
 from attngen.integrations.flash_passes import (
     _flash_attn_varlen_forward as _flash_attn_varlen_forward,
 )
-from attngen.runtime.dispatch import is_traced
 
 __all__ = [
     "flash_attn_func",
@@ -131,10 +129,20 @@ def flash_attn_varlen_func(
     """As ``flash_attn_func``, for sequences packed one after the other: q (total_q, h, d), k and v (total_k, hk, d).
 
     ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32, (batch + 1,). ``max_seqlen_q`` and ``max_seqlen_k`` may be tensors
-    of one number, of which reading waits for the GPU. The log-sum-exp is (h, total_q). A ``block_table`` is refused.
+    of one number, of which reading waits for the GPU. The log-sum-exp is (h, total_q).
+
+    With ``block_table`` (batch, max_pages) int32, k and v are the pages of a cache, (pages, page_size, hk, d), and
+    ``cu_seqlens_k`` says how many keys each sequence has. There is no gradient then.
     """
     if block_table is not None:
-        raise refused("block_table", "no kernel reads keys through a table of pages; gather them first")
+        if dropout_p:
+            raise refused("dropout_p", "keys in pages are read without dropout")
+        found = attend_cached(CachedCall(
+            q=q, k_cache=k, v_cache=v, page_table=block_table, lengths=tensor("cu_seqlens_k", cu_seqlens_k).diff(),
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q), softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
+        ))  # fmt: skip
+        return _results(q, found, return_attn_probs)
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
     longest_q, longest_k = (int(n) if isinstance(n, Tensor) else n for n in (max_seqlen_q, max_seqlen_k))
     packing: Packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
@@ -192,7 +200,6 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-@torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -217,83 +224,22 @@ def flash_attn_with_kvcache(
     """Return attention of q (b, sq, h, d) over a cache (b, capacity, hk, d) of which ``cache_seqlens`` keys count.
 
     New k and v (b, new, hk, d) are first written into the cache in place, after the ``cache_seqlens`` (an int, or
-    int32 (b,)) that it holds. ``num_splits`` changes nothing. Rotary embeddings, pages (``block_table``),
-    ``cache_batch_idx`` and ``cache_leftpad`` are refused. With ``return_softmax_lse`` the result is (out, lse). As in
-    flash-attn it has no gradient.
+    int32 (b,)) that it holds. ``cache_batch_idx`` (b,) says which entry of the cache a sequence has; with
+    ``block_table`` (b, max_pages) int32 the cache is (pages, page_size, hk, d), of any page size. Nobody sees the first
+    ``cache_leftpad`` (b,) keys of a sequence.
+
+    ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate new keys by their positions, and queries by
+    the same with ``causal`` or a window, else all by the position of the first new key. ``num_splits=1`` asks for
+    a kernel that does not share the keys of a sequence among blocks; other numbers leave that to the kernel. With
+    ``return_softmax_lse`` the result is (out, lse). As in flash-attn it has no gradient.
     """
-    del rotary_interleaved, num_splits
-    if rotary_cos is not None or rotary_sin is not None:
-        raise refused("rotary_cos", "no kernel rotates q and k; rotate them before the call")
-    if block_table is not None:
-        raise refused("block_table", "no kernel reads keys through a table of pages")
-    if cache_batch_idx is not None:
-        raise refused("cache_batch_idx", "no kernel reads the cache through an index; pass a cache in q's order")
-    if cache_leftpad is not None:
-        raise refused("cache_leftpad", "no variant of this integration skips the first keys of a cache")
-    if (k is None) != (v is None):
-        raise CallError("k and v are given together or not at all")
-    if k is not None and cache_seqlens is None:
-        raise CallError("new keys need cache_seqlens, which says where they go")
-    for name, given in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        tensor(name, given)
-    q = steppable("q", q)
-    new = 0 if k is None or v is None else _new_keys(k_cache, v_cache, k, v)
-    used = None if cache_seqlens is None else _lengths(cache_seqlens, q, new, k_cache.shape[1])
-    if k is not None and v is not None and used is not None:
-        used = _append(k_cache, v_cache, k, v, used)
-    candidates = candidates_for(q, causal, window_size, softcap, alibi_slopes, q.shape[0])
-    return attend(
-        candidates, q, k_cache, v_cache, spec=SPEC, softmax_scale=softmax_scale, seqused_k=used,
+    return attend_cached(CachedCall(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, lengths=cache_seqlens, batch_index=cache_batch_idx,
+        leftpad=cache_leftpad, page_table=block_table, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
         return_lse=return_softmax_lse,
-    )  # fmt: skip
-
-
-def _new_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> int:
-    """Return how many keys a call adds to its cache: k and v are (b, new, hk, d), as the cache is but for its room."""
-    for name, given, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        batch, _, *rest = cache.shape
-        wanted = (batch, *tensor("k", k).shape[1:2], *rest)
-        if tuple(tensor(name, given).shape) != wanted or given.dtype != cache.dtype:
-            raise CallError(
-                f"{name} must be {cache.dtype} of shape {wanted}, as {name}_cache and the number of new keys say, got "
-                f"{given.dtype} of shape {tuple(given.shape)}"
-            )
-    return k.shape[1]
-
-
-def _lengths(cache_seqlens: int | Tensor, q: Tensor, new: int, room: int) -> Tensor:
-    """Return the used lengths (b,) of a cache. What a tensor on a GPU holds is not read."""
-    batch = q.shape[0]
-    if isinstance(cache_seqlens, int):
-        if not 0 <= cache_seqlens <= room - new:
-            raise CallError(f"the cache has room for {room} keys; {cache_seqlens} and {new} new ones do not fit")
-        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if not isinstance(cache_seqlens, Tensor):
-        raise CallError(f"cache_seqlens must be an integer or a torch.Tensor, got {type(cache_seqlens).__name__}")
-    if cache_seqlens.shape != (batch,) or cache_seqlens.is_floating_point():
-        raise CallError(
-            f"cache_seqlens must be a number, or int32 of shape ({batch},), got {cache_seqlens.dtype} of shape "
-            f"{tuple(cache_seqlens.shape)}"
-        )
-    if cache_seqlens.device != q.device:
-        raise CallError(f"cache_seqlens is on {cache_seqlens.device}, but q is on {q.device}")
-    if cache_seqlens.is_cpu and not is_traced(cache_seqlens):
-        for place, used in enumerate(cache_seqlens.tolist()):
-            if not 0 <= used <= room - new:
-                raise CallError(
-                    f"cache_seqlens[{place}] is {used}; the cache has room for {room} keys, {new} of them new"
-                )
-    return cache_seqlens.to(torch.int32).contiguous()
-
-
-def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, used: Tensor) -> Tensor:
-    """Write new keys and values after the used ones, and return how many are used then."""
-    batch, new = k.shape[:2]
-    rows = torch.arange(batch, device=k.device)[:, None]
-    places = used[:, None].long() + torch.arange(new, device=k.device)
-    k_cache[rows, places] = k
-    v_cache[rows, places] = v
-    return used + new
+    ))  # fmt: skip
 
 
 def _results(q: Tensor, found: Any, with_lse: bool) -> Any:

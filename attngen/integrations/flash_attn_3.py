@@ -2,7 +2,7 @@
 
 The forms are those of ``flash_attn_interface`` in https://github.com/Dao-AILab/flash-attention (hopper). They have no
 dropout and no ALiBi, and version 3's ``attention_chunk`` and ``seqused_q``. What tunes its kernels (``num_splits``,
-``pack_gqa``, ``sm_margin``) changes no result there, and nothing here. float8, ``qv``, pages and rotary embeddings are
+``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) changes no result there, and nothing here. float8 and ``qv`` are
 refused with NoKernelError, which says why.
 """
 
@@ -18,11 +18,18 @@ from torch.nn.functional import pad
 from attngen.errors import CallError
 from attngen.integrations.choice import Packing, attend
 from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
+from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.flash_passes import write
 from attngen.integrations.gradients import gradients_of, row_sums
 from attngen.integrations.used_queries import UsedQueries, checked
 
-__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
 
 _ROWS = 128
 
@@ -140,6 +147,60 @@ def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
         window_size, attention_chunk, softcap, deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """As ``flash_attn_with_kvcache`` of ``attngen.integrations.flash_attn``, with what version 3 adds.
+
+    With ``cu_seqlens_q`` (b + 1,) int32 and ``max_seqlen_q``, q is (total_q, h, d) and the log-sum-exp (h, total_q);
+    with ``cu_seqlens_k_new`` new k and v are (total_new, hk, d). ``rotary_seqlens`` (b,) says where rotations begin, if
+    not after ``cache_seqlens``.
+    """
+    del scheduler_metadata, pack_gqa, sm_margin
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return attend_cached(CachedCall(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_lengths=rotary_seqlens, rotary_interleaved=rotary_interleaved, lengths=cache_seqlens,
+        batch_index=cache_batch_idx, leftpad=cache_leftpad, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, chunk=attention_chunk, softcap=softcap, num_splits=num_splits,
+        return_lse=return_softmax_lse,
+    ))  # fmt: skip
+
+
+def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+    """Return None: kernels share out work on the device, from the lengths that are there when they run."""
 
 
 def _flash_attn_forward(

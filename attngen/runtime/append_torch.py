@@ -41,15 +41,15 @@ def append(call: Append, sizes: Sizes) -> Tensor | None:
         if positions is not None:
             row = positions.clamp(0, max(call.rotary_cos.shape[0] - 1, 0))
             cos, sin = (table.index_select(0, row) for table in (call.rotary_cos, call.rotary_sin))
-            new_k = _rotated(new_k, cos, sin, call.rotary_interleaved)
+            new_k = rotated(new_k, cos, sin, call.rotary_interleaved)
             if q is not None:
-                new_q = _rotated(q.reshape(-1, *q.shape[-2:]), cos, sin, call.rotary_interleaved).view(q.shape)
+                new_q = rotated(q.reshape(-1, *q.shape[-2:]), cos, sin, call.rotary_interleaved).view(q.shape)
         _write(call.k_cache, new_k, place, call.page_layout)
         _write(call.v_cache, v.reshape(-1, *v.shape[-2:]), place, call.page_layout)
         if call.q_out is None or new_q is None:
             return new_q
-        rotated: Tensor = call.q_out.copy_(new_q)
-        return rotated
+        into: Tensor = call.q_out.copy_(new_q)
+        return into
 
 
 def tokens_of(call: Append, sizes: Sizes) -> Tokens:
@@ -119,7 +119,7 @@ def _write(cache: Tensor, values: Tensor, place: Place, page_layout: str) -> Non
     cache.index_put_((entry, row), torch.where(written[:, None, None], values, otherwise))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return (tokens, heads, head_dim) with its first numbers rotated, each token by its row of ``cos`` and ``sin``."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     half = cos.shape[-1]
@@ -127,8 +127,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     turned = x[..., : 2 * half].to(compute)
     pairs = turned.unflatten(-1, (half, 2)) if interleaved else turned.unflatten(-1, (2, half)).transpose(-1, -2)
     a, b = pairs.unbind(-1)
-    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1 if interleaved else -2).flatten(-2)
-    return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), dim=-1)
+    pairs = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1 if interleaved else -2).flatten(-2)
+    return torch.cat((pairs.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
 def check_contents(call: Append, sizes: Sizes) -> None:

@@ -204,8 +204,14 @@ def test_positions_of_arguments_are_those_of_flash_attn_3() -> None:
             "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k",
             "softmax_scale", "causal", "qv", *scales, "window_size", "attention_chunk", "softcap", *tuned,
         ],
+        "flash_attn_with_kvcache": [
+            "q", "k_cache", "v_cache", "k", "v", "qv", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
+            "cache_leftpad", "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens",
+            *scales, "softmax_scale", "causal", "window_size", "attention_chunk", "softcap", "rotary_interleaved",
+            "scheduler_metadata", "num_splits", "pack_gqa", "sm_margin", "return_softmax_lse",
+        ],
     }  # fmt: skip
-    assert set(wanted) == set(flash_attn_3.__all__)
+    assert {*wanted, "get_scheduler_metadata"} == set(flash_attn_3.__all__)
     for name, arguments in wanted.items():
         assert list(inspect.signature(getattr(flash_attn_3, name)).parameters) == arguments
 

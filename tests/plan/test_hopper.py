@@ -201,10 +201,12 @@ def test_outputs_that_leave_from_registers_take_no_shared_memory() -> None:
     assert roles_of(direct).shared_bytes < roles_of(staged).shared_bytes
 
 
-def test_varlen_kernels_store_without_a_descriptor() -> None:
-    described = [a.of for a in on_hopper(layout="varlen").arguments if a.kind == "descriptor"]
-    assert described == ["q", "k", "v"]
-    assert [a.of for a in on_hopper().arguments if a.kind == "descriptor"] == ["q", "k", "v", "out"]
+def test_packed_rows_of_packed_heads_are_stored_without_a_descriptor() -> None:
+    for fields in ({}, {"layout": "varlen"}, {"pack_gqa": "true"}):
+        described = [a.of for a in on_hopper(**fields).arguments if a.kind == "descriptor"]
+        assert described == ["q", "k", "v", "out"]
+    packed = on_hopper(layout="varlen", pack_gqa="true")
+    assert [a.of for a in packed.arguments if a.kind == "descriptor"] == ["q", "k", "v"]
 
 
 # --- packed heads ---------------------------------------------------------------------------------------------

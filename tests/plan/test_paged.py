@@ -64,7 +64,7 @@ def test_what_a_paged_kernel_is_told() -> None:
     found = [one.name for one in planned(head_dim=128, backend="cuda", layout="paged").arguments]
     told = {"page_table_ptr", "page_table_stride", "page_size", "num_pages", "box_rows"}
     assert told | {"seqused_k_ptr", "cu_seqlens_q_ptr", "has_cu_seqlens_q"} <= {*found}
-    assert not {"cu_seqlens_k_ptr", "has_seqused_k", "out_map"} & {*found}
+    assert not {"cu_seqlens_k_ptr", "has_seqused_k"} & {*found}
 
 
 @pytest.mark.parametrize("fields", [{"backend": "cuda", "warps": "{producer: 0}"}, {"backend": "triton"}], ids=str)

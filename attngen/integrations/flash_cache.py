@@ -1,0 +1,235 @@
+"""What flash-attn's ``flash_attn_with_kvcache`` means, in its versions 2 and 3: append, rotate, attend.
+
+New keys and values go into the cache first (``attngen.append_kv``), with the rotation of keys and queries on the way.
+Then queries attend to the cache: where it stands in their order as it is, else as pages, of which a row of a dense
+cache is one (``attngen.attention_paged``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.integrations.choice import Candidate, Pages, attend
+from attngen.integrations.flash_arguments import candidates_for, refused, sides_of, steppable, tensor
+from attngen.runtime.append import append_kv
+from attngen.runtime.append_torch import rotated
+from attngen.runtime.dispatch import is_traced
+
+#: The shipped spec that builds what these functions ask for.
+SPEC = "flash_attn_kvcache"
+
+#: What stands after the name of a variant in that of its sibling that skips the first keys of each sequence.
+LEFTPAD = "_leftpad"
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedCall:
+    """A call over a cache: q (b, sq, h, d), or (total_q, h, d) with ``cu_seqlens_q`` and ``max_seqlen_q``.
+
+    ``k_cache`` and ``v_cache`` are (entries, rows, hk, d), of which sequence i has entry ``batch_index[i]``, or i; with
+    ``page_table`` (b, max_pages) int32 they are (pages, page_size, hk, d). ``lengths`` counts the keys that a sequence
+    had before: an int, or int32 (b,); None for all that there is room for. Nobody sees the first ``leftpad`` (b,) int32
+    of them. ``k`` and ``v`` (b, new, hk, d), or (total_new, hk, d) with ``cu_seqlens_new``, are written after these.
+    ``rotary_lengths`` (b,) says where rotations begin, if not after the lengths.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_lengths: Tensor | None = None
+    rotary_interleaved: bool = True
+    lengths: int | Tensor | None = None
+    batch_index: Tensor | None = None
+    leftpad: Tensor | None = None
+    page_table: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_new: Tensor | None = None
+    max_seqlen_q: int | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Sequence[int | None] = (-1, -1)
+    chunk: int = 0
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    num_splits: int = 0
+    return_lse: bool = False
+    out: Tensor | None = None
+
+
+@torch.no_grad()
+def attend_cached(call: CachedCall) -> Any:
+    """Return out, or (out, lse) with ``return_lse``, after new keys and values are in the cache.
+
+    lse is float32, (b, h, sq), or (h, total_q) for packed queries. Raises CallError for arguments that disagree, and
+    NoKernelError for what no built kernel computes.
+    """
+    for name in ("q", "k_cache", "v_cache"):
+        tensor(name, getattr(call, name))
+    call = replace(call, q=steppable("q", call.q))
+    if (call.k is None) != (call.v is None):
+        raise CallError("k and v are given together or not at all")
+    batch = _batch(call)
+    used = _lengths(call, batch)
+    candidates = _candidates(call, batch)
+    if call.k is not None:
+        call, used = _with_new_keys(call, used)
+    elif call.rotary_cos is not None or call.rotary_sin is not None:
+        raise CallError("rotary_cos rotates new keys, and queries with them; k and v are not given")
+    in_order = call.page_table is None and call.batch_index is None and call.cu_seqlens_q is None
+    options: dict[str, Any] = {
+        "spec": SPEC, "softmax_scale": call.softmax_scale, "return_lse": call.return_lse, "seqused_k": used
+    }  # fmt: skip
+    if in_order and call.out is None:
+        k, v = (cache[:batch] if cache.shape[0] > batch else cache for cache in (call.k_cache, call.v_cache))
+        return attend(candidates, call.q, k, v, **options)
+    if call.page_table is not None:
+        table = call.page_table
+    elif call.batch_index is not None:
+        table = call.batch_index.to(torch.int32)[:, None]
+    else:
+        table = torch.arange(batch, dtype=torch.int32, device=call.q.device)[:, None]
+    pages = Pages(table, call.cu_seqlens_q, call.max_seqlen_q, 1 if call.num_splits == 1 else None, call.out)
+    return attend(candidates, call.q, call.k_cache, call.v_cache, pages=pages, **options)
+
+
+def _batch(call: CachedCall) -> int:
+    """Return the number of sequences, and check that all arguments have it."""
+    q, starts = call.q, call.cu_seqlens_q
+    if q.dim() != (4 if starts is None else 3):
+        form = "(batch, seqlen_q, heads, head_dim)" if starts is None else "(total_q, heads, head_dim)"
+        raise CallError(f"q must have shape {form}, got {tuple(q.shape)}")
+    if starts is not None and call.max_seqlen_q is None:
+        raise CallError("cu_seqlens_q needs max_seqlen_q, the most queries of a sequence")
+    for name in ("k_cache", "v_cache"):
+        if getattr(call, name).dim() != 4:
+            form = "(batch, capacity, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim)"
+            raise CallError(f"{name} must have shape {form}, got {tuple(getattr(call, name).shape)}")
+    batch: int = q.shape[0] if starts is None else tensor("cu_seqlens_q", starts).shape[0] - 1
+    if call.page_table is not None and call.batch_index is not None:
+        raise CallError("cache_batch_idx is for a dense cache; a page table says by itself where keys are")
+    for name, given in (("cache_batch_idx", call.batch_index), ("cache_leftpad", call.leftpad)):
+        if given is not None and (tensor(name, given).shape != (batch,) or given.dtype not in _INTEGERS):
+            found = f"{given.dtype} of shape {tuple(given.shape)}"
+            raise CallError(f"{name} must be int32 of shape ({batch},), got {found}")
+    table = call.page_table
+    if table is not None and (tensor("block_table", table).dim() != 2 or table.shape[0] != batch):
+        raise CallError(f"the page table must be int32 of shape ({batch}, max_pages), got {tuple(table.shape)}")
+    if table is None and call.batch_index is None and call.k_cache.shape[0] < batch:
+        raise CallError(f"the cache has {call.k_cache.shape[0]} entries, but there are {batch} sequences")
+    return batch
+
+
+def _lengths(call: CachedCall, batch: int) -> Tensor | None:
+    """Return the keys (b,) int32 that each sequence has. What a tensor on a GPU holds is not read."""
+    lengths, table = call.lengths, call.page_table
+    room = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
+    new = 0 if call.k is None or call.cu_seqlens_new is not None else tensor("k", call.k).shape[1]
+    device = call.q.device
+    if lengths is None:
+        if call.k is not None:
+            raise CallError("new keys need cache_seqlens, which says where they go")
+        if table is None and call.batch_index is None and call.cu_seqlens_q is None:
+            return None
+        return torch.full((batch,), room, dtype=torch.int32, device=device)
+    if isinstance(lengths, int):
+        if not 0 <= lengths <= room - new:
+            raise CallError(f"the cache has room for {room} keys; {lengths} and {new} new ones do not fit")
+        return torch.full((batch,), lengths, dtype=torch.int32, device=device)
+    if not isinstance(lengths, Tensor):
+        raise CallError(f"cache_seqlens must be an integer or a torch.Tensor, got {type(lengths).__name__}")
+    if lengths.shape != (batch,) or lengths.is_floating_point():
+        raise CallError(
+            f"cache_seqlens must be a number, or int32 of shape ({batch},), got {lengths.dtype} of shape "
+            f"{tuple(lengths.shape)}"
+        )
+    if lengths.device != device:
+        raise CallError(f"cache_seqlens is on {lengths.device}, but q is on {device}")
+    if lengths.is_cpu and not is_traced(lengths):
+        for place, used in enumerate(lengths.tolist()):
+            if not 0 <= used <= room - new:
+                raise CallError(
+                    f"cache_seqlens[{place}] is {used}; the cache has room for {room} keys, {new} of them new"
+                )
+    return lengths.to(torch.int32).contiguous()
+
+
+def _candidates(call: CachedCall, batch: int) -> list[Candidate]:
+    """Return the variants that compute what a call asks for."""
+    found = candidates_for(
+        call.q, call.causal, call.window_size, call.softcap, call.alibi_slopes, batch, call.chunk
+    )  # fmt: skip
+    if call.sinks is not None:
+        found = [_with_sink(found[0], call.sinks, call.q.shape[-2])]
+    if call.leftpad is None:
+        return found
+    if call.chunk or call.sinks is not None:
+        raise refused("cache_leftpad", "no variant of this integration has it beside attention_chunk or sinks")
+    general = found[-1]
+    skipped = {**general.arguments, "leftpad": call.leftpad.to(torch.int32)}
+    return [Candidate(general.variant + LEFTPAD, skipped)]
+
+
+def _with_sink(candidate: Candidate, sinks: Tensor, heads: int) -> Candidate:
+    """Return the sibling of a variant with a logit (h,) of each head that joins the softmax."""
+    if candidate.variant not in ("causal", "sliding_window"):
+        raise refused("s_aux", "sinks go with causal masks and windows alone, without softcap, ALiBi and chunks")
+    if tensor("s_aux", sinks).shape != (heads,):
+        raise CallError(f"s_aux must have shape ({heads},), one number for each head, got {tuple(sinks.shape)}")
+    return Candidate(f"{candidate.variant}_sink", {**candidate.arguments, "sinks": sinks.float()})
+
+
+def _with_new_keys(call: CachedCall, used: Tensor | None) -> tuple[CachedCall, Tensor]:
+    """Write new keys and values into the cache; return the call with rotated queries, and the new lengths."""
+    k, v, q = call.k, call.v, call.q
+    assert k is not None
+    assert v is not None
+    assert used is not None, "lengths were asked for"
+    starts, new_starts = call.cu_seqlens_q, call.cu_seqlens_new
+    for name, given in (("k", k), ("v", v)):
+        if tensor(name, given).dim() != (4 if new_starts is None else 3):
+            raise CallError(f"{name} must be laid out as new keys are, got shape {tuple(given.shape)}")
+    turns = call.rotary_cos is not None
+    # Queries stand beside the new keys where a mask tells positions apart, else all beside the first of them.
+    moving = call.causal or sides_of(call.window_size) != (-1, -1)
+    together = turns and moving and q.shape[:-2] == k.shape[:-2] and (starts is None or starts is new_starts)
+    turned = append_kv(
+        steppable("k", k), steppable("v", v), call.k_cache, call.v_cache, used,
+        page_table=call.page_table, batch_index=None if call.batch_index is None else call.batch_index.to(torch.int32),
+        cu_seqlens=new_starts, q=q if together else None, rotary_cos=call.rotary_cos, rotary_sin=call.rotary_sin,
+        rotary_interleaved=bool(call.rotary_interleaved),
+        rotary_offsets=None if call.rotary_lengths is None else call.rotary_lengths.to(torch.int32),
+    )  # fmt: skip
+    if turns and not together:
+        turned = _rotated_queries(call, used if call.rotary_lengths is None else call.rotary_lengths, moving)
+    used = used + (k.shape[1] if new_starts is None else new_starts.diff())
+    return (call if turned is None else replace(call, q=turned)), used
+
+
+def _rotated_queries(call: CachedCall, offsets: Tensor, moving: bool) -> Tensor:
+    """Return queries rotated by their positions: ``offsets`` (b,), and where they are ``moving`` one more for each."""
+    q, starts = call.q, call.cu_seqlens_q
+    assert call.rotary_cos is not None
+    assert call.rotary_sin is not None
+    if starts is None:
+        index = torch.arange(q.shape[1], device=q.device)
+        positions = (offsets.long()[:, None] + (index if moving else 0 * index)).flatten()
+    else:
+        token = torch.arange(q.shape[0], device=q.device)
+        sequence = torch.searchsorted(starts[1:].long(), token, right=True).clamp(max=starts.shape[0] - 2)
+        positions = offsets.long()[sequence] + ((token - starts.long()[sequence]) if moving else 0)
+    row = positions.clamp(0, max(call.rotary_cos.shape[0] - 1, 0))
+    cos, sin = (table.index_select(0, row) for table in (call.rotary_cos, call.rotary_sin))
+    return rotated(q.reshape(-1, *q.shape[-2:]), cos, sin, bool(call.rotary_interleaved)).view(q.shape)
