@@ -50,6 +50,7 @@ class Launch:
     tile_rows: int = 64  # by which the tiles of queries and of keys are counted
     spread: tuple[int, ...] = (1,)  # factors of ``integer``, of which arrays and scalars take turns
     map_word: int = 0b0110_1101
+    kv_heads: int = 1
 
     def machine(self, parameters: Sequence[Mapping[str, Any]], warpgroup: int) -> Machine:
         """Return what the first thread of a warpgroup finds. ``parameters`` are those of the manifest, in order."""
@@ -94,13 +95,13 @@ class Launch:
         if kind in ("stride", "descriptor_stride"):
             return 4096
         if kind == "size":
-            heads, q_tiles = 2, -(-self.seqlen_q // self.tile_rows)
+            group, q_tiles = 2, -(-self.seqlen_q // self.tile_rows)
             sizes = {
                 "batch": 1,
-                "heads": heads,
-                "kv_heads": 1,
-                "group": heads,
-                "section": heads,
+                "heads": group * self.kv_heads,
+                "kv_heads": self.kv_heads,
+                "group": group,
+                "section": group,
                 "seqlen_q": self.seqlen_q,
                 "seqlen_k": self.seqlen_k,
                 "total_q": self.seqlen_q,
@@ -162,6 +163,8 @@ MORE_LAUNCHES = (
     Launch(1000, 1000, block=6, present=False, integer=700, tile_rows=128),
     Launch(64, 64, block=0, present=False, integer=64),
     Launch(700, 200, block=0, present=True, integer=100, spread=(-1, 1)),
+    Launch(200, 333, block=0, present=False, integer=17, kv_heads=8),  # expressions may count with heads, too
+    Launch(60, 333, block=0, present=True, integer=17, kv_heads=40),
 )
 
 
