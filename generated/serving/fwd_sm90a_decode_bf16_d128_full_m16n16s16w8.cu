@@ -211,7 +211,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   const int worker = together ? blockIdx.x / kCluster : blockIdx.x;
   int workers = min(max((listed_splits ? all.pieces * split_tiles : all.pieces) / kLeastTiles, all.units), static_cast<int>(gridDim.x));
   if (!together && !listed_splits) splits = cuts_for(workers, kCutTiles);
-  if (splits > 0) workers = all.units * splits;
+  if (splits > 0) {
+    workers = all.units * splits;
+  } else if (!listed_splits && all.units > workers && all.pieces == all.units * all.longest) {
+    // Units that are alike: if few blocks stay idle then, each takes so many whole ones, and nothing is merged through memory.
+    const int units_each = (all.units + workers - 1) / workers, takers = all.units / units_each;
+    if (takers * units_each == all.units && 16 * takers >= 15 * workers) workers = takers;
+  }
   const Shares shares(splits > 0 ? workers : all.pieces, workers);
   const int share_begin = shares.first(worker), share_end = shares.first(worker + 1);
   if (worker >= workers || share_begin == share_end) return;
