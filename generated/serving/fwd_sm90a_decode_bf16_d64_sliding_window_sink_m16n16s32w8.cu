@@ -37,6 +37,7 @@ constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 // How work is shared out, in tiles of keys; measured.
 constexpr int kLeastTiles = 8;  // of a block: with fewer, fewer blocks work
 constexpr int kCutTiles = 12;  // what a block may have too many if its share then has no second part
+constexpr int kWholeTiles = 2048;  // of a block: with more, idle blocks cost more than merging
 
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * sizeof(Element);
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * sizeof(Element);
@@ -213,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   // it evenly, unless some would have much more to do than others; else all workers have equal shares of the list.
   const auto cuts_for = [&](int workers, int slack) {
     if (all.units == 0 || all.units > workers) return 0;
-    const int cuts = workers / all.units;
-    return all.longest <= cuts * (all.pieces / workers + slack) ? cuts : 0;
+    const int cuts = workers / all.units, share = all.pieces / workers;
+    return all.longest <= cuts * (share + max(slack, share <= kWholeTiles ? share / 16 : 0)) ? cuts : 0;
   };
   const int clusters = gridDim.x / kCluster;
   int splits = alike ? clusters / units : clustered ? cuts_for(clusters, kCutTiles * kCluster) : 0;
@@ -225,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   if (!together && !listed_splits) splits = cuts_for(workers, kCutTiles);
   if (splits > 0) {
     workers = all.units * splits;
-  } else if (!listed_splits && all.units > workers && all.pieces == all.units * all.longest) {
-    // Units that are alike: if few blocks stay idle then, each takes so many whole ones, and nothing is merged through memory.
+  } else if (!listed_splits && all.units > workers && all.pieces / workers <= kWholeTiles && all.pieces == all.units * all.longest) {
+    // Units that are alike: if few blocks stay idle then, each takes as many whole ones, and nothing is merged in memory.
     const int units_each = (all.units + workers - 1) / workers, takers = all.units / units_each;
     if (takers * units_each == all.units && 16 * takers >= 15 * workers) workers = takers;
   }

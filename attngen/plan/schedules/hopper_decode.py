@@ -23,6 +23,7 @@ from attngen.schema.expand import KernelSpec
 _DTYPES = ("bf16", "fp16")
 _ROWS = 16  # query rows of a warp: M of mma.m16n8k16
 _KEYS = 16  # of a step: its K in the second product
+_WHOLE_BYTES = 8 * 2**20  # see docs/notebook/hopper_decode.md
 _CLUSTER = 8  # the most blocks of a cluster that every Hopper card takes
 
 _WARPS = (8, 4)
@@ -42,6 +43,7 @@ class HopperDecode(Structure):
     box_bytes: int  # of a row of one copy, over which it is swizzled
     least_tiles: int  # of a block: with fewer, fewer blocks work
     cut_tiles: int  # what a block may have too many if its share then is of one unit alone
+    whole_tiles: int  # of a block: with more, idle blocks cost more than merging results in memory
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -67,6 +69,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         least_tiles=8,
         cut_tiles=12,
+        whole_tiles=_WHOLE_BYTES // (_KEYS * (qk.width + v.width) * element.bytes),
     )
     planned = drafted(
         spec,
