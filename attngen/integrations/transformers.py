@@ -36,10 +36,16 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def register() -> None:
-    """Make ``attn_implementation="attngen"`` known to transformers. Calling it again changes nothing."""
+    """Make ``attn_implementation="attngen"`` known to transformers, and ``"paged|attngen"`` for continuous batching.
+
+    Calling it again changes nothing.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from attngen.integrations import transformers_paged
+
     AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(transformers_paged.NAME, transformers_paged.paged_attention)
     AttentionMaskInterface.register(NAME, mask)
 
 

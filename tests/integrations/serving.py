@@ -1,0 +1,43 @@
+"""Continuous batching of tiny models: prompts of several lengths, more tokens than one batch holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from tests.integrations.families import VOCABULARY
+
+PROMPTS = (5, 37, 64, 90, 1, 23)
+BLOCK = 16
+NEW = 11
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in PROMPTS]
+
+
+def plain(model: Any) -> list[list[int]]:
+    """Return the tokens that a model generates for each prompt by itself, with eager attention."""
+    model.set_attn_implementation("eager")
+    given = [torch.tensor([tokens], device=model.device) for tokens in prompts()]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    return [model.generate(ids, **options)[0, ids.shape[1] :].tolist() for ids in given]
+
+
+def serve(model: Any, **options: Any) -> list[list[int]]:
+    """Return the tokens that a model generates for all prompts in batches that change as they go."""
+    model.set_attn_implementation("paged|attngen")
+    found = model.generate_batch(
+        inputs=prompts(),
+        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            block_size=BLOCK, num_blocks=64, max_batch_tokens=72, **options
+        ),
+        progress_bar=False,
+    )
+    ordered = sorted(found.items(), key=lambda item: int(item[0].rpartition("_")[2]))
+    return [list(one.generated_tokens) for _, one in ordered]

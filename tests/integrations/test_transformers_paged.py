@@ -1,0 +1,56 @@
+"""``attn_implementation="paged|attngen"``: the tokens of continuous batching, beside those of each prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.errors import CallError
+from attngen.integrations import transformers_paged
+from attngen.integrations.transformers_paged import page_table
+from tests.integrations import families
+from tests.integrations.serving import NEW, PROMPTS, plain, serve
+
+pytest.importorskip("psutil", reason="transformers asks it how much memory a cache may take")
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences each call over pages had."""
+    calls: list[int] = []
+    attend = transformers_paged.attend_cached
+
+    def noting(call: Any) -> Any:
+        calls.append(call.cu_seqlens_q.shape[0] - 1)
+        return attend(call)
+
+    monkeypatch.setattr(transformers_paged, "attend_cached", noting)
+    return calls
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss"])
+def test_a_server_gives_the_tokens_of_eager(family: str, paged: list[int]) -> None:
+    model = families.make(family, head_dim=8, implementation="attngen")
+    found = serve(model)
+    assert [len(tokens) for tokens in found] == [NEW] * len(PROMPTS)
+    assert found == plain(model)
+    assert bool(paged) == (family != "mistral")  # whose layers all have a window
+
+
+def test_pages_follow_from_rows() -> None:
+    size, blocks, lengths = 4, [[7, 2, 5], [3], [0, 6]], [10, 4, 5]
+    rows = [blocks[b][i // size] * size + i % size for b, n in enumerate(lengths) for i in range(n)]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    found = page_table(torch.tensor(rows), starts, size, 3)
+    assert found.dtype == torch.int32
+    for b, pages in enumerate(blocks):
+        assert found[b, : len(pages)].tolist() == pages
+
+
+def test_a_forward_without_a_cache_is_refused() -> None:
+    model = families.make("llama", head_dim=8, implementation="attngen")
+    model.set_attn_implementation("paged|attngen")
+    with pytest.raises(CallError, match="paged.attngen is for continuous batching"):
+        model(input_ids=torch.ones(1, 3, dtype=torch.long))
