@@ -3,7 +3,7 @@
 transformers keeps keys in blocks, and tells an attention which rows of the cache to write and to read, as indices of
 single tokens. Where a layer sees all earlier keys these are whole blocks, one after the other, from which the table of
 pages follows on the device: nothing is gathered. A layer with a sliding window has a cache of its window alone, which
-is read before it is overwritten: its keys are gathered, as transformers does for every attention, and attended to packed.
+is read before it is overwritten: its keys are gathered, as transformers does for every attention, and packed.
 
 Written for ``PagedAttentionCache`` of transformers 5.17.
 """

@@ -1,7 +1,7 @@
 """A server's loop: transformers' continuous batching on a Llama of 8B's shape, with attngen's kernels and without.
 
-Weights are random, so that nothing is downloaded. It needs the kernels of specs/serving.yaml (or ATTNGEN_JIT=1), and
-prints the tokens that each implementation generates in a second.
+Weights are random, so that nothing is downloaded. It needs the kernels of specs/serving.yaml, or of
+specs/integrations/flash_attn_kvcache.yaml, and prints the tokens that each implementation generates in a second.
 """
 
 import argparse

@@ -17,9 +17,12 @@ ROOT = Path(__file__).parents[2]
 #: Scripts, and the spec that the documentation says to build for each.
 SCRIPTS = {
     "route_sdpa": "sdpa", "ship_a_package": None, "train_gpt": None, "transformers_model": "transformers",
-    "use_flash_attn": "flash_attn",
+    "use_flash_attn": "flash_attn", "serve_llama": "flash_attn_kvcache",
 }  # fmt: skip
-ARGUMENTS = {"train_gpt": ["--tiny", "--steps", "3"]}
+ARGUMENTS = {
+    "train_gpt": ["--tiny", "--steps", "3"],
+    "serve_llama": ["--layers", "2", "--heads", "8", "--requests", "8", "--prompt", "200", "--new-tokens", "8"],
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -28,9 +31,10 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
     if spec is not None:
         package(spec)  # fails here, and not in the script, for another GPU than that of the spec
         assert build(resources.specs_dir() / f"integrations/{spec}.yaml").failures == ()
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs/examples" / f"{name}.py"), *ARGUMENTS.get(name, [])],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     if name == "route_sdpa":

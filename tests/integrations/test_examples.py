@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,18 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PRINTED = {
     "route_sdpa.py": "3 calls on attngen: bias_bf16_dropout 2, bias_bf16 1\n1 calls on torch:",
+    "serve_llama.py": "attngen: ",
     "transformers_model.py": "tokens (2, 56)",
     "use_flash_attn.py": "out (2, 256, 8, 64) lse (2, 8, 256)\nstep (2, 1, 8, 64)",
 }
+
+TINY = ["--tiny", "--layers", "2", "--heads", "4", "--requests", "4", "--prompt", "70", "--new-tokens", "6"]
+ARGUMENTS = {"serve_llama.py": [*TINY, "--implementations", "attngen"]}
 
 
 @pytest.mark.parametrize("name", sorted(PRINTED))
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert capsys.readouterr().out.startswith(PRINTED[name])
