@@ -140,7 +140,7 @@ def floor(plan: Plan) -> Floor:
 #: Q Kᵀ, dO Vᵀ, and those that give dV and dK, or dQ.
 _PRODUCTS = {"dkdv": (2, 2), "dq": (2, 1)}
 #: In CUDA the kernel by tiles of keys gives dQ, too.
-_PRODUCTS_IN_CUDA = {"dkdv": (3, 2)}
+_PRODUCTS_IN_CUDA = {"dqkv": (3, 2)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         section_bytes=_SECTION_BYTES,
         section_heads=_SECTION_HEADS if _is_uneven(spec, driver) else 1,
         structure=roles,
-        main="dkdv",
+        main="dqkv",
         sum_columns=roles.sum_columns,
         ordered=roles.ordered,
     )
@@ -308,18 +308,18 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
 
     rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
     yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
-    axes = axes_of(plan, "dkdv") if plan.driver == "tile_map" else None
+    axes = axes_of(plan, "dqkv") if plan.driver == "tile_map" else None
     if axes is not None:
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
-        yield launch("classify_dkdv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
+        yield launch("classify_dqkv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
     cluster = roles.cluster
     yield launch(
-        "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
-        persistent=cluster == 1, arguments=_dkdv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
+        "dqkv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
+        persistent=cluster == 1, arguments=_dqkv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
         max_spills=(PINGPONG_SPILLS if roles.pingpong else SPILLS).bytes, products=_products(plan, roles),
     )  # fmt: skip
     if cluster > 1:  # a block alone rounds dQ itself
-        yield launch("dq", "queries", 4 * _CONSUMERS, arguments=_dq_arguments(plan))
+        yield launch("postprocess", "queries", 4 * _CONSUMERS, arguments=_postprocess_arguments(plan))
 
 
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -334,7 +334,7 @@ def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _dkdv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
+def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     """Return the arguments of the launch of all products. Blocks that are no clusters take tiles from a counter, and
     round dQ, too; otherwise the hardware hands out tiles, if their order need not be known."""
     window, keys = plan.tile_m if plan.varlen else None, roles.keys
@@ -352,7 +352,7 @@ def _dkdv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _dq_arguments(plan: Plan) -> tuple[Argument, ...]:
+def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the launch that rounds the sums of dQ."""
     return (
         _sums(), arguments.pointer(plan, "dq"),

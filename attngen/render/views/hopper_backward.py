@@ -37,9 +37,9 @@ _CLUSTER_TEXTS = {
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
-    "dkdv": frozenset({"dq", "dk", "dv", "dq_sum", "tile_counter"}),
-    "dq": frozenset({"dq"}),
-    "classify_dkdv": frozenset({"tile_map"}),
+    "dqkv": frozenset({"dq", "dk", "dv", "dq_sum", "tile_counter"}),
+    "postprocess": frozenset({"dq"}),
+    "classify_dqkv": frozenset({"tile_map"}),
 }
 
 
@@ -87,8 +87,8 @@ class CudaBackwardView:
     chunks_of_row: int
     row_of_out: str
     row_of_dout: str
-    dkdv: Launch
-    dkdv_lines: tuple[str, ...]
+    dqkv: Launch
+    dqkv_lines: tuple[str, ...]
     key_box: str
     query_box: str
     row_entry: str
@@ -118,9 +118,9 @@ class CudaBackwardView:
     uses_b: bool
     dk_rows: str
     dv_rows: str
-    dq: Launch | None  # where it has a kernel of its own
-    dq_lines: tuple[str, ...]
-    dq_uses_hk: bool
+    postprocess: Launch | None  # where it has a kernel of its own
+    postprocess_lines: tuple[str, ...]
+    postprocess_uses_hk: bool
     dq_factor_lines: tuple[Statement, ...]
     dq_factor: Piece
     dq_row: str
@@ -133,11 +133,11 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     roles = plan.structure
     assert isinstance(roles, HopperBackward)
     parts = {part.name: part for part in plan.launches}
-    dkdv, rounding = plan.of_launch(parts["dkdv"]), parts.get("dq")
-    found, code = tiles(dkdv, QUERIES), probabilities(dkdv)
-    listed = query_word(dkdv) if plan.driver != "ranges" else ()
-    factor_lines, factor_text = factor(dkdv, code.factor)
-    dq_factor_lines, dq_factor = factor(plan.of_launch(rounding) if rounding else dkdv, code.factor)
+    dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts.get("postprocess")
+    found, code = tiles(dqkv, QUERIES), probabilities(dqkv)
+    listed = query_word(dqkv) if plan.driver != "ranges" else ()
+    factor_lines, factor_text = factor(dqkv, code.factor)
+    dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
     steps = reads([*code.partial.all, *code.full.all, code.exponent])
     spans = reads([*found.lines, *found.values.values(), *listed])
     box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
@@ -173,8 +173,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         chunks_of_row=plan.head_dim_v // out.chunk_elements,
         row_of_out=_row(plan, "out", "row"),
         row_of_dout=_row(plan, "dout", "row"),
-        dkdv=parts["dkdv"],
-        dkdv_lines=_lines(plan, parts["dkdv"]),
+        dqkv=parts["dqkv"],
+        dqkv_lines=_lines(plan, parts["dqkv"]),
         key_box=_key_box(plan, "start" if roles.cluster > 1 else "kv_start"),
         query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
         row_entry="h * static_cast<long long>(total_q) + q_begin + q"
@@ -189,7 +189,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
-        turn=_turn(dkdv),
+        turn=_turn(dqkv),
         counters=_counters(plan),
         work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
         uses_q_first="q_first" in steps,
@@ -206,14 +206,14 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_b=not plan.varlen or "b" in reads([*factor_lines, factor_text]),
         dk_rows=_row(plan, "dk", "key", head="hk"),
         dv_rows=_row(plan, "dv", "key", head="hk"),
-        dq=rounding,
-        dq_lines=_lines(plan, rounding) if rounding else (),
-        dq_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
+        postprocess=postprocess,
+        postprocess_lines=_lines(plan, postprocess) if postprocess else (),
+        postprocess_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
         dq_factor_lines=dq_factor_lines,
         dq_factor=dq_factor,
-        dq_row=_row(plan, "dq", _dq_row(plan, "q_start + row" if rounding else "first_row")),
+        dq_row=_row(plan, "dq", _dq_row(plan, "q_start + row" if postprocess else "first_row")),
         dq_padded=roles.sum_columns > plan.head_dim_qk,
-        classifier=_classifier(plan, parts["classify_dkdv"]) if "classify_dkdv" in parts else None,
+        classifier=_classifier(plan, parts["classify_dqkv"]) if "classify_dqkv" in parts else None,
     )
 
 

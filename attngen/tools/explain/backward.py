@@ -56,6 +56,9 @@ DOES = {
     "dkdv": "dK and dV of {tile_n} keys, {tile_m} queries of each head of the group a step",
     "classify_dq": "the map of the tiles of keys that each tile of queries sees",
     "dq": "dQ of {tile_m} queries, {tile_n} keys a step",
+    "classify_dqkv": "the map of the tiles of queries that each tile of keys is seen by",
+    "dqkv": "dK and dV of {tile_n} keys, {tile_m} queries of each head of the group a step",
+    "postprocess": "scales and rounds dQ of {tile_m} queries, from the dQ accumulator",
 }
 
 
