@@ -173,7 +173,7 @@ def test_how_a_block_finds_its_queries(variant: str, driver: str, overlap: str) 
 
 def test_keys_that_a_query_does_not_see_are_masked_in_partial_tiles_only() -> None:
     text = render(backward(head_dim=128)).text
-    partial, full = re.split(r"\n +\} else \{\n", text.split("// Turns products into probabilities")[1], maxsplit=1)
+    partial, full = re.split(r"\n +\} else \{\n", text.split("const auto exponentiate_step")[1], maxsplit=1)
     assert "if (8 * row >= visible_to) x = kMasked;" in partial
     assert "kMasked" not in full.split("pack_probabilities")[0]
 

@@ -195,7 +195,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_q_first="q_first" in steps,
         uses_packed=not (steps | spans).isdisjoint(("q_begin", "k_begin")),
         block_lines=code.block,
-        weight_comment=", and those of pairs that are not visible to 0" if plan.variant.masked else "",
+        weight_comment="; 0 for pairs that are not visible" if plan.variant.masked else "",
         partial=code.partial,
         full=code.full,
         exponent=code.exponent,

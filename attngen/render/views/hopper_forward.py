@@ -198,7 +198,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         logit_tile=tile,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
         logit_partial=masked,
-        logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
+        logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
         multiplier=code.multiplier,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,

@@ -1,4 +1,4 @@
-// Which tile of work comes next, and where data put its bounds.
+// The tile scheduler, and searches for bounds in sorted data.
 #pragma once
 
 #include "types.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ void place_tile(
   q_tile = q_tiles - 1 - rest / width;
 }
 
-// The numbers that another lane holds.
+// The value that another lane holds.
 template <typename Numbers>
 __device__ __forceinline__ Numbers from_lane(const Numbers& own, int lane) {
   Numbers other;
