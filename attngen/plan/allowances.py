@@ -1,5 +1,5 @@
-"""The only table of what was decided by hand about code that costs speed: what kernels may do all the same, and what a
-schedule leaves to another although it could write it. Who, how much, why, and where it was measured."""
+"""The only table of exceptions that were decided by hand: which costly machine code is accepted all the same, and what
+a schedule leaves to another although it could do it. Who, how much, why, and where it was measured."""
 
 from __future__ import annotations
 

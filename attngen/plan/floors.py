@@ -203,7 +203,7 @@ def gradient_floor(plan: Plan, launch: Launch) -> GradientFloor | None:
     by_qk, by_v = products[launch.name]
     m, n, given = launch.tile_m, launch.tile_n, plan.operands
     width = by_qk * sum(c.width for c in plan.columns_qk) + by_v * sum(c.width for c in plan.columns_v)
-    query = plan.head_dim_qk * given.q.bytes + plan.head_dim_v * given.dout.bytes + 8  # Q, dO, and two float32 numbers
+    query = plan.head_dim_qk * given.q.bytes + plan.head_dim_v * given.dout.bytes + 8  # Q, dO, row statistics
     key = plan.head_dim_qk * given.k.bytes + plan.head_dim_v * given.v.bytes
     gradients = plan.head_dim_qk * given.dk.bytes + plan.head_dim_v * given.dv.bytes
     loaded, kept = (m * query, n * (key + gradients)) if launch.grid == "keys" else (
@@ -216,8 +216,8 @@ def gradient_floor(plan: Plan, launch: Launch) -> GradientFloor | None:
 def row_sums_bytes(plan: Plan) -> int:
     """Return the bytes of a query row outside of the kernels that multiply.
 
-    Its sums read O, dO and the log-sum-exp, and write two float32 numbers; where dQ is added up in float32, its sums
-    are cleared, and read again when dQ is written.
+    Its statistics read O, dO and the log-sum-exp, and write two float32 numbers; a dQ accumulator is cleared, and read
+    when dQ is rounded.
     """
     given = plan.operands
     added = 2 * given.accumulator.bytes * plan.sum_columns

@@ -29,7 +29,7 @@ class Argument:
     divisibility: int = 0
     box: tuple[int, ...] | None = None
     swizzle: int | None = None  # bytes; None leaves it to the compiler
-    window: int | None = None  # rows of a descriptor through which rows behind a sequence's end arrive as zeros
+    window: int | None = None  # rows of a descriptor through which rows after a sequence's end arrive as zeros
     packed: bool = False  # rows of the box are the heads of a group, then the next position
     paged: bool = False  # the box has at most so many rows: gcd of these and the page size, which the call gives
 
@@ -50,7 +50,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory that launches of one call share. Each call gets it anew, uninitialized.
+    """Memory that launches of one call share. Uninitialized for each call.
 
     It holds the sum of ``terms`` elements, rounded up to a multiple of ``multiple``. A term is a product of numbers and
     of sizes of the call, which the runtime knows by name (``Geometry.sizes``).
@@ -169,7 +169,7 @@ class Structure:
     """What a schedule decides beside what all plans have; one that decides more than this has a subclass."""
 
     consumers: int = 0  # warpgroups that multiply; 0: the compiler spreads products over all warps
-    skips: bool = False  # a consumer passes over tiles that only other consumers see
+    skips: bool = False  # a consumer skips tiles that only other consumers see
     persistent: bool = False  # a block works until no tile is left
     shared: tuple[Region, ...] = ()
     warp_roles: tuple[Role, ...] = ()  # and their registers; none where all warps do the same
@@ -273,7 +273,7 @@ class Plan:
     def section_keys(self) -> int:
         """Keys, of all heads that run side by side, whose K and V take ``section_bytes``.
 
-        In a backward by tiles of keys these are queries, with Q, dO and the sums of dQ.
+        In a backward by tiles of keys these are queries, with Q, dO and the dQ accumulator.
         """
         given = self.operands
         by_qk, by_v = (given.k, given.v) if self.direction == "forward" else (given.q, given.dout)

@@ -39,7 +39,7 @@ def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> 
     return Pipes(
         (kv,),
         named=(
-            NamedBarrier("consumers", 1, 1, 32 * warps, "what warps have found, on its way to others"),
+            NamedBarrier("consumers", 1, 1, 32 * warps, "partial results of warps are there, or have been read"),
             NamedBarrier("made", 2, 1, 32 * (warps + LOADERS), "barriers that loaders have made"),
         ),
         roles=(Role("consumers", 0, warps, registers), Role("loaders", warps, LOADERS, registers)),

@@ -1,4 +1,4 @@
-"""The Hopper backward in CUDA: one kernel by tiles of keys computes dK and dV, and adds up dQ in global memory."""
+"""The Hopper backward in CUDA: one kernel by tiles of keys computes dK and dV, and adds dQ to its accumulator."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _KEYS = 64 * _CONSUMERS
 _NARROW = 96
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
-#: Q, dO and the sums of dQ of the heads that run side by side: about half of the H200's L2, measured best on it.
+#: Q, dO and the dQ accumulator of the heads that run side by side: about half of the H200's L2, measured best on it.
 _SECTION_BYTES = 24 * 2**20
 #: KV heads that run side by side at least where the mask reads tensors by position, as one of documents does. A tile
 #: sees few queries there, which L2 keeps in any case, and tiles differ much in their steps: where heads go one after
-#: the other, the last one ends unevenly.
+#: the other, the tiles of the last one end unevenly.
 _SECTION_HEADS = 8
 
 #: How names of kernels say what the softmax runs over.
@@ -49,7 +49,7 @@ _LABELS = {
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
-#: Query rows of a block that computes the sums of rows, at least, and its warps.
+#: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
 
 
@@ -67,7 +67,7 @@ class _Choice:
 
 
 #: First match wins; ``_family`` says what the families are. Measured on an H200 where docs/performance.md says so; the
-#: rest follows from registers: those of dQ are free for the softmax once dQ has left ("dk").
+#: rest follows from registers: with "dk" the softmax has those of dQ, which has left.
 _TABLE = (
     _Choice("tight", 64, 128, overlap="nothing", packed=True, q_stages=2),
     _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
@@ -279,7 +279,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
 
 
 def _traits(spec: KernelSpec) -> frozenset[str]:
-    """Return what the table of refusals asks about a spec: what takes registers beside sums and products."""
+    """Return what the table of refusals asks about a spec: what takes registers beside accumulators."""
     variant = spec.variant
     several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
     of_score = replace(variant, mask=TRUE)
@@ -323,7 +323,7 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
 
 
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that computes two numbers of each query row, and clears the sums of dQ."""
+    """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
     return (
         arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
         *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")), _sums(),
@@ -353,7 +353,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
 
 
 def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that rounds the sums of dQ."""
+    """Return the arguments of the launch that scales and rounds the dQ accumulator."""
     return (
         _sums(), arguments.pointer(plan, "dq"),
         *(arguments.lengths(plan, "cu_seqlens_q")),
@@ -371,7 +371,7 @@ def _sums() -> Argument:
 
 
 def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
-    """Yield what launches share: two numbers of each row; sums of dQ by tiles of rows, and counters after them.
+    """Yield what launches share: row statistics; the dQ accumulator by tiles of rows, and counters after it.
 
     There is a counter for each tile of keys, where the order is fixed; and one for each KV head and one for all pieces,
     where the kernel that adds dQ up rounds it, too.

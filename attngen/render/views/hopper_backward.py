@@ -23,16 +23,16 @@ from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionV
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
-    "ds": "dS of two steps, then dK on its way out", "dq": "dQ on its way out, then dV",
+    "ds": "dS of two steps, then dK for its store", "dq": "dQ on its way to the dQ accumulator, then dV for its store",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
     "other_k": "half of the columns of the other block's K",
-    "step": "which queries each stage of Q holds", "sum_tile": "where dQ of the last steps belongs",
-    "piece": "sums of dQ that are rounded, and the next ones", "piece_taken": "which these are",
+    "step": "the step of each stage of Q: its queries and its head", "sum_tile": "where dQ of the last steps goes",
+    "piece": "two pieces of the dQ accumulator: the one that is rounded and the next", "piece_taken": "which these are",
 }  # fmt: skip
 #: And in a cluster, where these differ.
 _CLUSTER_TEXTS = {
-    "q": "Q, a tile per stage, then dK on its way out", "ds": "P, then dS, of two steps",
+    "q": "Q, a tile per stage, then dK for its store", "ds": "P, then dS, of two steps",
     "other_ds": "dS of the other block, of two steps", "index": "which tile of work the cluster has taken",
 }  # fmt: skip
 _WRITTEN = {
@@ -226,7 +226,7 @@ def _pipes(plan: Plan, roles: HopperBackward) -> PipesView:
 def _region_text(roles: HopperBackward, plan: Plan, name: str) -> str:
     if roles.cluster > 1 and name == "dout":
         part = "a tile" if roles.parts_of(plan.columns_v[0].width) == 1 else "half a tile"
-        return f"dO, {part} per stage, then dV on its way out"
+        return f"dO, {part} per stage, then dV for its store"
     texts = _REGION_TEXTS | _CLUSTER_TEXTS if roles.cluster > 1 else _REGION_TEXTS
     return texts.get(name, "barriers")
 
@@ -274,7 +274,7 @@ def _dq_row(plan: Plan, row: str) -> str:
 
 
 def _sum_tile(plan: Plan, h: str, tile: str) -> str:
-    """Return which of all tiles of sums is that of a head and a tile of queries."""
+    """Return which tile of the dQ accumulator is that of a head and a tile of queries."""
     tile = f"({tile})" if " " in tile else tile
     if plan.varlen:  # a sequence has a tile more than its rows fill, so that all begin with a tile of their own
         return f"{h} * (total_q / kBlockM + batch) + q_begin / kBlockM + b + {tile}"
@@ -294,7 +294,7 @@ def _turn(plan: Plan) -> str:
 
 
 def _counters(plan: Plan) -> str:
-    """Return where counters begin: behind the sums, so that they are cleared with them."""
+    """Return where counters begin: after the dQ accumulator, so that they are cleared with it."""
     tiles = "heads * (total_q / kBlockM + batch)" if plan.varlen else "batch * heads * q_tiles"
     return f"reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>({tiles}) * kSumsOfTile)"
 

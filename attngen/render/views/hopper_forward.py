@@ -19,7 +19,7 @@ from attngen.render.header import argument_groups, command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 
 _REGION_TEXTS = {
-    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O on its way out",
+    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
 #: How descriptors of wgmma name the swizzle of rows of so many bytes, and what it exchanges chunks by.
@@ -306,7 +306,7 @@ def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
 
 
 def _query_box(plan: Plan) -> str:
-    """Return where a tile of Q begins along the axes behind that of its heads."""
+    """Return where a tile of Q begins along the axes after that of its heads."""
     row = "work.q_begin + work.q_start" if plan.ragged_queries else "work.q_start"
     return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.ragged_queries else ["work.b"])])
 
