@@ -39,7 +39,7 @@ def backward_pipes(
     q = Ring(
         "q", roles.q_stages, loader, each,
         guards="a tile of Q, the step that it belongs to, and log-sum-exp and D of its rows; the end of a tile of work "
-        "takes a stage, too, which is given back when both consumers have met",
+        "takes a stage, too, which is released when both consumers have met",
         full=Signal(2, f"{loader} twice, for Q and for the row statistics", "a step has landed", bytes=True),
         empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
         stored=(
