@@ -51,7 +51,7 @@ class LeftToOthers:
 
 
 #: What the compiler may spill. A few values that are stored before the loops and read after them; and consumers that
-#: take turns, whose backward was faster with so many spills than in an order without turns (softcap at head dim 128 on
+#: take turns, whose backward was faster with these spills than in an order without turns (softcap at head dim 128 on
 #: an H200).
 SPILLS = Spills("all launches", 32, "stored before the loops and read after them", None)
 PINGPONG_SPILLS = Spills(

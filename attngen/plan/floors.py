@@ -101,7 +101,7 @@ class Floor:
 
     @property
     def cached_share(self) -> float:
-        """Share of K and V that L2 must hold lest HBM takes longer than the step."""
+        """Share of K and V that L2 must hold, or HBM takes longer than the step."""
         return max(0.0, 1 - self.block / float(self.loaded / MEMORY_PER_CLOCK))
 
     @property
@@ -110,7 +110,7 @@ class Floor:
         return ceil(self.tile / MEMORY_PER_CLOCK)
 
     def call(self, steps: int, tiles: int) -> int:
-        """Clocks of one multiprocessor for so many tiles of work; ``steps`` are those of their consumers in all."""
+        """Clocks of one multiprocessor for ``tiles`` tiles of work; ``steps`` are those of their consumers in all."""
         return max(steps * self.clocks, tiles * self.tile_memory)
 
     def seconds(self, steps: int, tiles: int) -> float:
@@ -184,11 +184,11 @@ class GradientFloor:
 
     @property
     def cached_share(self) -> float:
-        """Share of the operands of a step that L2 must hold lest HBM takes longer than the step."""
+        """Share of the operands of a step that L2 must hold, or HBM takes longer than the step."""
         return max(0.0, 1 - self.clocks / float(self.loaded / MEMORY_PER_CLOCK))
 
     def call(self, steps: int, blocks: int) -> int:
-        """Clocks of one multiprocessor for so many steps of so many blocks."""
+        """Clocks of one multiprocessor for ``steps`` steps of ``blocks`` blocks in all."""
         return max(steps * self.clocks, ceil(blocks * self.kept / MEMORY_PER_CLOCK))
 
 

@@ -31,7 +31,7 @@ class Argument:
     swizzle: int | None = None  # bytes; None leaves it to the compiler
     window: int | None = None  # rows of a descriptor through which rows after a sequence's end arrive as zeros
     packed: bool = False  # rows of the box are the heads of a group, then the next position
-    paged: bool = False  # the box has at most so many rows: gcd of these and the page size, which the call gives
+    paged: bool = False  # a copy brings gcd(rows of the box, page size) rows; the call gives the page size
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest, without the entries that are unset."""

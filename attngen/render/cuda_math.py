@@ -291,7 +291,7 @@ def _key_lines(read: frozenset[str]) -> list[Statement]:
 
 
 def queries(plan: Plan, rows: str) -> str:
-    """Return the text of how many queries so many rows hold: each has one, or all heads of a group have one."""
+    """Return the text of the number of queries in ``rows``: each has one, or all heads of a group have one."""
     return f"({rows} >> group_bits)" if plan.pack_gqa else rows
 
 

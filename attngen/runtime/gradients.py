@@ -78,5 +78,5 @@ def view_of(tensor: Tensor, call: Call) -> View:
 
 
 def finish(call: Call, buffers: GradientBuffers) -> None:
-    """Enqueue what comes behind the kernels of a backward: the gradients of sinks, which need no keys."""
+    """Enqueue what comes after the kernels of a backward: the gradients of sinks, which need no keys."""
     add_gradients(call, buffers.lse, buffers.workspaces["delta"].view(buffers.lse.shape), buffers.gradients)

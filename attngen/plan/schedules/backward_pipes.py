@@ -77,8 +77,8 @@ def backward_pipes(
     )  # fmt: skip
     ds = Ring(
         "ds", 2, each, each,
-        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK goes out through the "
-        "same places",
+        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK leaves through the "
+        "same memory",
         full=Signal(warps * consumers, "each warp of both consumers", "dS of both is written")
         if roles.pingpong
         else None,

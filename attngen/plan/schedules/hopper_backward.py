@@ -240,7 +240,7 @@ def _dq_columns(qk: int) -> int:
 
 
 def row_lanes(head_dim: int, element: DType) -> int:
-    """Return how many lanes of a warp read a row of so many columns, 16 bytes each; some may have none."""
+    """Return how many lanes of a warp read a row of ``head_dim`` columns, 16 bytes each; some may have none."""
     return 1 << (head_dim // element.chunk_elements - 1).bit_length()
 
 

@@ -12,7 +12,7 @@ from attngen.plan.model import Structure
 class HopperForward(Structure):
     """Roles, pipeline and memory of a Hopper forward; a consumer has 64 query rows."""
 
-    #: Lanes of a warp that find what the rows of one consumer see; so many more find what all rows see.
+    #: Lanes of a warp that find what the rows of one consumer see; as many more find what all rows see.
     lanes_of_part: ClassVar[int] = 8
     most_consumers: ClassVar[int] = 32 // lanes_of_part - 1
 
@@ -72,7 +72,7 @@ class HopperBackward(Structure):
 
     @staticmethod
     def parts_of(width: int) -> int:
-        """Products that columns of dK or dV are parted into where four warpgroups run: ptxas plans each with the 128
+        """Products that columns of dK or dV are split into where four warpgroups run: ptxas plans each with the 128
         registers that a thread of them begins with."""
         return 2 if width > 192 else 1
 

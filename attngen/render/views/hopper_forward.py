@@ -22,7 +22,7 @@ _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
-#: How descriptors of wgmma name the swizzle of rows of so many bytes, and what it exchanges chunks by.
+#: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
 SWIZZLES = {128: 1, 64: 2}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
 _TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4"}

@@ -82,7 +82,7 @@ __device__ __forceinline__ void transpose(uint32_t (&x)[4], int lane) {
   }
 }
 
-// Rounds sums of dQ in the order of registers: four neighbouring lanes hold the columns of four blocks of 8 in turns, of
+// Rounds a part of the dQ accumulator, in the order of registers: four neighbouring lanes hold the columns of four blocks of 8 in turns, of
 // two rows, 8 apart. Each gets a block of both.
 template <typename Element>
 __device__ __forceinline__ void round_sums(const float4 (&sums)[4], float factor, int lane, uint4& upper, uint4& lower) {
