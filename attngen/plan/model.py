@@ -228,7 +228,7 @@ class Plan:
     split_kv: bool = False  # a forward whose blocks share the keys of a sequence
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
-    tile_time: float = 0.0  # of a tile of work, beside that of other kernels of the same variant; 0: not told
+    tile_time: float = 0.0  # of a tile of work, relative to other kernels of the same variant; 0: unknown
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken

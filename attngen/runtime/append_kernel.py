@@ -1,4 +1,4 @@
-"""The kernel that appends to caches: which one serves a call, what it is told, and its launch.
+"""The kernel that appends to caches: which one serves a call, its arguments, and its launch.
 
 What a call with some shapes, strides, dtypes and devices needs is prepared once, as for attention: later ones fill in
 addresses and launch.

@@ -116,7 +116,7 @@ class CudaView:
 
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
-    """Return the view of a plan with warp roles, whose consumers are told of a tile in a word."""
+    """Return the view of a plan with warp roles, whose consumers learn of a tile by a word."""
     return forward_view(
         plan, template, tile="(tile_info & kTileMask)", masked="tile_info >> (kPartialBit + warpgroup) & 1"
     )

@@ -68,7 +68,7 @@ __device__ __forceinline__ void keep_pairs(
 }
 
 // An argument, read again: the compiler keeps neither it nor what is computed from it in registers.
-__device__ __forceinline__ float anew(float argument) {
+__device__ __forceinline__ float read_again(float argument) {
   float same;
   asm volatile("mov.f32 %0, %1;" : "=f"(same) : "f"(argument));
   return same;
