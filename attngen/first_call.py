@@ -75,7 +75,7 @@ class _Switched:
 
 
 def _forget() -> None:
-    """Have the registry answer anew, if it was ever asked: which operators a name has depends on the switch."""
+    """Have the registry forget what it answered, if anything: which operators a name has depends on the switch."""
     module = sys.modules.get("attngen.runtime.registry")
     if module is not None:
         module.registry.forget()

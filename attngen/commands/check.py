@@ -79,7 +79,7 @@ def check_spec(path: str) -> Report:
 def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_json: bool, strict: bool) -> None:
     """Check specs without compiling: names, masks, shapes, budgets. Exits 2 if one cannot be built.
 
-    Every kernel is planned and rendered; one that cannot be is told, and the others are looked at all the same.
+    Every kernel is planned and rendered; one that cannot be is named, and the others are checked all the same.
     """
     if schema:
         from attngen.schema.export import json_schema

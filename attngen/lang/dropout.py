@@ -25,7 +25,7 @@ MAX_RATE = 1.0 - 2.0**-24
 DROPOUT_P = Scalar("dropout_p", "fp32", min=0.0, max=MAX_RATE)
 RNG_STATE = Tensor("rng_state", "int64", (2,))
 
-#: Random numbers have so many bits; thresholds count in units of their range.
+#: Bits of a random number; thresholds count in units of their range.
 UNITS = 2**16
 
 #: Constants of a round (Salmon et al. 2011): what multiplies the words, and what is added to the key.

@@ -50,7 +50,7 @@ _UPPER: dict[str, Expr] = {
 
 
 def larger(expr: Expr, nodes: int) -> bool:
-    """Return whether an expression has more than so many nodes."""
+    """Return whether an expression has more than ``nodes`` nodes."""
     return next(islice(walk(expr), nodes, None), None) is not None
 
 

@@ -1,5 +1,5 @@
-"""The only table of what was decided by hand about code that costs speed: what kernels may do all the same, and what a
-schedule leaves to another although it could write it. Who, how much, why, and where it was measured."""
+"""The only table of exceptions that were decided by hand: which costly machine code is accepted all the same, and what
+a schedule leaves to another although it could do it. Who, how much, why, and where it was measured."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LeftToOthers:
 
 
 #: What the compiler may spill. A few values that are stored before the loops and read after them; and consumers that
-#: take turns, whose backward was faster with so many spills than in an order without turns (softcap at head dim 128 on
+#: take turns, whose backward was faster with these spills than in an order without turns (softcap at head dim 128 on
 #: an H200).
 SPILLS = Spills("all launches", 32, "stored before the loops and read after them", None)
 PINGPONG_SPILLS = Spills(

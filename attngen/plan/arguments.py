@@ -158,8 +158,8 @@ def presence(plan: Plan, of: Iterable[str]) -> Iterator[Argument]:
 
 
 def page_sizes(plan: Plan) -> Iterator[Argument]:
-    """Yield what a paged kernel is told of the cache, and nothing for others: elements from a row of the page table to
-    the next, keys in a page, pages of the cache (the first that is none of it), rows that one copy brings."""
+    """Yield the sizes of the cache that a paged kernel takes, and nothing for others: elements from a row of the page
+    table to the next, keys in a page, pages of the cache (the first that is none of it), rows that one copy brings."""
     if plan.key_access == "paged":
         yield Argument("page_table_stride", "stride", "i64", of="page_table", axis="b")
         for name in ("page_size", "num_pages", "box_rows"):

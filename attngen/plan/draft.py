@@ -59,7 +59,7 @@ def drafted(
 
 
 def row_workspaces() -> Iterator[Workspace]:
-    """Yield what a backward computes first of each query row: its log-sum-exp in units of log2, and D."""
+    """Yield the row statistics that a backward computes first: the log-sum-exp in units of log2, and D."""
     for name in ("lse_log2", "delta"):
         yield Workspace(name, "fp32", (("lse_rows",),))
 

@@ -101,7 +101,7 @@ class Floor:
 
     @property
     def cached_share(self) -> float:
-        """Share of K and V that L2 must hold lest HBM takes longer than the step."""
+        """Share of K and V that L2 must hold, or HBM takes longer than the step."""
         return max(0.0, 1 - self.block / float(self.loaded / MEMORY_PER_CLOCK))
 
     @property
@@ -110,7 +110,7 @@ class Floor:
         return ceil(self.tile / MEMORY_PER_CLOCK)
 
     def call(self, steps: int, tiles: int) -> int:
-        """Clocks of one multiprocessor for so many tiles of work; ``steps`` are those of their consumers in all."""
+        """Clocks of one multiprocessor for ``tiles`` tiles of work; ``steps`` are those of their consumers in all."""
         return max(steps * self.clocks, tiles * self.tile_memory)
 
     def seconds(self, steps: int, tiles: int) -> float:
@@ -140,7 +140,7 @@ def floor(plan: Plan) -> Floor:
 #: Q Kᵀ, dO Vᵀ, and those that give dV and dK, or dQ.
 _PRODUCTS = {"dkdv": (2, 2), "dq": (2, 1)}
 #: In CUDA the kernel by tiles of keys gives dQ, too.
-_PRODUCTS_IN_CUDA = {"dkdv": (3, 2)}
+_PRODUCTS_IN_CUDA = {"dqkv": (3, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +184,11 @@ class GradientFloor:
 
     @property
     def cached_share(self) -> float:
-        """Share of the operands of a step that L2 must hold lest HBM takes longer than the step."""
+        """Share of the operands of a step that L2 must hold, or HBM takes longer than the step."""
         return max(0.0, 1 - self.clocks / float(self.loaded / MEMORY_PER_CLOCK))
 
     def call(self, steps: int, blocks: int) -> int:
-        """Clocks of one multiprocessor for so many steps of so many blocks."""
+        """Clocks of one multiprocessor for ``steps`` steps of ``blocks`` blocks in all."""
         return max(steps * self.clocks, ceil(blocks * self.kept / MEMORY_PER_CLOCK))
 
 
@@ -203,7 +203,7 @@ def gradient_floor(plan: Plan, launch: Launch) -> GradientFloor | None:
     by_qk, by_v = products[launch.name]
     m, n, given = launch.tile_m, launch.tile_n, plan.operands
     width = by_qk * sum(c.width for c in plan.columns_qk) + by_v * sum(c.width for c in plan.columns_v)
-    query = plan.head_dim_qk * given.q.bytes + plan.head_dim_v * given.dout.bytes + 8  # Q, dO, and two float32 numbers
+    query = plan.head_dim_qk * given.q.bytes + plan.head_dim_v * given.dout.bytes + 8  # Q, dO, row statistics
     key = plan.head_dim_qk * given.k.bytes + plan.head_dim_v * given.v.bytes
     gradients = plan.head_dim_qk * given.dk.bytes + plan.head_dim_v * given.dv.bytes
     loaded, kept = (m * query, n * (key + gradients)) if launch.grid == "keys" else (
@@ -216,8 +216,8 @@ def gradient_floor(plan: Plan, launch: Launch) -> GradientFloor | None:
 def row_sums_bytes(plan: Plan) -> int:
     """Return the bytes of a query row outside of the kernels that multiply.
 
-    Its sums read O, dO and the log-sum-exp, and write two float32 numbers; where dQ is added up in float32, its sums
-    are cleared, and read again when dQ is written.
+    Its statistics read O, dO and the log-sum-exp, and write two float32 numbers; a dQ accumulator is cleared, and read
+    when dQ is rounded.
     """
     given = plan.operands
     added = 2 * given.accumulator.bytes * plan.sum_columns

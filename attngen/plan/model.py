@@ -29,9 +29,9 @@ class Argument:
     divisibility: int = 0
     box: tuple[int, ...] | None = None
     swizzle: int | None = None  # bytes; None leaves it to the compiler
-    window: int | None = None  # rows of a descriptor through which rows behind a sequence's end arrive as zeros
+    window: int | None = None  # rows of a descriptor through which rows after a sequence's end arrive as zeros
     packed: bool = False  # rows of the box are the heads of a group, then the next position
-    paged: bool = False  # the box has at most so many rows: gcd of these and the page size, which the call gives
+    paged: bool = False  # a copy brings gcd(rows of the box, page size) rows; the call gives the page size
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest, without the entries that are unset."""
@@ -50,7 +50,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory that launches of one call share. Each call gets it anew, uninitialized.
+    """Memory that launches of one call share. Uninitialized for each call.
 
     It holds the sum of ``terms`` elements, rounded up to a multiple of ``multiple``. A term is a product of numbers and
     of sizes of the call, which the runtime knows by name (``Geometry.sizes``).
@@ -171,7 +171,7 @@ class Structure:
     """What a schedule decides beside what all plans have; one that decides more than this has a subclass."""
 
     consumers: int = 0  # warpgroups that multiply; 0: the compiler spreads products over all warps
-    skips: bool = False  # a consumer passes over tiles that only other consumers see
+    skips: bool = False  # a consumer skips tiles that only other consumers see
     persistent: bool = False  # a block works until no tile is left
     shared: tuple[Region, ...] = ()
     warp_roles: tuple[Role, ...] = ()  # and their registers; none where all warps do the same
@@ -230,7 +230,7 @@ class Plan:
     split_kv: bool = False  # a forward whose blocks share the keys of a sequence
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
-    tile_time: float = 0.0  # of a tile of work, beside that of other kernels of the same variant; 0: not told
+    tile_time: float = 0.0  # of a tile of work, relative to other kernels of the same variant; 0: unknown
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
@@ -275,7 +275,7 @@ class Plan:
     def section_keys(self) -> int:
         """Keys, of all heads that run side by side, whose K and V take ``section_bytes``.
 
-        In a backward by tiles of keys these are queries, with Q, dO and the sums of dQ.
+        In a backward by tiles of keys these are queries, with Q, dO and the dQ accumulator.
         """
         given = self.operands
         by_qk, by_v = (given.k, given.v) if self.direction == "forward" else (given.q, given.dout)

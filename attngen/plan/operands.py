@@ -57,5 +57,5 @@ def operands_of(spec: KernelSpec) -> Operands:
 
 
 def fragment_registers(columns: int, element: DType) -> int:
-    """Return the registers of a thread that a warpgroup's 64 rows and so many columns take."""
+    """Return the registers of a thread that 64 rows of a warpgroup and ``columns`` columns take."""
     return columns // _WARPGROUP_ROWS_PER_THREAD * element.bytes // REGISTER_BYTES

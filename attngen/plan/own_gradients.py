@@ -12,6 +12,6 @@ def differentiable(plan: Plan) -> tuple[str, ...]:
 
 
 def differentiable_of(variant: Variant) -> tuple[str, ...]:
-    """Return the variant's tensors that get a gradient through the score; sinks get theirs behind the kernels."""
+    """Return the variant's tensors that get a gradient through the score; sinks get theirs after the kernels."""
     read = variant.uses(variant.score)[1] if variant.score is not None else frozenset()
     return tuple(tensor.name for tensor in variant.tensors if tensor.grad and tensor.name in read)

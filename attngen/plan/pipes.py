@@ -17,7 +17,7 @@ WARPGROUP = 4  # warps
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What completes a phase of a barrier: so many ``arrivals``, ``by`` whom; and what the reader then knows."""
+    """What completes a phase of a barrier: the number of ``arrivals``, ``by`` whom; and what the reader then knows."""
 
     arrivals: int
     by: str
@@ -48,7 +48,7 @@ class Barrier:
 class Ring:
     """Stages that the ``writers`` fill and the ``readers`` empty. ``stored`` names what lies in each, with its bytes.
 
-    A side that needs no barrier has None: it is told of in another way, as ``guards`` says.
+    A side that needs no barrier has None: ``guards`` says why.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class NamedBarrier:
-    """``count`` named barriers of the hardware from number ``first`` on; so many threads sync or arrive at each."""
+    """``count`` named barriers of the hardware from number ``first`` on; ``threads`` sync or arrive at each."""
 
     name: str
     first: int

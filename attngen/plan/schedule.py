@@ -24,8 +24,8 @@ class Schedule:
     sequence, so that it serves specs that ask for this, and no others.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
-    ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns what warps of a kernel
-    hand to each other, where it says so itself. ``explanation`` is the function, as ``module:name``, that turns a
+    ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns the pipes
+    of a kernel, where it declares them. ``explanation`` is the function, as ``module:name``, that turns a
     plan and its pipes into what ``attngen explain`` says of it alone.
     """
 

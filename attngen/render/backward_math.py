@@ -45,7 +45,7 @@ BY_QUERIES = Form(KEYS, "[:, None]", "[None, :]", "[BLOCK_M, BLOCK_N]")
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Everything of a kernel that depends on mask and score: lines before its loop, inside it and behind it.
+    """Everything of a kernel that depends on mask and score: lines before its loop, inside it and after it.
 
     A step goes from the product to the ``logit``, hides what is not visible (``mask``, where a tile needs it), and
     takes the probability and its ``derivative``, dS. ``factor`` multiplies the finished dQ or dK. ``before`` and
@@ -179,7 +179,7 @@ def _derivative(
     if not tensors:
         value = value if varying is None else written("{} * {}", value, varying)
         return [*lines, assign("ds", value if certain else written("tl.where({p} != 0.0, {}, 0.0)", value))]
-    # rows behind the last one must not add to what is shared
+    # rows after the last one must not add to what is shared
     guard = written("({q_index}[:, None] < {seqlen_q}) & ({p} != 0.0)")
     lines.append(assign("dlogit", written("tl.where({}, {}, 0.0)", guard, value)))
     lines += [line for tensor in tensors for line in _contribute(plan, tensor, guard)]

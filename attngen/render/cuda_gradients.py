@@ -150,7 +150,7 @@ def _key_lines(read: frozenset[str]) -> list[Statement]:
     lines = []
     if read & {"kv", "kv_packed"}:
         nearest = "min({kv_first} + 8 * {row}, {seqlen_k} - 1)"
-        lines.append(int_constant("kv", nearest, comment="keys behind the end repeat the last one"))
+        lines.append(int_constant("kv", nearest, comment="keys after the end repeat the last one"))
     if "kv_packed" in read:
         lines.append(int_constant("kv_packed", "{k_begin} + {kv}"))
     return lines
@@ -160,7 +160,7 @@ def _query_lines(read: frozenset[str]) -> list[Statement]:
     lines = []
     if not read.isdisjoint(_COLUMN_NAMES):
         nearest = "min({q_first} + 8 * {i} + {j}, {seqlen_q} - 1)"
-        lines.append(int_constant("q_row", nearest, comment="rows behind the end repeat the last one"))
+        lines.append(int_constant("q_row", nearest, comment="rows after the end repeat the last one"))
     return lines + number_queries(read)
 
 
@@ -181,7 +181,7 @@ def query_word(plan: Plan) -> tuple[Statement, ...]:
         shift = " + ({seqlen_k} - {seqlen_q})"
         lines.append(int_constants({"q_pos_lo": "{q_lo}" + shift, "q_pos_hi": "{q_hi}" + shift}))
     inside = written("{candidate} >= {visible_lo} && {candidate} < {visible_hi}")
-    # a tile behind which queries end is one that the mask cuts, if it is not out of sight
+    # the tile in which queries end is partial, if it is visible at all
     behind = written("({candidate} + 1) * kBlockM > {seqlen_q}")
     seen = inside if may == TRUE else written("{} && (({}) || {})", inside, code.results[0], behind)
     whole = Piece("false") if must == FALSE else written("({}) && !({})", code.results[1], behind)

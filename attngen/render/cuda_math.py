@@ -254,7 +254,7 @@ def masking(
 
 def from_zero(plan: Plan, end: Expr) -> Expr:
     """Return the end of an interval such that any key can be subtracted from it in int32: all ends before the first key
-    are alike, and so are all behind the last one."""
+    are alike, and so are all after the last one."""
     lowest, highest = bounds(end, known_ranges(plan))
     end = end if highest <= INT32[1] else minimum(end, SEQLEN_K)
     return end if lowest - MAX_SEQLEN >= INT32[0] else maximum(end, integer(0))
@@ -291,7 +291,7 @@ def _key_lines(read: frozenset[str]) -> list[Statement]:
 
 
 def queries(plan: Plan, rows: str) -> str:
-    """Return the text of how many queries so many rows hold: each has one, or all heads of a group have one."""
+    """Return the text of the number of queries in ``rows``: each has one, or all heads of a group have one."""
     return f"({rows} >> group_bits)" if plan.pack_gqa else rows
 
 
@@ -310,7 +310,7 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
     if asked <= {"h"}:
         return lines
     lines.append(
-        int_constant("q_row", f"min({first}, {{seqlen_q}} - 1)", comment="rows behind the end repeat the last one")
+        int_constant("q_row", f"min({first}, {{seqlen_q}} - 1)", comment="rows after the end repeat the last one")
     )
     return [*lines, *number_queries(asked)]
 
@@ -383,13 +383,13 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
 def with_corners(
     statements: Sequence[Statement], others: Iterable[Piece] = (), *, along: Along = KEYS, any_group: bool = False
 ) -> tuple[Statement, ...]:
-    """Return the statements behind definitions of the corners that they, or the ``others``, read. ``any_group``: heads
+    """Return the statements after definitions of the corners that they, or the ``others``, read. ``any_group``: heads
     that share rows need not be a power of two."""
     read = reads([*statements, *others])
     corners = []
     if along is QUERIES:
         if "kv_hi" in read:
-            # a tile behind the used keys has a key of its own all the same, which a mask may ask about
+            # a tile after the used keys has a key of its own all the same, which a mask may ask about
             corners.append(int_constant("kv_hi", "max(min({kv_start} + kBlockN, {seqlen_k}) - 1, {kv_start})"))
         return (*corners, *statements)
     if "q_pos_lo" in read:

@@ -43,7 +43,7 @@ def _camel(name: str) -> str:
 
 
 def _ring(ring: Ring) -> tuple[str, ...]:
-    """Return its type; who uses it stands behind, or before where lines are too long."""
+    """Return its type, with a comment on who uses it: after it, or before it where lines are too long."""
     full, empty = (
         constant(f"{ring.name}_{side}") if signal else "kNoBarrier"
         for side, signal in (("full", ring.full), ("empty", ring.empty))

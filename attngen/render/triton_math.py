@@ -185,7 +185,7 @@ def assign(name: str, value: Piece | str) -> Statement:
 
 
 def sink(plan: Plan, before: Iterable[Statement]) -> tuple[tuple[Statement, ...], Piece]:
-    """Return the statements behind the loops that compute the sink of the head, and its value; for a plan with one."""
+    """Return the statements after the loops that compute the sink of the head, and its value; for a plan with one."""
     assert plan.variant.sink is not None
     code = emit_for(plan, TRITON, [plan.variant.sink], scalar_bindings(plan, TRITON), taken=declared(before))
     return (*code.hoisted, *code.body), code.results[0]
@@ -273,7 +273,7 @@ def _at_most_whole(end: Piece, along: Along) -> Piece:
 
 
 def _ragged(ranges: Sequence[tuple[Piece, Piece]]) -> str:
-    """Return the test whether a range holds the tile behind the whole ones; no range reaches beyond the last key.
+    """Return the test whether a range holds the tile after the whole ones; no range reaches beyond the last key.
 
     The text is empty where there is no range at all.
     """
@@ -299,12 +299,12 @@ def _hull(plan: Plan, found: Bands, along: Along = KEYS) -> tuple[dict[str, Piec
 def _with_corners(
     statements: Sequence[Statement], others: Iterable[Piece | Statement] = (), *, along: Along = KEYS
 ) -> tuple[Statement, ...]:
-    """Return the statements behind definitions of the corners that they, or the ``others``, read."""
+    """Return the statements after definitions of the corners that they, or the ``others``, read."""
     read = reads([*statements, *others])
     corners = []
     if along is QUERIES:
         if "kv_hi" in read:
-            # A tile behind the used keys has a key of its own all the same, which a mask may ask about.
+            # A tile after the used keys has a key of its own all the same, which a mask may ask about.
             corners.append(assign("kv_hi", "tl.maximum(tl.minimum({kv_start} + BLOCK_N, {seqlen_k}) - 1, {kv_start})"))
         return (*corners, *statements)
     if not read.isdisjoint(("q_hi", "q_pos_hi")):

@@ -36,10 +36,10 @@ def append_kv(
     rotary_interleaved: bool = False,
     rotary_offsets: Tensor | None = None,
 ) -> Tensor | None:
-    """Write new keys and values behind those of a cache, in place, and return the rotated queries, if there are any.
+    """Append new keys and values to those of a cache, in place, and return the rotated queries, if there are any.
 
     k is (batch, seqlen_new, kv_heads, head_dim), v the same with its own head_dim; or (total_new, kv_heads, head_dim)
-    with ``cu_seqlens`` (batch + 1,) int32, of which rows behind the last sequence are not written. ``cache_seqlens``
+    with ``cu_seqlens`` (batch + 1,) int32, of which rows after the last sequence are not written. ``cache_seqlens``
     (batch,) int32 counts the keys that each sequence had before: new token j of sequence b is at position
     cache_seqlens[b] + j. It is not changed.
 

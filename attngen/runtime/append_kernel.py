@@ -1,4 +1,4 @@
-"""The kernel that appends to caches: which one serves a call, what it is told, and its launch.
+"""The kernel that appends to caches: which one serves a call, its arguments, and its launch.
 
 What a call with some shapes, strides, dtypes and devices needs is prepared once, as for attention: later ones fill in
 addresses and launch.
@@ -190,7 +190,7 @@ def _strides(given: Mapping[str, Tensor | None], page_layout: str) -> dict[tuple
 
 
 def _sizes(call: Append, sizes: Sizes) -> dict[str, int]:
-    """Return what else a kernel is told of a call, by the names of its arguments."""
+    """Return the other arguments of a launch, by name."""
     k, cos = call.k, call.rotary_cos
     return {
         "tokens": k.shape[:-2].numel(),

@@ -305,7 +305,7 @@ def _views(tensors: Mapping[str, Any], order: str, form: str) -> dict[str, View]
 
 
 def check_rank(name: str, tensor: Any, rank: int, form: str) -> None:
-    """Raise CallError unless something is a tensor of so many dimensions; ``form`` names these."""
+    """Raise CallError unless something is a tensor of ``rank`` dimensions; ``form`` names these."""
     if not isinstance(tensor, torch.Tensor):
         raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dim() != rank:

@@ -1,4 +1,4 @@
-"""What a call's arguments stand for: the variant, its kernels, and the call with all checks behind it."""
+"""What a call's arguments stand for: the variant, its kernels, and the checked call."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class RecentCache(dict[Hashable, Value | None]):
     Entries live in two halves, of which the dictionary itself is the young one. What is used moves there; when it is
     full, its entries become the old half, whose own, which nothing has used meanwhile, are dropped. So a read of what
     is used often is one look-up, and orders nothing. Safe between threads: each step is one atomic dictionary call, and
-    an entry that a race drops is made anew.
+    an entry that a race drops is made again.
     """
 
     __slots__ = ("_half", "_old")

@@ -45,7 +45,7 @@ def _in_graph(device: int) -> int:
 
 
 def of_splits(count: int, stream: int, device: int) -> int:
-    """Return the address of so many counters for a launch on a stream of a device."""
+    """Return the address of ``count`` counters for a launch on a stream of a device."""
     if torch.cuda.is_current_stream_capturing():
         return _for_graph(count, device)
     found = _SPLITS.get((device, stream))

@@ -26,7 +26,7 @@ _BLOCK_ALIGNMENT = 64
 _MAX_CONFIGS = 512
 
 #: What to do about a kernel whose files do not fit: one was built here, another one came with a package.
-REMEDY = "build it anew, or reinstall its package"
+REMEDY = "build it again, or reinstall its package"
 
 
 class Frame:
@@ -85,7 +85,7 @@ class Driver(Protocol):
         """Handle of the caller's current stream on the device."""
 
     def zeros(self, size: int, device: int) -> int:
-        """Return the address of so many bytes of zeros, cleared on the caller's current stream, or, where that records
+        """Return the address of ``size`` bytes of zeros, cleared on the caller's current stream, or, where that records
         a graph, before this returns.
 
         They live as long as the process, outside of torch's memory: where torch is about to record a graph, what it
@@ -94,7 +94,7 @@ class Driver(Protocol):
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         """Load a cubin and return one of its kernels, ready to launch with ``shared`` bytes of dynamic memory, and in
-        clusters of so many blocks unless that is fixed in the cubin.
+        clusters of ``cluster`` blocks unless that is fixed in the cubin.
 
         ``sizes`` lists the bytes of each parameter; LoadError if the cubin's own list differs.
         """
@@ -104,7 +104,7 @@ class Driver(Protocol):
         multiprocessors, since a cluster lies in one part of the chip."""
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
-        """Enqueue kernels, one behind the other, on the caller's current stream of a device; never synchronizes."""
+        """Enqueue kernels, one after the other, on the caller's current stream of a device; never synchronizes."""
 
     def encode_tensor_map(
         self,

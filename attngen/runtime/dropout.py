@@ -44,7 +44,7 @@ def check_rate(variant: str, rate: Any) -> None:
 def draw(device: torch.device) -> Tensor:
     """Return seed and offset, (2,) int64, from torch's default generator of the device; nothing waits for a GPU.
 
-    They are drawn on the device, so that a captured graph draws anew with each replay.
+    They are drawn on the device, so that a captured graph draws again with each replay.
     """
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
 

@@ -62,8 +62,8 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool) -> tuple[int, int]:
 def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
     """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
 
-    That are K and V; or Q and dO of all heads of a KV head, where blocks are tiles of keys and KV heads are counted:
-    at least ``section_heads`` of these.
+    Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
+    counted, at least ``section_heads`` of them.
     """
     if by_keys:
         kv_heads = -(-launch.section_keys // (call.seqlen_q * group_of(call) + 1))
@@ -109,7 +109,7 @@ class Tiled(Protocol):
     def map_owner(self) -> str: ...
 
 
-#: What launches are told whose blocks share no keys.
+#: The capacity of launches whose blocks share no keys.
 _ALONE = Capacity()
 
 

@@ -1,8 +1,9 @@
 """The memory of a backward: what goes in, what comes out, and what its launches share.
 
-Beside the gradients a backward takes two float32 numbers for each query row: its log-sum-exp in units of log2, and
-D = rowsum(dO ∘ O) − dLSE. Kernels that add up dQ in global memory take a float32 dQ, padded to tiles. A tensor of the
-variant that gets a gradient takes a float32 copy; maps of tiles take a bit or two for each tile.
+Beside the gradients a backward takes the row statistics, two float32 numbers for each query row: its log-sum-exp in
+units of log2, and D = rowsum(dO ∘ O) − dLSE. Kernels that add up dQ in global memory take the dQ accumulator, float32
+and padded to tiles. A tensor of the variant that gets a gradient takes a float32 copy; tile maps take a bit or two for
+each tile.
 """
 
 from __future__ import annotations
@@ -78,5 +79,5 @@ def view_of(tensor: Tensor, call: Call) -> View:
 
 
 def finish(call: Call, buffers: GradientBuffers) -> None:
-    """Enqueue what comes behind the kernels of a backward: the gradients of sinks, which need no keys."""
+    """Enqueue what comes after the kernels of a backward: the gradients of sinks, which need no keys."""
     add_gradients(call, buffers.lse, buffers.workspaces["delta"].view(buffers.lse.shape), buffers.gradients)

@@ -78,7 +78,7 @@ class PreparedKernel:
 
 
 class PreparedLaunch:
-    """Kernels on one device that are launched one behind the other, with the same addresses and scalars.
+    """Kernels on one device that are launched one after the other, with the same addresses and scalars.
 
     Their parameters lie in one block: addresses, then descriptors, which is what changes between calls, then the rest
     of each kernel's. What the addresses of a call make of the first two is kept for the next call with the same ones.

@@ -22,7 +22,7 @@ def merge(
     """Return output and log-sum-exp over the keys of all parts, from those over the keys of each.
 
     ``outs`` are any number of outputs of one shape, dtype and device, as calls of ``attngen`` return them, or a tensor
-    with one axis more in front: (batch, seqlen, heads, head_dim), (batch, heads, seqlen, head_dim) with
+    with one more axis in front: (batch, seqlen, heads, head_dim), (batch, heads, seqlen, head_dim) with
     ``layout='bhsd'``, or packed (total, heads, head_dim). ``lses`` are their natural log-sum-exps: (batch, heads,
     seqlen), or (heads, total). All arithmetic is float32, or float64 where one of them is; the output has the dtype of
     ``outs``, the log-sum-exp that of the arithmetic. Shapes may broadcast along the batch, as for a prefix that all
@@ -59,7 +59,7 @@ def _beside_rows(rows: Tensor, rank: int, layout: str) -> tuple[Tensor, ...]:
 def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     if isinstance(tensors, Tensor):
         if tensors.dim() == 0:
-            raise CallError(f"{name} must be a sequence of tensors, or a tensor with one axis more, got a number")
+            raise CallError(f"{name} must be a sequence of tensors, or a tensor with one more axis, got a number")
         return tensors.unbind(0)
     found = tuple(tensors)
     for i, tensor in enumerate(found):

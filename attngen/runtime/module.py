@@ -175,8 +175,8 @@ class Kernel:
         self.tile_time: float = manifest.get("tile_time", 0.0)  # of a tile of work, beside that of other kernels
         self.tile_m: int = manifest["tile_m"]
         self.tile_n: int = manifest["tile_n"]
-        self.sum_columns: int = manifest.get("sum_columns", 0)  # of dQ, if it is added up in global memory
-        self.ordered = bool(manifest.get("ordered"))  # which it is in a fixed order
+        self.sum_columns: int = manifest.get("sum_columns", 0)  # of the dQ accumulator; 0: there is none
+        self.ordered = bool(manifest.get("ordered"))  # tiles of keys add to dQ in a fixed order
         self.reproducible = self.ordered or not self.sum_columns  # dQ, dK and dV have the same bits on every run
         self._operands: Mapping[str, str] = manifest.get("operands", {})
         for name in (self.dtype, *self._operands.values()):

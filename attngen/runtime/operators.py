@@ -264,7 +264,7 @@ _lock = threading.RLock()
 def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Signature]:
     """Return namespace, name and signature of a variant's operators, which are defined at the first use.
 
-    A variant that was built anew with other arguments gets operators of another name, since torch keeps the first.
+    A variant that was built again with other arguments gets operators of another name, since torch keeps the first.
     """
     found = registry.find(variant, package)
     namespace, name = found.namespace or namespace_of(found.package), found.operator

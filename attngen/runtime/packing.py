@@ -54,7 +54,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parameter block of a kernel. ``size`` ends with the last parameter, without padding behind it."""
+    """The parameter block of a kernel. ``size`` ends with the last parameter, without padding after it."""
 
     parameters: tuple[Parameter, ...]
     size: int

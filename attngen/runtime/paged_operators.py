@@ -17,7 +17,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime import paged
 from attngen.runtime.operators import SCALAR_SCHEMAS, TAGS, Signature, resolved
 
-#: Arguments before the variant's own, and behind them.
+#: Arguments before the variant's own, and after them.
 _LEADING = (
     "Tensor q", "Tensor k_pages", "Tensor v_pages", "Tensor page_table", "Tensor seqused_k", "Tensor? cu_seqlens_q",
     "SymInt? max_seqlen_q",

@@ -115,6 +115,6 @@ class PinnedGradients:
         self._addresses = _addresses(self._launch.names, named)
 
     def __call__(self) -> None:
-        """Enqueue all kernels of the backward, and what comes behind them, on the current stream."""
+        """Enqueue all kernels of the backward, and what comes after them, on the current stream."""
         self._launch(self._addresses, self._call.scale, self._scalars)
         finish(self._call, self._buffers)

@@ -1,7 +1,7 @@
 """A backward prepared for one set of shapes, strides, dtypes and devices: what is left is to allocate and launch.
 
-What its kernels need beside the results lies in one block of memory: float32 sums of dQ, two numbers for each query
-row, and maps of tiles. The results are tensors of their own, since autograd keeps each as long as it is used.
+What its kernels need beside the results lies in one block of memory: the dQ accumulator, the row statistics, and tile
+maps. The results are tensors of their own, since autograd keeps each as long as it is used.
 """
 
 from __future__ import annotations

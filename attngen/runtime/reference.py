@@ -142,7 +142,7 @@ def _join_packed(
     out_dtype: torch.dtype,
     compute: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put packed sequences back in their rows; rows behind the last sequence belong to nobody."""
+    """Put packed sequences back in their rows; rows after the last sequence belong to none."""
     assert call.cu_seqlens_q is not None
     rest = call.total_q - sum(out.shape[0] for out in outs)
     out = q.new_zeros((rest, *call.out_shape()[1:]), dtype=out_dtype)

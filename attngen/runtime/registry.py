@@ -36,7 +36,7 @@ RANKS = ("loaded", "installed", "built")
 _REMEDIES = {
     "loaded": "put its folder in place again, and load it",
     "installed": "reinstall it",
-    "built": "'attngen cache verify' shows which; 'attngen build' of its spec makes them anew",
+    "built": "'attngen cache verify' shows which; 'attngen build' of its spec makes them again",
 }
 
 
@@ -99,7 +99,7 @@ class Registry:
             self._forget()
 
     def forget(self) -> None:
-        """Answer anew from now on; what was read of packages stays."""
+        """Forget what was answered; what was read of packages stays."""
         with self._lock:
             self._forget()
 

@@ -338,7 +338,7 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
     for dim in (call.head_dim_qk, call.head_dim_v):
         if dim not in HEAD_DIMS:
             wider = next((other for other in HEAD_DIMS if other > dim), None)
-            padded = "the reference takes it" if wider is None else f"zeros behind the {dim} numbers make {wider}"
+            padded = "the reference takes it" if wider is None else f"zeros after the {dim} numbers make {wider}"
             keep = "" if wider is None or dim != call.head_dim_qk else f" (softmax_scale stays {call.scale:.6g})"
             return (
                 f"No kernel can be built for head_dim {dim}, only for multiples of {HEAD_DIM_STEP} from "

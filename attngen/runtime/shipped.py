@@ -76,7 +76,7 @@ def _advice(index: Mapping[str, Any], found: Any, known: int) -> str:
     name = index.get("package")
     own = f"call it by its own name ('import {name}'), with the runtime that it carries"
     newer = isinstance(found, int) and found > known
-    return f"update attngen, or {own}" if newer else f"build the package anew, or {own}"
+    return f"update attngen, or {own}" if newer else f"build the package again, or {own}"
 
 
 def _package(folder: Path, index: Mapping[str, Any]) -> Package:

@@ -88,7 +88,7 @@ def without_keys(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _sequences_of_rows(call: Call) -> tuple[Tensor, Tensor]:
-    """Return the sequence of each packed row, and whether it has one; those behind the last get the first."""
+    """Return the sequence of each packed row, and whether it has one; those after the last get the first."""
     assert call.cu_seqlens_q is not None
     row = torch.arange(call.total_q, device=call.device, dtype=torch.int32)
     sequence = torch.searchsorted(call.cu_seqlens_q[1:], row, right=True)

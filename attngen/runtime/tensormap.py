@@ -75,7 +75,7 @@ def windowed(
     window.
 
     A box that starts at (row + n, window - n), ``window`` rows before the tensor, begins at ``row``; its first n rows
-    lie inside, and those behind them come as zeros, whatever memory holds there. So one descriptor serves sequences of
+    lie inside, and those after them arrive as zeros, whatever memory holds there. So one descriptor serves sequences of
     any length, and the rows of a neighbour are never seen. A box that would show nothing at all, by its rows or its
     columns, must not be asked for: its copy looks up where the descriptor begins, which may be nobody's memory.
     """
@@ -137,8 +137,8 @@ class TensorMap:
     ) -> None:
         """``shape``, ``strides`` (elements) and ``box`` slowest axis first, as torch has them; ``swizzle`` in bytes.
 
-        ``window`` rows make the descriptor end where a sequence ends: it gets one axis more, see ``windowed``.
-        ``group`` query heads share the rows of a box, another axis more: see ``packed``. ``in_pages``: the slowest axis
+        ``window`` rows make the descriptor end where a sequence ends: it gets one more axis, see ``windowed``.
+        ``group`` query heads share the rows of a box, one more axis: see ``packed``. ``in_pages``: the slowest axis
         is that of pages, and ``box`` has the axes of ``paged``; a window has as many rows as a box then.
         """
         element_bytes = dtype_row(dtype).bytes

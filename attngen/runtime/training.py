@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *own: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``recorded`` is what ``attend`` makes of a call; autograd looks at the tensors behind it."""
+        """``recorded`` is what ``attend`` makes of a call; autograd sees the tensors that follow it."""
         forward, given, return_lse, packing, seqused_k, ctx.settings = recorded
         out, lse = forward(q, *given)
         if packing is None:

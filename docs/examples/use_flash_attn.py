@@ -30,7 +30,7 @@ packed = flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 156, 156, caus
 alone = flash_attn_func(q[:1, :100], k[:1, :100], v[:1, :100], causal=True)
 assert torch.allclose(packed[:100], alone[0], atol=2e-2)
 
-# a step of decoding: the new key goes behind those that the cache holds
+# a step of decoding: the new key goes after those that the cache holds
 k_cache, v_cache = (torch.zeros(2, 512, 2, 64, device=device, dtype=torch.bfloat16) for _ in "kv")
 k_cache[:, :256], v_cache[:, :256] = k, v
 held = torch.tensor([256, 40], device=device, dtype=torch.int32)

@@ -47,15 +47,15 @@ def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> 
     plan = planned(variant, passes="backward", backward="{backend: cuda}", declared=DROPPED, **fields)
     artifact = compile_source(plan, render(plan))
     resources = artifact.manifest["resources"]
-    assert 0 <= resources["spills"] <= (plan.launch("dkdv").max_spills or 0)
+    assert 0 <= resources["spills"] <= (plan.launch("dqkv").max_spills or 0)
     assert resources["serialized_wgmma"] is False
-    assert resources["wgmma"] == plan.launch("dkdv").products == count_instructions(artifact.cubin, "HGMMA") > 0
+    assert resources["wgmma"] == plan.launch("dqkv").products == count_instructions(artifact.cubin, "HGMMA") > 0
     assert resources["shared_memory"] == plan.structure.shared_bytes
     for part, row in zip(plan.launches, artifact.manifest["launches"], strict=True):
         assert [p["name"] for p in row["parameters"]] == [argument.name for argument in part.arguments]
         places = parameter_places(artifact.cubin, part.symbol)
         assert [p["offset"] for p in row["parameters"]] == [offset for offset, _ in places]
-        assert row["resources"]["shared_memory"] == (plan.structure.shared_bytes if part.name == "dkdv" else 0)
+        assert row["resources"]["shared_memory"] == (plan.structure.shared_bytes if part.name == "dqkv" else 0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PARAMETERS = [
     {"name": "bias", "kind": "pointer", "of": "tensor:bias", "type": "*fp32", "offset": 8},
 ]
 
-#: Two products in each turn of a loop, the second one 32 units of 16 bytes behind the first, in three stages.
+#: Two products in each turn of a loop, the second one 32 units of 16 bytes after the first, in three stages.
 PTX = f"""
 .version 8.7
 .target sm_90a
@@ -186,7 +186,7 @@ def test_a_product_that_is_not_reached_is_said() -> None:
 
 
 def test_data_decides_what_is_no_product() -> None:
-    # Both ways of a branch meet again before the next product; what they write is not known behind.
+    # Both ways of a branch meet again before the next product; what they write is not known after that.
     branch = "FSETP.GT.AND P1, PT, R20, RZ, PT\n @P1 BRA `(.L_x_5)\n {}\n.L_x_5:\n UIADD3 UR7, UR7, 0x1, URZ"
     step = "UIADD3 UR7, UR7, 0x1, URZ"
     assert judged(step, branch.format("FADD R30, R20, R20")) == []

@@ -125,7 +125,7 @@ def executed() -> list[int]:
 
 
 def written(instruction: SassInstruction) -> set[str]:
-    """Return the registers that an instruction writes, and the predicates before or behind the first one."""
+    """Return the registers that an instruction writes, and the predicates before or after the first one."""
     if instruction.name.startswith(("ST", "BRA", "BAR", "SYNCS", "WARP", "UTMA", "EXIT", "HGMMA", "RED", "FENCE")):
         return set()
     first = [text for text in instruction.operands[:2] if re.fullmatch(r"U?P\d", text)]

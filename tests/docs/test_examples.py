@@ -16,11 +16,12 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 
 #: Arguments of those that would take long.
-ARGUMENTS = {"train_gpt": ["--tiny", "--steps", "3"]}
+TINY = ["--tiny", "--layers", "2", "--heads", "4", "--requests", "4", "--prompt", "70", "--new-tokens", "6"]
+ARGUMENTS = {"train_gpt": ["--tiny", "--steps", "3"], "serve_llama": TINY}
 
 
 #: Those that tests/integrations/test_examples.py runs in its own process, which holds what they import already.
-ELSEWHERE = ("route_sdpa", "transformers_model", "use_flash_attn")
+ELSEWHERE = ("route_sdpa", "serve_llama", "transformers_model", "use_flash_attn")
 
 CASES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.exhaustive] if path.stem in ELSEWHERE else [])

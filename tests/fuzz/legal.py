@@ -1,7 +1,7 @@
 """Random legal specs of one variant, by a seed: whatever a spec may say, forward and backward, in either backend.
 
 A spec fixes fields of its kernel in half of the cases, and asks for nothing but variant, head dims, dtype and layout
-in the others. The fields that it fixes agree with each other by the rules of docs/spec.md; drawn anew are only those
+in the others. The fields that it fixes agree with each other by the rules of docs/spec.md; drawn again are only those
 that do not fit into shared memory or registers, which no rule tells beforehand, and those that need tiles in ranges.
 """
 

@@ -1,7 +1,7 @@
 """Random variants, as a spec declares them: masks and scores from the generators of the property tests of ``lang``.
 
 Kept is what a comparison of numbers can judge: masks that show some pairs and compare integers only, and scores that
-rounding, as the yardsticks do it, changes little. The rest is drawn anew.
+rounding, as the yardsticks do it, changes little. The rest is drawn again.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def of_variants(*variants: str) -> list[str]:
 
 
 def for_this_gpu(kernel: Prepared) -> Prepared:
-    """Return a kernel as it is, or planned anew for the GPU that is here."""
+    """Return a kernel as it is, or planned again for the GPU that is here."""
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)
     assert arch is not None

@@ -341,7 +341,7 @@ def test_check_23_a_call_never_waits() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         attention(q, k, v)
-        attention(*qkv_like(q, k, v, 33))  # other shapes: selected and prepared anew
+        attention(*qkv_like(q, k, v, 33))  # other shapes: selected and prepared again
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -1,6 +1,6 @@
-"""Rows that memory goes on behind: NaN after the last column of q, k, v and dO reaches no result, and stays there.
+"""Rows after which memory goes on: NaN after the last column of q, k, v and dO reaches no result, and stays there.
 
-Kernels multiply more columns than a head dim has: those behind it are zeros, and leave through no store.
+Kernels multiply more columns than a head dim has: those after it are zeros, and leave through no store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attngen.tools.verify.poison import poisoned_gradients
 from tests.gpu import test_backward as backward
 from tests.gpu.family import Run, bits, labels, same
 
-#: Columns of NaN behind each row: as many as keep rows at multiples of 16 bytes.
+#: Columns of NaN after each row: as many as keep rows at multiples of 16 bytes.
 GAP = 8
 
 
@@ -34,21 +34,21 @@ BACKWARDS = [name for name in backward.ALL if is_causal(name)]
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor as the first columns of a wider one, which is NaN behind them."""
+    """Return the tensor as the first columns of a wider one, which is NaN after them."""
     memory = torch.full((*tensor.shape[:-1], tensor.shape[-1] + GAP), torch.nan, dtype=tensor.dtype, device="cuda")
     memory[..., : tensor.shape[-1]] = tensor
     return memory[..., : tensor.shape[-1]]
 
 
 def behind(tensor: Tensor) -> Tensor:
-    """Return the columns behind those of a tensor that ``wide`` made."""
+    """Return the columns after those of a tensor that ``wide`` made."""
     base = tensor._base
     assert base is not None
     return base[..., tensor.shape[-1] :]
 
 
 def case_of(name: str) -> Case:
-    """Return ragged lengths on both sides, with keys behind seqused_k."""
+    """Return ragged lengths on both sides, with keys after seqused_k."""
     if "varlen" in name:
         return Case("wide", (70, 9), (157, 130), heads=4, kv_heads=2, used=(157, 100))
     return Case("wide", (70,) * 2, (157,) * 2, heads=4, kv_heads=2, used=(157, 100))

@@ -112,7 +112,7 @@ def paged(
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 8, 16, 48, 64, 256])
 def test_pages_of_any_size(page_size: int, page_layout: str) -> None:
-    """NaN behind each length, no page at all behind each row of the table."""
+    """NaN after each length, no page at all after each row of the table."""
     paged("causal", LENGTHS, page_size=page_size, page_layout=page_layout)
 
 
@@ -144,7 +144,7 @@ def dense(
     variant: str, lengths: list[int], *, rows: int = 1, heads: int = 8, kv_heads: int = 2,
     dims: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16, layout: str = "bshd",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same of a dense call, whose keys behind the used lengths are NaN."""
+    """The same of a dense call, whose keys after the used lengths are NaN."""
     batch, longest = len(lengths), max(*lengths, 1)
     torch.manual_seed(2)
     q, k, v = (
@@ -250,7 +250,7 @@ def test_a_graph_stays_right_while_lengths_grow() -> None:
 
 
 def test_many_ragged_batches() -> None:
-    """Batches of all sizes, on one stream one behind the other: counters are 0 again after each launch."""
+    """Batches of all sizes, on one stream one after the other: counters are 0 again after each launch."""
     generator = torch.Generator().manual_seed(7)
     for number in range(60):
         batch = int(torch.randint(1, 40, (), generator=generator))

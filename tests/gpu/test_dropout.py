@@ -159,7 +159,7 @@ def test_activation_checkpointing_drops_the_same_again() -> None:
     assert same(plain, torch.autograd.grad(out.float().square().sum(), inputs))
 
 
-def test_replays_of_a_graph_draw_anew_and_their_gradients_agree() -> None:
+def test_replays_of_a_graph_draw_again_and_their_gradients_agree() -> None:
     q, k, v = leaves()
     above = torch.randn(2, 200, 4, 64, device="cuda").bfloat16()
 

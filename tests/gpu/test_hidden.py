@@ -14,7 +14,7 @@ VALUES = (torch.nan, torch.inf, -torch.inf, 1e38)
 
 
 def case_of(name: str) -> Case:
-    """Return few queries and many keys, ragged on both sides, with keys behind seqused_k."""
+    """Return few queries and many keys, ragged on both sides, with keys after seqused_k."""
     if "varlen" in name:
         return Case("hidden", (70, 9), (517, 300), heads=2, used=(500, 261))
     return Case("hidden", (70,) * 2, (517,) * 2, heads=2, used=(500, 261))

@@ -210,7 +210,7 @@ def test_sdpa_falls_back_to_what_torch_drops(only: Package) -> None:
 
 
 @only_package("sdpa")
-def test_replays_of_a_graph_draw_anew(only: Package) -> None:
+def test_replays_of_a_graph_draw_again(only: Package) -> None:
     q, k, v = qkv(128, 128, 64, torch.bfloat16, heads_first=True)
 
     def step() -> Tensor:

@@ -35,7 +35,7 @@ def check(name: str, case: Case, seed: int) -> None:
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 64])
 @pytest.mark.parametrize("name", PACKED)
 def test_groups_and_few_queries(name: str, group: int) -> None:
-    """Fewer rows than a consumer has, a few more, and several tiles; more queries than keys; keys behind the end."""
+    """Fewer rows than a consumer has, a few more, and several tiles; more queries than keys; keys after the end."""
     kv_heads = 2 if group < 16 else 1
     heads = group * kv_heads
     for number, rows in enumerate((1, 3, 17, 129)):

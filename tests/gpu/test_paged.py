@@ -107,7 +107,7 @@ class Cache:
 
 @pytest.mark.parametrize("index", range(len(ASKED)), ids=[f"{one.variant.name}-d{one.head_dim_qk}" for one in ASKED])
 def test_kernels_keep_their_contract(index: int) -> None:
-    """Against float64: any page size, invalid entries behind lengths, NaN behind rows; nothing around results."""
+    """Against float64: any page size, invalid entries after lengths, NaN after rows; nothing around results."""
     trial = try_pinned(list(kernels().values())[index], Gpu.current().device, 11, small=False)
     assert trial.problems == ()
 

@@ -170,7 +170,7 @@ class Run:
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("name", NAMES)
 def test_page_sizes(name: str, page_layout: str) -> None:
-    """Ragged queries, lengths of 0, of 1, and across tiles; more queries than keys; rows behind the end are NaN."""
+    """Ragged queries, lengths of 0, of 1, and across tiles; more queries than keys; rows after the end are NaN."""
     for page_size in PAGE_SIZES[page_layout]:
         Run(
             name, [130, 3, 0, 64, 17], [515, 1, 40, 0, 1234], page_size, page_layout=page_layout, seed=page_size
@@ -188,7 +188,7 @@ def test_appended_tokens(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_do_not_depend_on_where_keys_lie(name: str) -> None:
-    """Any page size, in either order, shuffled anew, with a wider table: the same boxes of keys are multiplied."""
+    """Any page size, in either order, shuffled again, with a wider table: the same boxes of keys are multiplied."""
     first = None
     for page_size in (16, 1, 48, 64, 128, 256):
         for page_layout in ("NHD", "HND"):

@@ -76,7 +76,7 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
 def by_sequence(
     inputs: list[Tensor], starts: tuple[Tensor, Tensor], used: tuple[Any, Any], given: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return what each sequence gives by itself; 0 and −inf for queries that are not used, and behind the last."""
+    """Return what each sequence gives by itself; 0 and −inf for queries that are not used, and after the last."""
     q, k, v = inputs
     parts, sums, behind = [], [], 0
     for i in range(len(starts[0]) - 1):
@@ -97,7 +97,7 @@ def by_sequence(
 @pytest.mark.parametrize("given", [*OPTIONS, {"deterministic": True, "causal": True}], ids=str)
 @pytest.mark.parametrize("behind", [0, 3])
 def test_only_used_queries_are_computed(given: dict[str, Any], behind: int) -> None:
-    """Rows behind those that are used, also those that hold NaN, do not matter, and take no gradient."""
+    """Rows after those that are used, also those that hold NaN, do not matter, and take no gradient."""
     torch.manual_seed(3)
     inputs = [
         torch.randn(sum(lengths) + behind, heads, DIM)

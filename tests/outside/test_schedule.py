@@ -73,7 +73,7 @@ def test_it_renders_and_compiles_with_its_launches_and_workspaces() -> None:
 
 def test_nothing_else_changes() -> None:
     before = [(found, render(found)) for found in plans()]
-    with with_schedule(SCHEDULE):  # behind all
+    with with_schedule(SCHEDULE):  # after all
         assert [(found, render(found)) for found in plans()] == before
         assert SCHEDULE in schedules("forward")
     assert [key_of(found, source) for found, source in before] == [key_of(found, render(found)) for found in plans()]

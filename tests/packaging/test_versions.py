@@ -84,7 +84,7 @@ def test_an_old_driver_is_named_with_the_one_that_is_needed(site: Path, monkeypa
         ("format", 2, "has package format 2; this runtime, .*reads package format 1: update attngen, or call it by"),
         ("manifest", 3, r"has manifest format 3; .* \('import attngen_small'\), with the runtime that it carries"),
         ("schema", 2, "has spec schema 2; this runtime, of attngen .*, reads spec schema 1: update attngen"),
-        ("schema", 0, "has spec schema 0; .*: build the package anew, or call it by its own name"),
+        ("schema", 0, "has spec schema 0; .*: build the package again, or call it by its own name"),
         ("format", None, "has package format None"),
     ],
 )

@@ -131,7 +131,7 @@ def adder(s: Backward) -> Role:
         if wanted == END_OF_ALL:
             return
         if s.last[count % SUMS] != (count + 1 == len(expected) or expected[count + 1][0] != expected[count][0]):
-            raise ProtocolError(f"the adder read another end behind {wanted}")
+            raise ProtocolError(f"the adder read another end after {wanted}")
         for c in range(CONSUMERS):
             yield s.dq_full[c].done(phase)
             yield lambda: True  # the copy reads it later
@@ -230,7 +230,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield from next_step()
             following = step
             more = following not in (END_OF_TILE, END_OF_ALL)
-            # behind the last step S of whatever is there
+            # after the last step S of whatever is there
             yield from issue(*product("s", (q, here, buffer), following) if more else ())
             yield from complete(*product("dv", (q, here, buffer), own))
             release_dout()
@@ -280,7 +280,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             more = following not in (END_OF_TILE, END_OF_ALL)
             if more:
                 release_dout()
-            # behind the last step the products of whatever is there, with probabilities of 0
+            # after the last step the products of whatever is there, with probabilities of 0
             s_reads, dp_reads, dv_reads = (
                 product(kind, (q, dout, buffer), following) if more else () for kind in ("s", "dp", "dv")
             )

@@ -5,7 +5,7 @@ Roles follow ``_gradient_loader`` with ``_gradient_visits_ordered``, ``_gradient
 ``_gradient_rounder``, line by line; what lies between the first two is a queue of so many steps as a block has in
 flight. Additions land some time after they were issued. Blocks start when a multiprocessor is free, in any order. A
 cluster, which has one tile of keys, starts as one of them (``_cluster_order``), and each of its two blocks adds to
-columns of its own (``_cluster_turns``), behind the other one by no more than steps are in flight.
+columns of its own (``_cluster_turns``), lagging by no more than steps are in flight.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Rules:
     all_are_taken: bool = True  # the first tile of a block, too, so that all before it belong to blocks that run
     end_is_told: bool = True  # the last step of a tile of keys says that later turns need not wait for it
     empty_are_told: bool = True  # as a tile of keys does that nothing sees
-    whole_chain: bool = True  # behind a tile of keys that is passed over, the one before it is asked
+    whole_chain: bool = True  # after a tile of keys that is passed over, the one before it is asked
     for_this_turn: bool = True  # a tile of keys that begins later is passed over for earlier turns alone
-    near_alone: bool = True  # what one knows that stands behind a tile which begins later is not kept for later turns
+    near_alone: bool = True  # what is known from after a tile which begins later is not kept for later turns
     counted_when_landed: bool = True  # those who round learn of a tile of keys when its last addition is in memory
     empty_are_counted: bool = True  # and of one that nothing sees
 

@@ -259,7 +259,7 @@ def scheduler(s: Simulation) -> Role:
 
 
 def loader(s: Simulation) -> Role:
-    """``forward/_loader.cu.j2``: V one step behind K."""
+    """``forward/_loader.cu.j2``: V one step after K."""
     slot = work_phase = 0
     k, pending = Place(s.k), Place(s.v)
     expected = 0

@@ -99,7 +99,7 @@ def test_a_tile_that_does_not_fit_is_made_smaller() -> None:
 
 def test_full_tiles_have_no_mask_code_and_the_scale_is_applied_once() -> None:
     text = render(planned(passes="backward")).text
-    assert text.count("visible = ") == 2  # one in each kernel, behind a branch
+    assert text.count("visible = ") == 2  # one in each kernel, under a branch
     assert text.count("* softmax_scale,") + text.count("* softmax_scale)") == 2
 
 

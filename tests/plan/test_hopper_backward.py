@@ -81,10 +81,10 @@ def test_a_cluster_has_a_tile_of_keys() -> None:
     assert found.name == "bwd_sm90a_cluster_bf16_d256_causal_varlen_m64n128s3c2_dvoverlap"
     rows = [part.to_dict() for part in found.launches]
     assert [(row["name"], row["grid"], row["cluster"], row["persistent"]) for row in rows] == [
-        ("preprocess", "rows", 1, False), ("dkdv", "keys", 2, False), ("dq", "queries", 1, False),
+        ("preprocess", "rows", 1, False), ("dqkv", "keys", 2, False), ("postprocess", "queries", 1, False),
     ]  # fmt: skip
     text = render(found).text
-    assert f"__cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) {found.launch('dkdv').symbol}(" in text
+    assert f"__cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) {found.launch('dqkv').symbol}(" in text
     windows = {argument.of: argument.window for argument in found.arguments if argument.kind == "descriptor"}
     assert windows == {"q": 64, "k": 64, "v": 64, "dout": 64}
     assert "tile_counter" not in [argument.name for argument in found.arguments]
@@ -148,7 +148,7 @@ def test_two_kernels_of_one_source() -> None:
     found = backward(head_dim=128, layout="varlen")
     assert found.name == "bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2"
     assert [(part.name, part.grid, part.persistent) for part in found.launches] == [
-        ("preprocess", "rows", False), ("dkdv", "keys", True),
+        ("preprocess", "rows", False), ("dqkv", "keys", True),
     ]  # fmt: skip
     text = render(found).text
     for part in found.launches:
@@ -165,15 +165,15 @@ def test_two_kernels_of_one_source() -> None:
 )
 def test_how_a_block_finds_its_queries(variant: str, driver: str, overlap: str) -> None:
     found = backward(variant)
-    assert (found.driver, found.launch("dkdv").driver) == (driver, driver)
-    assert [part.name for part in found.launches].count("classify_dkdv") == (driver == "tile_map")
+    assert (found.driver, found.launch("dqkv").driver) == (driver, driver)
+    assert [part.name for part in found.launches].count("classify_dqkv") == (driver == "tile_map")
     assert found.structure is not None
     assert found.structure.overlap == overlap
 
 
 def test_keys_that_a_query_does_not_see_are_masked_in_partial_tiles_only() -> None:
     text = render(backward(head_dim=128)).text
-    partial, full = re.split(r"\n +\} else \{\n", text.split("// Turns products into probabilities")[1], maxsplit=1)
+    partial, full = re.split(r"\n +\} else \{\n", text.split("const auto exponentiate_step")[1], maxsplit=1)
     assert "if (8 * row >= visible_to) x = kMasked;" in partial
     assert "kMasked" not in full.split("pack_probabilities")[0]
 
@@ -232,12 +232,12 @@ def test_counters_stand_behind_the_sums() -> None:
 
 def test_five_products_a_step() -> None:
     found = backward(head_dim=128)
-    low = gradient_floor(found, found.launch("dkdv"))
+    low = gradient_floor(found, found.launch("dqkv"))
     assert low is not None
     assert low.products == (3, 2)
     assert low.flops == 2 * 5 * 64 * 128 * 128
     wide = backward(head_dim=256)
-    assert gradient_floor(wide, wide.launch("dq")) is None
+    assert gradient_floor(wide, wide.launch("postprocess")) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -103,7 +103,7 @@ def test_arguments_of_pages() -> None:
 
 
 def test_tensor_maps_of_pages() -> None:
-    """Over (page, KV head, row, column) whatever the order in memory; a window stands behind the axis of rows."""
+    """Over (page, KV head, row, column) whatever the order in memory; a window follows the axis of rows."""
     paged = of_layout("paged")
     for window, box in ((None, (1, 1, 128, 64)), (128, (1, 1, 1, 128, 64))):
         for name in "kv":

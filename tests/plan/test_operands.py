@@ -162,7 +162,7 @@ def test_memory_of_backwards_follows_from_each_operand(head_dim: int) -> None:
         assert after.get(name, 0) == before.get(name, 0) // 2
     for name in ("dq", "piece", "sum_tile"):
         assert after.get(name) == before.get(name)
-    assert 2 * one.launch("dkdv").products == two.launch("dkdv").products
+    assert 2 * one.launch("dqkv").products == two.launch("dqkv").products
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -108,7 +108,7 @@ def test_columns_are_powers_of_two_that_cover_the_head_dim(head_dim: int) -> Non
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_columns_of_a_backward_bring_no_padding_alone(head_dim: int) -> None:
-    """A copy has 64 columns at most; one that lay wholly behind the head dim would be that of nobody's memory."""
+    """A copy has 64 columns at most; one that lay wholly after the head dim would be that of nobody's memory."""
     blocks = gradient_columns(head_dim, BF16, wgmma=True)
     if head_dim % 16 == 0:
         assert blocks == columns(head_dim, BF16)

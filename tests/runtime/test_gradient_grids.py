@@ -49,7 +49,7 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
     rows = -(-batch * seqlen_q // 16) if layout == "varlen" else batch * -(-seqlen_q // 16)
     assert grids == {
         "preprocess": rows * heads,
-        **({"dkdv": 2 * tiles, "dq": batch * heads * q_tiles} if clusters else {"dkdv": MULTIPROCESSORS}),
+        **({"dqkv": 2 * tiles, "postprocess": batch * heads * q_tiles} if clusters else {"dqkv": MULTIPROCESSORS}),
     }
     assert tiles > MULTIPROCESSORS
     in_sums = heads * (batch * seqlen_q // 64 + batch) if layout == "varlen" else batch * heads * q_tiles
@@ -72,7 +72,7 @@ def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
             variant(), q, k, k, None, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
         )
         found = geometries(kernel, call, {})
-        assert [one.blocks(FakeDriver(), 0) for one in found if one.launch.name == "dkdv"] == [blocks]
+        assert [one.blocks(FakeDriver(), 0) for one in found if one.launch.name == "dqkv"] == [blocks]
 
 
 @pytest.mark.parametrize(
@@ -97,5 +97,5 @@ def test_many_heads_run_side_by_side_where_data_decide_how_long_a_tile_of_keys_t
     call = bind(
         variant(), *tensors, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
     )
-    dkdv = geometries(kernel, call, {})[-1]
-    assert (dkdv.launch.name, dkdv.sizes["section"]) == ("dkdv", section)
+    dqkv = geometries(kernel, call, {})[-1]
+    assert (dqkv.launch.name, dqkv.sizes["section"]) == ("dqkv", section)

@@ -92,7 +92,7 @@ def test_scalars_tensors_and_scale(gpu: FakeDriver) -> None:
     both(q, k, v, table=table[:1].expand(4, -1), radius=2, limit=7, variant="bias")  # another order, a stride of 0
 
 
-def test_scalars_change_without_preparing_anew(gpu: FakeDriver) -> None:
+def test_scalars_change_without_preparing_again(gpu: FakeDriver) -> None:
     install(kernel(window_variant()))
     q, k, v = tensors()
     for window in (1, 7, 64):

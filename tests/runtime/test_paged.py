@@ -64,7 +64,7 @@ def of_sequence(chosen: Any, own: dict[str, Any], b: int, rows: int, keys: int) 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("rows", [[1, 1, 1, 1], [3, 3, 3, 3], [5, 0, 1, 17]])
 def test_pages_give_what_their_sequences_give(chosen: Any, page_layout: str, page_size: int, rows: list[int]) -> None:
-    """Any order of pages; NaN behind each length, and wrong numbers behind each row of the table, change nothing."""
+    """Any order of pages; NaN after each length, and wrong numbers after each row of the table, change nothing."""
     lengths = [17, 4, 0, 40]
     c = cache(lengths, page_size, page_layout=page_layout, head_dim_v=16)
     if page_layout == "HND":

@@ -75,7 +75,7 @@ def test_rows_end_with_the_head_dim(gpu: FakeDriver, qk: int, v: int, loads: str
 def _same(function: Any, tensors: Any, **options: Any) -> None:
     ours, lse = function(*tensors, return_lse=True, **options)
     theirs, wanted = function(*tensors, return_lse=True, backend="reference", **options)
-    rows = 70 if function is attngen.attention_varlen else ours.shape[0]  # behind the last sequence: unspecified
+    rows = 70 if function is attngen.attention_varlen else ours.shape[0]  # after the last sequence: unspecified
     torch.testing.assert_close(ours[:rows], theirs[:rows], rtol=0, atol=0)
     lse, wanted = (x[:, :rows] if rows == 70 else x for x in (lse, wanted))
     torch.testing.assert_close(lse, wanted, rtol=1e-6, atol=1e-6)

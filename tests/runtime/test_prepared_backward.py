@@ -65,7 +65,7 @@ def test_a_backward_is_prepared_once(gpu: GradientDriver, monkeypatch: pytest.Mo
     assert len(bound) == len(training._PREPARED) == 1
 
 
-def test_other_strides_and_shapes_are_prepared_anew(gpu: GradientDriver) -> None:
+def test_other_strides_and_shapes_are_prepared_again(gpu: GradientDriver) -> None:
     build()
     q, k, v = leaves()
     turned = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()

@@ -155,7 +155,7 @@ def test_a_box_of_a_page_ends_where_a_sequence_ends(rows_first: bool, page_size:
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_a_packed_box_brings_the_heads_of_a_group_then_the_next_row(group: int, batched: bool) -> None:
-    """Row r of a box is query r / group and head r % group, of one KV head; behind the last query come zeros."""
+    """Row r of a box is query r / group and head r % group, of one KV head; after the last query come zeros."""
     rows, kv_heads, width, box_rows = 7, 3, 2, 8
     heads = kv_heads * group
     shape = (2, rows, heads, width) if batched else (rows, heads, width)

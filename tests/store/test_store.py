@@ -155,7 +155,7 @@ DAMAGES = [truncate, empty, flip, lengthen, remove, become_a_folder, dangle]
 
 @pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "classify.cubin", "SHA256SUMS"])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_entry_is_never_loaded_and_built_anew(
+def test_a_damaged_entry_is_never_loaded_and_built_again(
     store: Store, name: str, damage: Callable[[Path], None]
 ) -> None:
     store.put(KEY, artifact("one", classifier=True))

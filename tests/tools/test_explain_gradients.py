@@ -112,7 +112,7 @@ kernels:
             "loads: 40 registers a thread; a half of Q and dO for both blocks",
             "multiplies S and keeps dV: 192 registers a thread",
             "multiplies dP and keeps dK: 192 registers a thread",
-            "multiplies 96 columns of dQ, 96 at once, and adds them to sums: 88 registers a thread",
+            "multiplies 96 columns of dQ, 96 at once, and adds them to the dQ accumulator: 88 registers a thread",
             "loop: ranges; the softmax of a step runs under products of other warpgroups",
             "in flight: 3 tiles of Q, 2 of dO, 2 of dS",
         ]),
@@ -121,7 +121,7 @@ kernels:
             "loads: 32 registers a thread; a half of Q and dO for both blocks",
             "multiplies S and keeps dV: 208 registers a thread",
             "multiplies dP and keeps dK: 208 registers a thread",
-            "multiplies 128 columns of dQ, 64 at once, and adds them to sums: 64 registers a thread",
+            "multiplies 128 columns of dQ, 64 at once, and adds them to the dQ accumulator: 64 registers a thread",
             "loop: ranges; the softmax of a step runs under dV of the one before, and products of other warpgroups",
             "in flight: 2 tiles of Q, 3 half ones of dO, 2 of dS",
         ]),
@@ -132,7 +132,7 @@ def test_roles_of_a_backward_in_cuda(tmp_path: Path, head_dim: int, roles: list[
     path.write_text(CUDA)
     done = CliRunner().invoke(cli.group, ["explain", str(path), f"d{head_dim}"])
     lines = [line.strip() for line in done.output.splitlines()]
-    (first,) = [number for number, line in enumerate(lines) if line.startswith("dkdv ")]
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("dqkv ")]
     assert lines[first + 1 : first + 1 + len(roles)] == roles
     (found,) = [one for one in explain_spec(path, seqlens=()) if f"_d{head_dim}_" in one.plan.name]
     assert found.shared_bytes == found.plan.structure.shared_bytes

@@ -304,7 +304,7 @@ def test_text_tells_regions_roles_and_order(tmp_path: Path, variant: str, head_d
     assert ("wait for S(j), PV(j-1)" in text) != hopper.hopper.overlap
     assert ("take the turn" in text) == hopper.hopper.pingpong
     assert ("grid           persistent" in text) == hopper.hopper.persistent
-    assert ("a consumer passes over tiles" in text) == hopper.hopper.skips
+    assert ("a consumer skips tiles" in text) == hopper.hopper.skips
     assert f"S {hopper.registers.s} + P {hopper.registers.p} + O {hopper.registers.o}" in text
     assert f"bound by       {hopper.floor.clocks:5d} {hopper.floor.block:6d}" in text
     assert all(rate.source in text for rate in RATES)

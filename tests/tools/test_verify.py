@@ -172,7 +172,7 @@ def test_a_retargeted_kernel_keeps_its_tile() -> None:
     assert moved.source.text.replace("sm90a", "sm100a") == blackwell.source.text
 
 
-def test_a_tile_that_does_not_fit_is_chosen_anew() -> None:
+def test_a_tile_that_does_not_fit_is_chosen_again() -> None:
     text = "schema: 1\npackage: t\narch: [sm100a]\nkernels:\n  - variant: causal\n    head_dim: 256\n"
     from attngen.schema import load_spec_text
 
@@ -199,7 +199,7 @@ def test_the_arch_of_a_device(capability: int, name: str | None) -> None:
     assert (found.name if found else None) == name
 
 
-def test_only_sources_with_inline_assembly_are_rendered_anew(spec: Path) -> None:
+def test_only_sources_with_inline_assembly_are_rendered_again(spec: Path) -> None:
     for kernel in tool.prepare(load_spec(spec)):
         text, remark = interpretable(kernel)
         assert "inline_asm" not in text

@@ -89,7 +89,7 @@ def test_what_nobody_may_read_is_poisoned() -> None:
 
 
 def one_key_more(call: Call, buffers: Buffers) -> tuple[Call, Buffers]:
-    """Reads the row behind the last key, where the page has one."""
+    """Reads the row after the last key, where the page has one."""
     assert call.seqused_k is not None
     rest = call.seqused_k % call.page_size
     return replace(call, seqused_k=call.seqused_k + (rest > 0)), buffers
@@ -101,7 +101,7 @@ def one_key_less(call: Call, buffers: Buffers) -> tuple[Call, Buffers]:
 
 
 def pages_in_a_row(call: Call, buffers: Buffers) -> tuple[Call, Buffers]:
-    """Takes the page behind the first one for the second of a sequence."""
+    """Takes the page after the first one for the second of a sequence."""
     assert call.page_table is not None
     table = (call.page_table[:, :1] + torch.arange(call.page_table.shape[1])) % call.num_pages
     return replace(call, page_table=table), buffers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-#: The place behind the end of a program.
+#: The place after the end of a program.
 END = -1
 
 

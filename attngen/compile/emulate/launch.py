@@ -21,7 +21,7 @@ from attngen.compile.emulate.values import UNKNOWN, WORD
 #: that what a descriptor must leave out of an address is not 0.
 _CLUSTER_RANK = 1
 
-#: Where a block's shared memory begins: behind the first KiB, which the system keeps on sm90.
+#: Where a block's shared memory begins: after the first KiB, which the system keeps on sm90.
 SHARED_BASE = _CLUSTER_RANK << 24 | 0x400
 
 #: Each pointer of a launch has a region of this many bytes to itself.

@@ -65,7 +65,7 @@ def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
 
 @contextmanager
 def with_schedule(schedule: Schedule, *, before: str | None = None) -> Iterator[None]:
-    """Have the planner know one more schedule for a while, ahead of the one called ``before``, or behind all."""
+    """Have the planner know one more schedule for a while, ahead of the one called ``before``, or after all."""
     place = len(_ROWS) if before is None else _ROWS.index(named(before))
     _ROWS.insert(place, schedule)
     try:

@@ -8,9 +8,9 @@ from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signa
 from attngen.plan.schedules.structures import HopperBackward
 
 STEP_BYTES, WORK_BYTES = 8, 32
-SUMS = 8  # places of dQ that are remembered
+SUMS = 8  # steps whose place in the dQ accumulator is kept
 SUM_BYTES, ORDERED_SUM_BYTES = 8, 20
-#: Sums of dQ that are rounded at once, 64 rows and 32 columns, and what is known of them.
+#: A piece of the dQ accumulator that is rounded at once, 64 rows and 32 columns, and its record.
 PIECE_BYTES, PIECE_TAKEN_BYTES = 64 * 32 * 4, 32
 _KEYS = 64  # of a consumer
 
@@ -39,8 +39,8 @@ def backward_pipes(
     q = Ring(
         "q", roles.q_stages, loader, each,
         guards="a tile of Q, the step that it belongs to, and log-sum-exp and D of its rows; the end of a tile of work "
-        "takes a stage, too, which is given back when both consumers have met",
-        full=Signal(2, f"{loader} twice, for Q and for the numbers of rows", "a step has landed", bytes=True),
+        "takes a stage, too, which is released when both consumers have met",
+        full=Signal(2, f"{loader} twice, for Q and for the row statistics", "a step has landed", bytes=True),
         empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
         stored=(
             ("q", tile_m * qk * operands.q.bytes), ("lse", tile_m * 4), ("delta", tile_m * 4), ("step", STEP_BYTES),
@@ -55,8 +55,8 @@ def backward_pipes(
     )  # fmt: skip
     dq = Ring(
         "dq", consumers, each, "the warp that adds",
-        guards="dQ of a step, a place for each consumer, until it is added to the sums in global memory; dV goes out "
-        "through the same places",
+        guards="dQ of a step, a stage for each consumer, until it is added to the dQ accumulator; dV leaves through "
+        "the same memory",
         full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
         empty=Signal(1, "the warp that adds", "dQ of a step has left"),
         stored=(("dq", 64 * roles.dq_columns * operands.accumulator.bytes),),
@@ -70,15 +70,15 @@ def backward_pipes(
     )  # fmt: skip
     piece = Ring(
         "piece", 2, "the warp that rounds", "the warp that rounds",
-        guards="sums that are complete, until the same warp has written them as dQ",
-        full=Signal(1, "the warp that rounds", "a piece of the sums has landed", bytes=True),
+        guards="a piece of the dQ accumulator that is complete, until the same warp has rounded it",
+        full=Signal(1, "the warp that rounds", "a piece of the dQ accumulator has landed", bytes=True),
         stored=(("piece", PIECE_BYTES), ("piece_taken", PIECE_TAKEN_BYTES)),
         alternates=True,
     )  # fmt: skip
     ds = Ring(
         "ds", 2, each, each,
-        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK goes out through the "
-        "same places",
+        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK leaves through the "
+        "same memory",
         full=Signal(warps * consumers, "each warp of both consumers", "dS of both is written")
         if roles.pingpong
         else None,
@@ -91,7 +91,7 @@ def backward_pipes(
         named=_named(roles),
         roles=roles.warp_roles,
         order=_ORDER,
-        others=(("sum_tile", sums),),  # read behind dq_full, and written 8 steps later: more than are in flight
+        others=(("sum_tile", sums),),  # read after dq_full, and written 8 steps later: more than are in flight
     )
 
 

@@ -52,7 +52,7 @@ def cluster_pipes(
     )  # fmt: skip
     p = Ring(
         "p", 2, "the warpgroup of values", "the warpgroup of keys",
-        guards="P of a step, where dS of it then goes: each warp overwrites what it has read",
+        guards="P of a step, which dS overwrites: each warp writes where it has read",
         full=Signal(warps, "each warp of the warpgroup of values", "P of a step is written"),
         alternates=True,
     )  # fmt: skip

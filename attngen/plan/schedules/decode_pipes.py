@@ -20,7 +20,7 @@ ROW_PADDING = 8
 
 def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> Pipes:
     """Return the pipes of a block of ``warps`` that multiply and those that copy, whose ``stages`` have ``stage`` bytes
-    each, with so many bytes for what warps merge, and for Q if it lies in shared memory."""
+    each, with ``merge`` bytes for partial results, and ``q`` for Q if it lies in shared memory."""
     kv = Ring(
         "kv", stages, "a loader", "the warps of a group",
         guards="a tile of K and one of V stay until all warps of a group have multiplied them; groups take the stages "
@@ -39,7 +39,7 @@ def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> 
     return Pipes(
         (kv,),
         named=(
-            NamedBarrier("consumers", 1, 1, 32 * warps, "what warps have found, on its way to others"),
+            NamedBarrier("consumers", 1, 1, 32 * warps, "partial results of warps are there, or have been read"),
             NamedBarrier("made", 2, 1, 32 * (warps + LOADERS), "barriers that loaders have made"),
         ),
         roles=(Role("consumers", 0, warps, registers), Role("loaders", warps, LOADERS, registers)),

@@ -39,7 +39,7 @@ def forward_pipes(
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
     q = Ring(
         "q", roles.q_stages, by_q, each,
-        guards="a tile of Q is multiplied with every tile of K of its tile of work, then another takes its place",
+        guards="a tile of Q stays until it is multiplied with every tile of K of its tile of work",
         full=Signal(1, by_q, "a tile of Q has landed", bytes=True),
         empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time")
         if roles.specialized
@@ -57,15 +57,15 @@ def forward_pipes(
     )  # fmt: skip
     of_v = Ring(
         "v", stages, by_v, each,
-        guards="a tile of V stays until its product is added to O, one step behind K",
+        guards="a tile of V stays until its product is added to O, one step after K",
         full=Signal(1, by_v, "a tile of V has landed", bytes=True),
         empty=Signal(consumers, each, f"{done} V"),
         stored=(("v", tile_n * v * operands.v.bytes),),
     )  # fmt: skip
     work = Ring(
         "work", _SLOTS, "the scheduler", f"the consumers and {'all' if roles.value_loader else 'both'} loaders",
-        guards=f"the record of a tile of work stays until all have read it; {by_k} does not say so: the "
-        "scheduler takes another tile behind its request, which follows its read, and a block with one tile has a slot "
+        guards=f"the record of a tile of work stays until all have read it; {by_k} need not say so: the "
+        "scheduler takes another tile after its request, which follows its read, and a block with one tile has a stage "
         "for each record",
         full=Signal(scheduler, "the scheduler's lanes that write the record", "a record is written"),
         empty=Signal(

@@ -1,4 +1,4 @@
-"""The Hopper backward in CUDA: one kernel by tiles of keys computes dK and dV, and adds up dQ in global memory."""
+"""The Hopper backward in CUDA: one kernel by tiles of keys computes dK and dV, and adds dQ to its accumulator."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _KEYS = 64 * _CONSUMERS
 _NARROW = 96
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
-#: Q, dO and the sums of dQ of the heads that run side by side: about half of the H200's L2, measured best on it.
+#: Q, dO and the dQ accumulator of the heads that run side by side: about half of the H200's L2, measured best on it.
 _SECTION_BYTES = 24 * 2**20
 #: KV heads that run side by side at least where the mask reads tensors by position, as one of documents does. A tile
 #: sees few queries there, which L2 keeps in any case, and tiles differ much in their steps: where heads go one after
-#: the other, the last one ends unevenly.
+#: the other, the tiles of the last one end unevenly.
 _SECTION_HEADS = 8
 
 #: How names of kernels say what the softmax runs over.
@@ -49,7 +49,7 @@ _LABELS = {
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
-#: Query rows of a block that computes the sums of rows, at least, and its warps.
+#: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
 
 
@@ -67,7 +67,7 @@ class _Choice:
 
 
 #: First match wins; ``_family`` says what the families are. Measured on an H200 where docs/performance.md says so; the
-#: rest follows from registers: those of dQ are free for the softmax once dQ has left ("dk").
+#: rest follows from registers: with "dk" the softmax has those of dQ, which has left.
 _TABLE = (
     _Choice("tight", 64, 128, overlap="nothing", packed=True, q_stages=2),
     _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
@@ -191,7 +191,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         section_bytes=_SECTION_BYTES,
         section_heads=_SECTION_HEADS if _is_uneven(spec, driver) else 1,
         structure=roles,
-        main="dkdv",
+        main="dqkv",
         sum_columns=roles.sum_columns,
         ordered=roles.ordered,
     )
@@ -240,7 +240,7 @@ def _dq_columns(qk: int) -> int:
 
 
 def row_lanes(head_dim: int, element: DType) -> int:
-    """Return how many lanes of a warp read a row of so many columns, 16 bytes each; some may have none."""
+    """Return how many lanes of a warp read a row of ``head_dim`` columns, 16 bytes each; some may have none."""
     return 1 << (head_dim // element.chunk_elements - 1).bit_length()
 
 
@@ -279,7 +279,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
 
 
 def _traits(spec: KernelSpec) -> frozenset[str]:
-    """Return what the table of refusals asks about a spec: what takes registers beside sums and products."""
+    """Return what the table of refusals asks about a spec: what takes registers beside accumulators."""
     variant = spec.variant
     several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
     of_score = replace(variant, mask=TRUE)
@@ -308,22 +308,22 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
 
     rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
     yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
-    axes = axes_of(plan, "dkdv") if plan.driver == "tile_map" else None
+    axes = axes_of(plan, "dqkv") if plan.driver == "tile_map" else None
     if axes is not None:
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
-        yield launch("classify_dkdv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
+        yield launch("classify_dqkv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
     cluster = roles.cluster
     yield launch(
-        "dkdv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
-        persistent=cluster == 1, arguments=_dkdv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
+        "dqkv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
+        persistent=cluster == 1, arguments=_dqkv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
         max_spills=(PINGPONG_SPILLS if roles.pingpong else SPILLS).bytes, products=_products(plan, roles),
     )  # fmt: skip
     if cluster > 1:  # a block alone rounds dQ itself
-        yield launch("dq", "queries", 4 * _CONSUMERS, arguments=_dq_arguments(plan))
+        yield launch("postprocess", "queries", 4 * _CONSUMERS, arguments=_postprocess_arguments(plan))
 
 
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that computes two numbers of each query row, and clears the sums of dQ."""
+    """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
     return (
         arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
         *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")), _sums(),
@@ -334,7 +334,7 @@ def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _dkdv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
+def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     """Return the arguments of the launch of all products. Blocks that are no clusters take tiles from a counter, and
     round dQ, too; otherwise the hardware hands out tiles, if their order need not be known."""
     window, keys = plan.tile_m if plan.varlen else None, roles.keys
@@ -352,8 +352,8 @@ def _dkdv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _dq_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that rounds the sums of dQ."""
+def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that scales and rounds the dQ accumulator."""
     return (
         _sums(), arguments.pointer(plan, "dq"),
         *(arguments.lengths(plan, "cu_seqlens_q")),
@@ -371,7 +371,7 @@ def _sums() -> Argument:
 
 
 def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
-    """Yield what launches share: two numbers of each row; sums of dQ by tiles of rows, and counters after them.
+    """Yield what launches share: row statistics; the dQ accumulator by tiles of rows, and counters after it.
 
     There is a counter for each tile of keys, where the order is fixed; and one for each KV head and one for all pieces,
     where the kernel that adds dQ up rounds it, too.

@@ -39,7 +39,7 @@ _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
 #: the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
-#: ptxas takes a wgmma of more columns than these only where threads begin with so many registers (its error C7602).
+#: ptxas takes a wgmma of more columns than the first only where threads begin with the second's registers (C7602).
 _COLUMNS_OF_FEW_REGISTERS, _REGISTERS_OF_MORE_COLUMNS = 192, 142
 
 
@@ -111,7 +111,7 @@ class Form:
 
 
 def widths(head_dim: int, element: DType, parts: int = 1) -> Columns:
-    """Return the columns that a head dim takes in shared memory: whole copies, of each of so many ``parts``."""
+    """Return the columns that a head dim takes in shared memory: whole copies, of each of its ``parts``."""
     columns = parts * BOX_BYTES[-1] // element.bytes
     return Columns(0, -(-head_dim // columns) * columns, head_dim)
 
@@ -128,7 +128,7 @@ def _widths(spec: KernelSpec, operands: Operands) -> tuple[Columns, Columns]:
 
 
 def widest_box(*row_bytes: int) -> int:
-    """Return the bytes of a row of one copy, of which operands with rows of so many bytes have a whole number."""
+    """Return the bytes of a row of one copy: the most of which each of ``row_bytes`` is a whole number."""
     return next(box for box in BOX_BYTES if all(size % box == 0 for size in row_bytes))
 
 
@@ -246,7 +246,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
 
 
 def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice, tile_n: int) -> HopperTile:
-    """Return the tile of so many keys."""
+    """Return the tile of ``tile_n`` keys."""
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "p")
     qk, v = (columns.width for columns in _widths(spec, operands))

@@ -12,20 +12,20 @@ from attngen.plan.model import Structure
 class HopperForward(Structure):
     """Roles, pipeline and memory of a Hopper forward; a consumer has 64 query rows."""
 
-    #: Lanes of a warp that find what the rows of one consumer see; so many more find what all rows see.
+    #: Lanes of a warp that find what the rows of one consumer see; as many more find what all rows see.
     lanes_of_part: ClassVar[int] = 8
     most_consumers: ClassVar[int] = 32 // lanes_of_part - 1
 
     specialized: bool  # a warpgroup more produces; else those that multiply also load
     pingpong: bool  # consumers take turns at the tensor cores
-    overlap: bool  # the product with V runs under the softmax of the next tile
+    overlap: bool  # O += P V runs under the softmax of the next tile
     longest_first: bool  # query tiles from the last to the first, head by head within a section
     staged: bool  # outputs leave through shared memory
     boxes_out: bool  # from there by TMA, where all rows of a box exist
     q_stages: int  # tiles of Q in flight
     box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once
-    lookahead: int  # steps before the end of a tile at which the next one is taken
+    lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
@@ -46,18 +46,18 @@ class HopperForward(Structure):
 class HopperBackward(Structure):
     """Roles, pipeline and memory of a Hopper kernel of dQ, dK and dV in CUDA."""
 
-    # consumers keep sums in registers: of 64 keys each, or one of dV and one of dK
+    # consumers keep dK and dV in registers: of 64 keys each, or one dV and one dK
     overlap: str  # what the softmax of a step runs over: pingpong (products of the other consumer) |
     # gradients (dQ and dK of the step before) | dk | nothing;
     # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
     packed: bool  # dS is computed from probabilities in 16 bits, not in float32
     rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
-    rows_early: bool  # the loader asks for LSE and D of a step before it has a place for them
+    rows_early: bool  # the loader reads LSE and D of a step before there is a stage for them
     q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
     box_bytes: int  # of a row of one copy, over which it is swizzled
     dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
     dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
-    ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys behind its sums
+    ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
     cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
 
@@ -73,11 +73,11 @@ class HopperBackward(Structure):
 
     @staticmethod
     def parts_of(width: int) -> int:
-        """Products that columns of dK or dV are parted into where four warpgroups run: ptxas plans each with the 128
+        """Products that columns of dK or dV are split into where four warpgroups run: ptxas plans each with the 128
         registers that a thread of them begins with."""
         return 2 if width > 192 else 1
 
     @property
     def sum_columns(self) -> int:
-        """Columns of the sums of dQ, which may be more than dQ has."""
+        """Columns of the dQ accumulator, which may be more than dQ has."""
         return self.dq_columns if self.dq_by_rows else self.consumers * self.dq_columns

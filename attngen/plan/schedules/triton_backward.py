@@ -1,6 +1,6 @@
 """The plan of a backward in Triton: a kernel by tiles of keys for dK and dV, one by tiles of queries for dQ.
 
-Both compute the logits anew. Each adds up in registers what it writes, so that nothing is added atomically but the
+Both recompute the logits. Each accumulates in registers what it writes, so that nothing is added atomically but the
 gradients of a variant's own tensors, and dQ, dK and dV are the same on every run.
 """
 
@@ -91,7 +91,7 @@ _SMALLER_GRADIENTS = (
     (Tile(32, 16, 1, 8), Tile(32, 32, 1, 8)),
 )
 
-#: Query rows of a block that computes the sums of rows, and its warps for each byte of an element.
+#: Query rows of a block of ``preprocess``, and its warps for each byte of an element.
 _ROWS, _WARPS_PER_BYTE = 64, 2
 
 #: Head dims of the tiles that were raced.
@@ -268,7 +268,7 @@ def _smaller(kind: _Kind, given: Gradient, tile: Tile, least: int) -> Tile | Non
 
 
 def _preprocess(planned: Plan) -> Launch:
-    """Return the launch that computes what both others need of each query row."""
+    """Return the launch that computes the row statistics, which both others read."""
     return Launch(
         name="preprocess",
         symbol=naming.launch_name(planned.name, "preprocess"),
@@ -324,15 +324,15 @@ def through_descriptor(plan: Plan, name: str, grid: str) -> bool:
 
 
 def has_window(plan: Plan, grid: str) -> bool:
-    """Whether what a kernel loads in its loops ends where a sequence ends, though the tensor goes on behind it.
+    """Whether what a kernel loads in its loops ends where a sequence ends, though the tensor goes on after it.
 
-    The queries of a dense tensor end where it ends, and what a descriptor gives behind that is 0 anyway.
+    The queries of a dense tensor end where it ends, and what a descriptor gives after that is 0 anyway.
     """
     return plan.varlen or grid == "queries"
 
 
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that computes two numbers of each query row."""
+    """Return the arguments of the launch that computes the row statistics."""
     return (
         arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
         *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),

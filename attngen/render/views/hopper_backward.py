@@ -23,23 +23,23 @@ from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionV
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
-    "ds": "dS of two steps, then dK on its way out", "dq": "dQ on its way out, then dV",
+    "ds": "dS of two steps, then dK for its store", "dq": "dQ on its way to the dQ accumulator, then dV for its store",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
     "other_k": "half of the columns of the other block's K",
-    "step": "which queries each stage of Q holds", "sum_tile": "where dQ of the last steps belongs",
-    "piece": "sums of dQ that are rounded, and the next ones", "piece_taken": "which these are",
+    "step": "the step of each stage of Q: its queries and its head", "sum_tile": "where dQ of the last steps goes",
+    "piece": "two pieces of the dQ accumulator: the one that is rounded and the next", "piece_taken": "which these are",
 }  # fmt: skip
 #: And in a cluster, where these differ.
 _CLUSTER_TEXTS = {
-    "q": "Q, a tile per stage, then dK on its way out", "ds": "P, then dS, of two steps",
+    "q": "Q, a tile per stage, then dK for its store", "ds": "P, then dS, of two steps",
     "other_ds": "dS of the other block, of two steps", "index": "which tile of work the cluster has taken",
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
-    "dkdv": frozenset({"dq", "dk", "dv", "dq_sum", "tile_counter"}),
-    "dq": frozenset({"dq"}),
-    "classify_dkdv": frozenset({"tile_map"}),
+    "dqkv": frozenset({"dq", "dk", "dv", "dq_sum", "tile_counter"}),
+    "postprocess": frozenset({"dq"}),
+    "classify_dqkv": frozenset({"tile_map"}),
 }
 
 
@@ -87,8 +87,8 @@ class CudaBackwardView:
     chunks_of_row: int
     row_of_out: str
     row_of_dout: str
-    dkdv: Launch
-    dkdv_lines: tuple[str, ...]
+    dqkv: Launch
+    dqkv_lines: tuple[str, ...]
     key_box: str
     query_box: str
     row_entry: str
@@ -118,9 +118,9 @@ class CudaBackwardView:
     uses_b: bool
     dk_rows: str
     dv_rows: str
-    dq: Launch | None  # where it has a kernel of its own
-    dq_lines: tuple[str, ...]
-    dq_uses_hk: bool
+    postprocess: Launch | None  # where it has a kernel of its own
+    postprocess_lines: tuple[str, ...]
+    postprocess_uses_hk: bool
     dq_factor_lines: tuple[Statement, ...]
     dq_factor: Piece
     dq_row: str
@@ -133,11 +133,11 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     roles = plan.structure
     assert isinstance(roles, HopperBackward)
     parts = {part.name: part for part in plan.launches}
-    dkdv, rounding = plan.of_launch(parts["dkdv"]), parts.get("dq")
-    found, code = tiles(dkdv, QUERIES), probabilities(dkdv)
-    listed = query_word(dkdv) if plan.driver != "ranges" else ()
-    factor_lines, factor_text = factor(dkdv, code.factor)
-    dq_factor_lines, dq_factor = factor(plan.of_launch(rounding) if rounding else dkdv, code.factor)
+    dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts.get("postprocess")
+    found, code = tiles(dqkv, QUERIES), probabilities(dqkv)
+    listed = query_word(dqkv) if plan.driver != "ranges" else ()
+    factor_lines, factor_text = factor(dqkv, code.factor)
+    dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
     steps = reads([*code.partial.all, *code.full.all, code.exponent])
     spans = reads([*found.lines, *found.values.values(), *listed])
     box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
@@ -173,8 +173,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         chunks_of_row=plan.head_dim_v // out.chunk_elements,
         row_of_out=_row(plan, "out", "row"),
         row_of_dout=_row(plan, "dout", "row"),
-        dkdv=parts["dkdv"],
-        dkdv_lines=_lines(plan, parts["dkdv"]),
+        dqkv=parts["dqkv"],
+        dqkv_lines=_lines(plan, parts["dqkv"]),
         key_box=_key_box(plan, "start" if roles.cluster > 1 else "kv_start"),
         query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
         row_entry="h * static_cast<long long>(total_q) + q_begin + q"
@@ -189,13 +189,13 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
-        turn=_turn(dkdv),
+        turn=_turn(dqkv),
         counters=_counters(plan),
         work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
         uses_q_first="q_first" in steps,
         uses_packed=not (steps | spans).isdisjoint(("q_begin", "k_begin")),
         block_lines=code.block,
-        weight_comment=", and those of pairs that are not visible to 0" if plan.variant.masked else "",
+        weight_comment="; 0 for pairs that are not visible" if plan.variant.masked else "",
         partial=code.partial,
         full=code.full,
         exponent=code.exponent,
@@ -206,14 +206,14 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_b=not plan.varlen or "b" in reads([*factor_lines, factor_text]),
         dk_rows=_row(plan, "dk", "key", head="hk"),
         dv_rows=_row(plan, "dv", "key", head="hk"),
-        dq=rounding,
-        dq_lines=_lines(plan, rounding) if rounding else (),
-        dq_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
+        postprocess=postprocess,
+        postprocess_lines=_lines(plan, postprocess) if postprocess else (),
+        postprocess_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
         dq_factor_lines=dq_factor_lines,
         dq_factor=dq_factor,
-        dq_row=_row(plan, "dq", _dq_row(plan, "q_start + row" if rounding else "first_row")),
+        dq_row=_row(plan, "dq", _dq_row(plan, "q_start + row" if postprocess else "first_row")),
         dq_padded=roles.sum_columns > plan.head_dim_qk,
-        classifier=_classifier(plan, parts["classify_dkdv"]) if "classify_dkdv" in parts else None,
+        classifier=_classifier(plan, parts["classify_dqkv"]) if "classify_dqkv" in parts else None,
     )
 
 
@@ -226,7 +226,7 @@ def _pipes(plan: Plan, roles: HopperBackward) -> PipesView:
 def _region_text(roles: HopperBackward, plan: Plan, name: str) -> str:
     if roles.cluster > 1 and name == "dout":
         part = "a tile" if roles.parts_of(plan.columns_v[0].width) == 1 else "half a tile"
-        return f"dO, {part} per stage, then dV on its way out"
+        return f"dO, {part} per stage, then dV for its store"
     texts = _REGION_TEXTS | _CLUSTER_TEXTS if roles.cluster > 1 else _REGION_TEXTS
     return texts.get(name, "barriers")
 
@@ -274,7 +274,7 @@ def _dq_row(plan: Plan, row: str) -> str:
 
 
 def _sum_tile(plan: Plan, h: str, tile: str) -> str:
-    """Return which of all tiles of sums is that of a head and a tile of queries."""
+    """Return which tile of the dQ accumulator is that of a head and a tile of queries."""
     tile = f"({tile})" if " " in tile else tile
     if plan.varlen:  # a sequence has a tile more than its rows fill, so that all begin with a tile of their own
         return f"{h} * (total_q / kBlockM + batch) + q_begin / kBlockM + b + {tile}"
@@ -294,7 +294,7 @@ def _turn(plan: Plan) -> str:
 
 
 def _counters(plan: Plan) -> str:
-    """Return where counters begin: behind the sums, so that they are cleared with them."""
+    """Return where counters begin: after the dQ accumulator, so that they are cleared with it."""
     tiles = "heads * (total_q / kBlockM + batch)" if plan.varlen else "batch * heads * q_tiles"
     return f"reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>({tiles}) * kSumsOfTile)"
 

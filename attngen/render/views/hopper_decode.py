@@ -17,9 +17,9 @@ from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, argument_lines, padding
 
 _REGION_TEXTS = {
-    "kv": "K and V, a tile of each per stage", "merge": "what warps have found",
+    "kv": "K and V, a tile of each per stage", "merge": "partial results of warps",
     "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the share begins",
-    "last": "whether the block came last", "counts": "what the threads of each warp have counted",
+    "last": "whether the block came last", "counts": "what each warp has counted",
 }  # fmt: skip
 _WRITTEN = frozenset({"out", "lse", "partials", "split_counters"})
 #: What differs from unit to unit, in the order in which it is kept.

@@ -19,10 +19,10 @@ from attngen.render.header import argument_groups, command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 
 _REGION_TEXTS = {
-    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O on its way out",
+    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
-#: How descriptors of wgmma name the swizzle of rows of so many bytes, and what it exchanges chunks by.
+#: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
 SWIZZLES = {128: 1, 64: 2}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
 _TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4"}
@@ -116,7 +116,7 @@ class CudaView:
 
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
-    """Return the view of a plan with warp roles, whose consumers are told of a tile in a word."""
+    """Return the view of a plan with warp roles, whose consumers learn of a tile by a word."""
     return forward_view(
         plan, template, tile="(tile_info & kTileMask)", masked="tile_info >> (kPartialBit + warpgroup) & 1"
     )
@@ -198,7 +198,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         logit_tile=tile,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
         logit_partial=masked,
-        logit_comment=", and masks those of keys that a row does not see" if plan.variant.masked else "",
+        logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
         multiplier=code.multiplier,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
@@ -306,7 +306,7 @@ def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
 
 
 def _query_box(plan: Plan) -> str:
-    """Return where a tile of Q begins along the axes behind that of its heads."""
+    """Return where a tile of Q begins along the axes after that of its heads."""
     row = "work.q_begin + work.q_start" if plan.ragged_queries else "work.q_start"
     return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.ragged_queries else ["work.b"])])
 

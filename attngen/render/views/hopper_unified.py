@@ -1,4 +1,4 @@
-"""Plan → what the template without warp roles is filled with: a warpgroup finds by itself what others are told."""
+"""Plan → what the template without warp roles is filled with: each warpgroup finds its tiles by itself."""
 
 from __future__ import annotations
 

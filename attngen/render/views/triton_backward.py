@@ -230,7 +230,7 @@ def _heads(plan: Plan, part: Launch, form: Form) -> tuple[str, ...]:
 
 
 def _load(plan: Plan, part: Launch, form: Form, names: tuple[str, str], which: int) -> tuple[str, ...]:
-    """Return the lines that load one tile of what the loops go along; rows behind the end of a sequence are 0."""
+    """Return the lines that load one tile of what the loops go along; rows after the end of a sequence are 0."""
     name = names[which]
     head, index, start, length, begin, rows = (
         ("h", "q_index", "q_start", "seqlen_q", "q_begin", "BLOCK_M")

@@ -17,7 +17,7 @@ _FLOAT32 = 4
 def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int:
     """Return the bytes that a call held at most beside its results and all that was allocated before it.
 
-    Counts what torch's allocator was asked for on a GPU, without what it rounds up; the call must have run before, lest
+    Counts what torch's allocator was asked for on a GPU, without what it rounds up; the call must have run before, or
     what it keeps for later ones is counted.
     """
     gc.collect()  # nothing else may go meanwhile
@@ -33,7 +33,7 @@ def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int
 def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
     """Return the most bytes that a backward of ours may hold beside inputs and gradients in a dense call.
 
-    That is one float32 dQ, two float32 numbers for each query row (log-sum-exp and D), and a counter for each tile;
+    That is one float32 dQ, the row statistics (two float32 numbers for each query row), and a counter for each tile;
     where query heads share KV heads, one float32 dK and dV, too. Rows and columns are padded to tiles. Maps of tiles
     and the gradients of a variant's own tensors come on top of it.
     """

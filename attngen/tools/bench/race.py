@@ -95,7 +95,7 @@ class Track:
         return [Tensors(*(self._random(case, *shape).requires_grad_(asked) for shape in shapes)) for _ in range(sets)]
 
     def _above(self, case: BenchCase, sets: int) -> list[Tensor]:
-        """Return random gradients of the output for so many sets of inputs, none for a forward."""
+        """Return random gradients of the output for each of ``sets`` sets of inputs, none for a forward."""
         if case.direction == "forward":
             return []
         return [self._random(case, case.heads, case.head_dim_v) for _ in range(sets)]

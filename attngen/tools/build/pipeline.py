@@ -222,7 +222,7 @@ def plan_each(
 ) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
     """Return the kernels of a spec that can be planned, with their plans, each once, and why the others cannot.
 
-    Behind those that its entries ask for stand the kernels that append to the caches of paged ones.
+    The kernels that append to the caches of paged ones follow those that its entries ask for.
     Kernels that become what another one is already are left out, and appended to ``repeated``.
     Raises SpecError for an arch that the spec does not build for.
     """

@@ -27,9 +27,9 @@ class AppendExplanation:
             ("does", "writes new keys and values into pages or dense caches; rotates keys and queries on the way"),
             ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.direction}"),
             ("head_dim", f"any whose rows are multiples of {CHUNK_BYTES} B; those of this spec up to {self._widest()}"),
-            ("block", f"{plan.threads} threads of {CHUNK_BYTES} B each: {vectors} numbers of rows of K, V and Q"),
+            ("block", f"{plan.threads} threads of {CHUNK_BYTES} B each: {vectors} numbers of a row of K, V or Q"),
             ("loads", f"by pointers; strides and addresses are multiples of {plan.alignment} B"),
-            ("grid", "a block for each so many rows of all tokens and heads"),
+            ("grid", "one block for as many rows of tokens and heads as it holds"),
         ]
 
     def _widest(self) -> str:

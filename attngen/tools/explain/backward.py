@@ -52,10 +52,13 @@ def _derivative(name: str, text: str) -> tuple[str, str]:
 
 DOES = {
     "preprocess": "the log-sum-exp in units of log2, and D = rowsum(dO * O) - dLSE, of each query row",
-    "classify_dkdv": "the map of the tiles of queries that each tile of keys is seen by",
+    "classify_dkdv": "the tile map: which tiles of queries see each tile of keys",
     "dkdv": "dK and dV of {tile_n} keys, {tile_m} queries of each head of the group a step",
-    "classify_dq": "the map of the tiles of keys that each tile of queries sees",
+    "classify_dq": "the tile map: which tiles of keys each tile of queries sees",
     "dq": "dQ of {tile_m} queries, {tile_n} keys a step",
+    "classify_dqkv": "the tile map: which tiles of queries see each tile of keys",
+    "dqkv": "dK and dV of {tile_n} keys, {tile_m} queries of each head of the group a step",
+    "postprocess": "scales and rounds dQ of {tile_m} queries, from the dQ accumulator",
 }
 
 

@@ -28,7 +28,7 @@ class BlockExplanation(ScheduleExplanation):
 
     more: ClassVar[dict[str, str]] = {
         "preprocess": "; clears the dQ accumulator",
-        "dkdv": "; adds dQ to float32 sums, and rounds those that are complete",
+        "dqkv": "; adds dQ to the dQ accumulator, and rounds what is complete",
     }
 
     @property
@@ -72,25 +72,19 @@ class BlockExplanation(ScheduleExplanation):
 class ClusterExplanation(BlockExplanation):
     """What the Hopper backward by clusters tells of a plan."""
 
-    more: ClassVar[dict[str, str]] = {**BlockExplanation.more, "dkdv": "; adds dQ to float32 sums"}
-
-    def launch(self, launch: Launch) -> list[str]:
-        """Return lines on one launch; that of dQ multiplies nothing."""
-        if launch.name == "dq":
-            return [f"dQ of {launch.tile_m} queries from its sums"]
-        return BlockExplanation.launch(self, launch)
+    more: ClassVar[dict[str, str]] = {**BlockExplanation.more, "dqkv": "; adds dQ to the dQ accumulator"}
 
     def warpgroups(self) -> Iterator[str]:
         """Yield a line for each role."""
         roles = self.roles
         yield f"a cluster of {roles.cluster} blocks of {roles.keys} keys, in each of which 1 warpgroup"
-        order = "; a warp of it keeps the order of sums" if roles.ordered else ""
+        order = "; a warp of it keeps the order of dQ's sums" if roles.ordered else ""
         yield f"loads: {self.registers('query_loader')}; a half of Q and dO for both blocks{order}"
         yield f"multiplies S and keeps dV: {self.registers('values')}"
         yield f"multiplies dP and keeps dK: {self.registers('keys')}"
         yield (
-            f"multiplies {roles.dq_columns} columns of dQ, {roles.dq_part} at once, and adds them to sums: "
-            f"{self.registers('queries')}"
+            f"multiplies {roles.dq_columns} columns of dQ, {roles.dq_part} at once, and adds them to the dQ "
+            f"accumulator: {self.registers('queries')}"
         )
 
     def of_dout(self) -> str:

@@ -119,11 +119,11 @@ class HopperExplanation(ScheduleExplanation):
         yield "masks", _masks(self.plan)
         if hopper.skips:
             held = f"up to {self.plan.stages - 1} while it holds V of the last that it saw"
-            yield "skips", f"a consumer passes over tiles that only other consumers see, {held}"
+            yield "skips", f"a consumer skips tiles that only other consumers see, {held}"
         else:
             yield "skips", "none: every consumer multiplies every tile of the block"
         if hopper.persistent:
-            yield "boundary", "PV(last) and QK(0) of the next tile of work go out together; O is written under the QK"
+            yield "boundary", "PV(last) and QK(0) of the next tile of work are issued together; O is stored under QK"
         else:
             yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
         yield "epilogue", _epilogue(self.plan, hopper)
@@ -198,7 +198,7 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
         loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
     yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
     if hopper.pingpong:
-        yield "ping-pong: consumers take turns at the tensor cores, one's softmax runs under the products of another"
+        yield "ping-pong: consumers take turns at the tensor cores, the softmax of one runs under the MMAs of another"
     else:
         yield "cooperative: consumers issue their products whenever they are ready"
     yield _overlap(hopper)
@@ -237,7 +237,7 @@ def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
         "q": f"Q: {tiles} of {plan.tile_m} x {width_qk}",
         "k": f"K: {plan.stages} stages of {plan.tile_n} x {width_qk}",
         "v": f"V: {plan.stages} stages of {plan.tile_n} x {width_v}",
-        "out": f"O on its way out: {plan.tile_m} x {hopper.out_columns}{parts}",
+        "out": f"O for its store: {plan.tile_m} x {hopper.out_columns}{parts}",
         "work": "records of two tiles of work: place, and ranges of KV tiles",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
     }.get(region, "barriers, 8 B each")

@@ -29,7 +29,8 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
         return Prepared(prepared.spec, planned, render(planned))
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
     if before.direction == "backward":
-        same = replace(free, backward=Backward(*(_tile(before, name) for name in ("dkdv", "dq"))))
+        fixed = before.has_launch("dkdv")  # of Triton; a kernel of CUDA has tiles of its own
+        same = replace(free, backward=Backward(_tile(before, "dkdv"), _tile(before, "dq"))) if fixed else free
     try:
         planned = plan(same)
     except PlanError:  # it takes more shared memory than this arch has
@@ -38,7 +39,5 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
 
 
 def _tile(before: Plan, name: str) -> Gradient:
-    if not before.has_launch(name):
-        return Gradient()
     launch = before.launch(name)
     return Gradient(launch.tile_m, launch.tile_n, launch.stages, launch.num_warps)

@@ -1,4 +1,4 @@
-// Where new tokens stand, and where in a cache their keys and values go.
+// Which sequence a new token belongs to, and where in a cache its key and value go.
 #pragma once
 
 #include "types.cuh"
@@ -9,10 +9,10 @@ struct Token {
   bool belongs;
 };
 
-// Of tokens packed one after the other: the sequence whose rows the token is one of. Those behind the last sequence belong
+// Of tokens packed one after the other: the sequence whose rows the token is one of. Those after the last sequence belong
 // to none, and count as rows of the first one.
 __device__ __forceinline__ Token packed_token(int token, const int* cu_seqlens, int batch) {
-  int low = 0, high = batch;  // the first sequence that ends behind the token
+  int low = 0, high = batch;  // the first sequence that ends after the token
   while (low < high) {
     const int middle = (low + high) / 2;
     if (cu_seqlens[middle + 1] > token) {

@@ -1,9 +1,9 @@
-// What blocks tell each other through global memory.
+// Synchronization of blocks through global memory.
 #pragma once
 
 #include "types.cuh"
 
-// What another block has released, with all that it has seen before (PTX ISA, "Memory Consistency Model").
+// Acquires what another block has released, with all that it had seen before (PTX ISA, "Memory Consistency Model").
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
@@ -14,12 +14,12 @@ __device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Where nothing was written that others are to see.
+// For a store that publishes no other writes.
 __device__ __forceinline__ void store_relaxed(uint32_t* to, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// One more, of which another block learns with all that this thread has seen before.
+// Adds, and releases all that this thread has seen before.
 __device__ __forceinline__ void add_release(uint32_t* to, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ int take_number(uint32_t* counter, int lane) {
 }
 
 // The next tile that no block has taken. The first one of a block is taken, too, so that all tiles before a tile that is
-// taken belong to blocks that run: these may be waited for. The counter wraps as that of take_tile does.
+// taken belong to blocks that run: it is safe to wait for them. The counter wraps as that of take_tile does.
 __device__ __forceinline__ int take_in_order(uint32_t* counter, int tiles, int lane) {
   int index = 0;
   if (lane == 0) index = atomicInc(counter, tiles + gridDim.x - 1);

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_to(uint32_t rank, uint32_t to, uint32_t va
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(mapped(to, rank)), "r"(value) : "memory");
 }
 
-// A box of a tensor to the same place of all blocks in `blocks`, one bit each, whose barriers count its bytes.
+// Multicast: a box of a tensor to the same address of all blocks in `blocks`, one bit each, whose barriers count its bytes.
 __device__ __forceinline__ void load_box_to(
     uint32_t blocks, uint32_t to, const TensorMap& map, uint32_t full, int c0, int c1, int c2, int c3) {
   asm volatile(

@@ -67,8 +67,8 @@ __device__ __forceinline__ void keep_pairs(
   }
 }
 
-// An argument, of which and of what is made of it the compiler keeps nothing in registers.
-__device__ __forceinline__ float anew(float argument) {
+// An argument, read again: the compiler keeps neither it nor what is computed from it in registers.
+__device__ __forceinline__ float read_again(float argument) {
   float same;
   asm volatile("mov.f32 %0, %1;" : "=f"(same) : "f"(argument));
   return same;

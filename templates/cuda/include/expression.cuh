@@ -29,7 +29,7 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
 #ifdef __CUDA_ARCH__
-// The same number, of which the compiler knows nothing: it decides no condition on it for some elements of a thread.
+// The same number, hidden from the compiler, so that it does not split a condition by elements of a thread.
 __device__ __forceinline__ int any_number(int number) {
   asm("" : "+r"(number));
   return number;

@@ -1,4 +1,4 @@
-// What the kernels of a backward need beside the softmax and the products.
+// What the kernels of a backward need besides the softmax and the products.
 #pragma once
 
 #include "types.cuh"
@@ -12,14 +12,14 @@ __device__ __forceinline__ void store_transposed(uint32_t to, uint32_t b0, uint3
       : "memory");
 }
 
-// The same value, of which the compiler does not know that: what is computed of it is computed where it stands, and
-// takes no registers before.
+// The same value, hidden from the compiler: what is computed from it is computed where it stands, not hoisted out of the
+// loop, where it would take registers.
 __device__ __forceinline__ uint32_t not_hoisted(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// The lane of a thread, asked for where this stands: what is made of it takes no registers before.
+// The lane of a thread, read where this stands: what is computed from it takes no registers before.
 __device__ __forceinline__ int lane_of_warp() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_float4(uint32_t to, float x, float y, floa
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Where the number of a row stands among those of a tile: a lane takes four of each 16 rows, and takes them at once.
+// Where LSE or D of a row lies among those of a tile: a lane reads four of each 16 rows, by one load.
 __device__ __forceinline__ int row_place(int row) { return row & ~15 | row / 2 % 4 * 4 | row / 8 % 2 * 2 | row % 2; }
 
 // Adds floats of shared memory to global memory, in no fixed order (PTX ISA, "cp.reduce.async.bulk").
@@ -82,7 +82,7 @@ __device__ __forceinline__ void transpose(uint32_t (&x)[4], int lane) {
   }
 }
 
-// Rounds sums of dQ in the order of registers: four neighbouring lanes hold the columns of four blocks of 8 in turns, of
+// Rounds a part of the dQ accumulator, in the order of registers: four neighbouring lanes hold the columns of four blocks of 8 in turns, of
 // two rows, 8 apart. Each gets a block of both.
 template <typename Element>
 __device__ __forceinline__ void round_sums(const float4 (&sums)[4], float factor, int lane, uint4& upper, uint4& lower) {

@@ -4,7 +4,7 @@
 #include "blocks.cuh"
 
 // The counter of a tile says how many turns have passed in it and in all before it. With this bit it says instead, of the
-// tile alone, before which turn it has no step: from its start on until its first addition, and behind its last one.
+// tile alone, before which turn it has no step: from its start until its first addition, and after its last one.
 constexpr uint32_t kNoneBefore = 1u << 31;
 constexpr uint32_t kAllPassed = ~0u;
 

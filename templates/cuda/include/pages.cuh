@@ -15,7 +15,7 @@ struct Pages {
   int page_size, num_pages, seqlen_k;
   uint32_t inverse;  // of the page size: floor((2^32 - 1) / page_size)
 
-  // Finds the box that begins at a key. Entries of the table behind the last key are not read.
+  // Finds the box that begins at a key. Entries of the table after the last key are not read.
   __device__ __forceinline__ PageBox at(int key) const {
     PageBox box = {num_pages, 0};
     if (key < seqlen_k) {

@@ -6,20 +6,20 @@
 
 constexpr uint32_t kNoBarrier = 0;
 
-// Stages whose barriers lie side by side from kFull and kEmpty on. What a role tells in another way has kNoBarrier.
+// Stages whose barriers lie side by side from kFull and kEmpty on. What is told in another way has kNoBarrier.
 template <uint32_t kFull, uint32_t kEmpty, int kCount>
 struct Ring {
   static constexpr int kStages = kCount;
 
   uint32_t phase = 0;  // its parity: that of the barrier which says that the stage is full
   int stage = 0;
-  uint32_t base = 0;   // what addresses of barriers count from
+  uint32_t base = 0;   // added to the addresses of barriers
 
   Ring() = default;
   __device__ __forceinline__ Ring(int stage, uint32_t phase = 0, uint32_t base = 0)
       : phase(phase), stage(stage), base(base) {}
 
-  // The ring of one who has gone on by so many stages.
+  // The ring after that many stages.
   static __device__ __forceinline__ Ring at(int position, uint32_t base = 0) {
     return Ring(position % kStages, position / kStages & 1, base);
   }
@@ -37,10 +37,10 @@ struct Ring {
   static __device__ __forceinline__ uint32_t full_of(int stage) { return kFull + 8 * stage; }
   static __device__ __forceinline__ uint32_t empty_of(int stage) { return kEmpty + 8 * stage; }
 
-  // The stage so many before this one.
+  // The stage that many stages before this one.
   __device__ __forceinline__ int before(int count) const { return stage - count + (stage < count ? kStages : 0); }
 
-  // The writer's side. The first time around all stages are empty: one waits for the phase before the first.
+  // The writer's side. The first time around all stages are empty: waiting for the phase before the first one passes.
   __device__ __forceinline__ void acquire() const { ::wait(empty(), phase ^ 1); }
   __device__ __forceinline__ void arrive() const { ::arrive(full()); }
   __device__ __forceinline__ void arrive_expecting(int bytes) const { ::arrive_expecting(full(), bytes); }
@@ -62,7 +62,7 @@ struct Ring {
   }
 };
 
-// Two places that alternate, whatever else a kernel has room for.
+// Two stages that alternate.
 template <uint32_t kFull, uint32_t kEmpty>
 struct Pair : Ring<kFull, kEmpty, 2> {
   using Ring<kFull, kEmpty, 2>::Ring;
@@ -87,12 +87,12 @@ struct Event {
   static __device__ __forceinline__ void arrive(uint32_t base = 0) { ::arrive(base + kBarrier); }
 };
 
-// `count` barriers side by side, which so many arrivals each complete.
+// Initializes `count` barriers side by side, with that many arrivals each.
 __device__ __forceinline__ void init_barriers(uint32_t first, int count, int arrivals) {
   for (int i = 0; i < count; ++i) init_barrier(first + 8 * i, arrivals);
 }
 
-// Those of them that one of several threads makes.
+// The same for the barriers that are this thread's.
 __device__ __forceinline__ void init_barriers(uint32_t first, int count, int arrivals, int thread, int threads) {
   for (int i = thread; i < count; i += threads) init_barrier(first + 8 * i, arrivals);
 }

@@ -1,4 +1,4 @@
-// Which tile of work comes next, and where data put its bounds.
+// The tile scheduler, and searches for bounds in sorted data.
 #pragma once
 
 #include "types.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ void place_tile(
   q_tile = q_tiles - 1 - rest / width;
 }
 
-// The numbers that another lane holds.
+// The value that another lane holds.
 template <typename Numbers>
 __device__ __forceinline__ Numbers from_lane(const Numbers& own, int lane) {
   Numbers other;
@@ -24,8 +24,8 @@ __device__ __forceinline__ Numbers from_lane(const Numbers& own, int lane) {
   return other;
 }
 
-// The next tile that no block has taken. The counter runs from 0 and wraps when every block has come away empty once,
-// so that it is 0 again for the next launch.
+// The next tile that no block has taken. The counter runs from 0 and wraps when every block has found it at its end
+// once, so that it is 0 again for the next launch.
 __device__ __forceinline__ int take_tile(uint32_t* counter, int tiles, int lane) {
   int index = 0;
   if (lane == 0) index = gridDim.x + atomicInc(counter, tiles - 1);

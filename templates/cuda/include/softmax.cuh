@@ -6,7 +6,7 @@
 
 #include "types.cuh"
 
-// Reference of a row that has seen no key: any visible logit lies far above, and a masked one gives exp2(-inf) = 0.
+// Reference of a row that has seen no key yet: any visible logit is far above it, and a masked one gives exp2(-inf) = 0.
 constexpr float kUnseen = -3.4028234663852886e38f;
 
 constexpr float kMasked = __builtin_bit_cast(float, 0xff800000u);  // -inf
@@ -36,7 +36,7 @@ __device__ __forceinline__ void find_maximum(const float (&s)[kCount], float sca
   }
 }
 
-// Raises the references to these maxima, and returns in `alpha` what multiplies everything before.
+// Raises the references to the running max, and returns in `alpha` = exp2(old - new) what rescales O and the row sum.
 __device__ __forceinline__ void raise_reference(const float (&maximum)[2], float (&reference)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void exponentiate(
   }
 }
 
-// Multiplies the rows of an accumulator.
+// Multiplies the rows of an accumulator: O *= alpha.
 template <int kCount>
 __device__ __forceinline__ void rescale(float (&acc)[kCount], const float (&factor)[2]) {
 #pragma unroll

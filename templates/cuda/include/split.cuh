@@ -1,4 +1,4 @@
-// What blocks do that share the keys of a sequence: equal shares of a list, partial results, and who comes last.
+// What blocks that share the keys of a sequence need: equal shares of a list, partial results, and which block is last.
 #pragma once
 
 #include "softmax.cuh"
@@ -48,8 +48,8 @@ __device__ __forceinline__ uint32_t arrive_counted(uint32_t* counter) {
   return before;
 }
 
-// What some keys give a row: sums of kWidth columns, not yet divided by the sum of probabilities, and the reference of
-// these. In memory the columns come first, then the reference and the sum; the padding keeps rows that lie one after the
+// Partial results of a row from some of its keys: O of kWidth columns, not yet divided by the row sum, the reference, and
+// the row sum. In memory the columns come first, then the reference and the sum; the padding keeps rows that lie one after the
 // other out of each other's banks, and has room for the reference and sum of a block beside those of a warp.
 template <int kWidth>
 struct PartialRow {

@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_box(
       : "memory");
 }
 
-// The same of what is read once: L2 keeps other things rather (PTX ISA, "cache eviction priority hints"; the policy is
+// The same for data that is read once: L2 evicts it first (PTX ISA, "cache eviction priority hints"; the policy is
 // what createpolicy.fractional.L2::evict_first makes).
 constexpr uint64_t kEvictFirst = 0x12f0000000000000;
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_blocks(uint32_t to, uint32_t b0, uint32_t 
 
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Wait until the shared memory of this thread's stores may be written again.
+// Waits until this thread's stores have read their shared memory, which may then be overwritten.
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Orders ordinary writes of shared memory before reads by the copy engine and the tensor cores.

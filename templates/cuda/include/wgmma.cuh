@@ -7,7 +7,7 @@
 
 #include "types.cuh"
 
-// Before the first product, and after ordinary code wrote accumulators or A registers.
+// Needed before the first wgmma, and after ordinary code wrote accumulators or A registers.
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -18,7 +18,7 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving uses of accumulators across a wait: to it, a product is complete when issued.
+// Keeps the compiler from moving uses of an accumulator before its wait: it takes a wgmma for complete once issued.
 template <int kCount>
 __device__ __forceinline__ void settle(float (&d)[kCount]) {
 #pragma unroll

@@ -16,7 +16,7 @@ DTYPE, HEAD_DIM, ELEMENT_BYTES = "bf16", 128, 2
 #: Keys that a window shows, and the bound of capped logits.
 WINDOW, SOFTCAP = 1024, 30.0
 
-#: Lengths of the ragged cell: so many, log-uniform between these.
+#: Lengths of the ragged cell: how many, log-uniform between which two.
 _RAGGED, _SHORTEST, _LONGEST = 64, 128, 32768
 
 
@@ -87,7 +87,7 @@ def ancestors(tokens: int) -> list[list[bool]]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How keys and values lie: dense without ``page_size``, else in pages of so many keys.
+    """How keys and values lie: dense without ``page_size``, else in pages of that many keys.
 
     ``heads_first``: (batch, kv_heads, seqlen, head_dim), and pages as (pages, kv_heads, page_size, head_dim).
     """

@@ -103,7 +103,7 @@ class Track:
             return 1e6 * (self._clock.host_seconds() - began) / _ENQUEUED
 
     def _time(self, work: Callable[[], Any], calls: int) -> float:
-        """Return the milliseconds of one of so many calls."""
+        """Return the milliseconds of one call, the mean of ``calls``."""
         start = self._clock.mark()
         work()
         return self._clock.milliseconds(start, self._clock.mark()) / calls

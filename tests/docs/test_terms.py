@@ -1,0 +1,47 @@
+"""Each thing has one name: words that docs/terms.md has replaced are not used for it any more, in code and pages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: What was said, as a pattern, and the term that has its place.
+REPLACED = {
+    r"\banew\b": "again",
+    r"\bbehind (the|its|their) (end|last)\b": "after",
+    r"\bone behind the other\b": "one after the other",
+    r"\bsums of dQ\b(?! in global)": "dQ accumulator",
+    r"\bnumbers of (their |the )?rows\b": "row statistics",
+    r"\brunning maximum\b": "running max",
+    r"\bleft operand\b": "A operand",
+}
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """Yield sources, templates and pages; the notebook tells of earlier kernels in the words of their time."""
+    for folder, pattern in (("attngen", "*.py"), ("templates", "*.*"), ("docs", "*.md"), ("specs", "*.yaml")):
+        for path in sorted((ROOT / folder).rglob(pattern)):
+            if path.is_file() and "notebook" not in path.parts:
+                yield path, path.read_text()
+
+
+@pytest.mark.parametrize("pattern", REPLACED)
+def test_replaced_words_are_gone(pattern: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}; say '{REPLACED[pattern]}'"
+        for path, text in texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert found == []
+
+
+def test_terms_are_defined() -> None:
+    """The terms that take their place stand in the table, but for plain words."""
+    table = (ROOT / "docs" / "terms.md").read_text()
+    for term in set(REPLACED.values()) - {"again", "after", "one after the other"}:
+        assert term.replace("A operand", "A, B operand") in table, term
