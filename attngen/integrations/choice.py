@@ -20,7 +20,7 @@ from attngen.integrations import catalogue
 from attngen.integrations.catalogue import variant
 from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
-from attngen.runtime import dispatch, on_demand
+from attngen.runtime import calls, dispatch, on_demand
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
 from attngen.runtime.cache import RecentCache
@@ -184,10 +184,10 @@ def _call(
         options = {**options, "return_lse": True}
     found: Any
     if packing is None:
-        found = dispatch.attention(q, k, v, variant=chosen, **options, **candidate.own())
+        found = calls.attention(q, k, v, variant=chosen, **options, **candidate.own())
     else:
         starts_q, starts_k, longest_q, longest_k = packing
-        found = dispatch.attention_varlen(
+        found = calls.attention_varlen(
             q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **candidate.own()
         )
     return found if candidate.finish is None else candidate.finish(*found)
