@@ -56,9 +56,9 @@ def gradients_of(
     starts_q, starts_k, longest_q, longest_k = packing or (None,) * 4
     for candidate in candidates:
         given = Given(
-            q, k, v, starts_q, starts_k, seqused_k, arguments=candidate.own(), variant=variant(candidate.variant),
+            q, k, v, seqused_k=seqused_k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k, variant=variant(candidate.variant), arguments=candidate.own(),
             softmax_scale=softmax_scale, deterministic=deterministic, form="dense" if packing is None else "varlen",
-            max_seqlen_q=longest_q, max_seqlen_k=longest_k,
         )  # fmt: skip
         try:
             dq, dk, dv, _ = training.differentiate(given, out, lse, dout, None, ())

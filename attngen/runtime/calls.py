@@ -53,7 +53,7 @@ def attention(
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
     given = make(Given, (
-        q, k, v, None, None, seqused_k, None, None, arguments, tile_map, variant, softmax_scale, return_lse,
+        q, k, v, seqused_k, None, None, None, None, arguments, tile_map, variant, softmax_scale, return_lse,
         deterministic, "dense", layout, backend, package, None, None, None, None,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
@@ -88,7 +88,7 @@ def attention_varlen(
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
     given = make(Given, (
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, None, None, arguments, tile_map, variant, softmax_scale,
+        q, k, v, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments, tile_map, variant, softmax_scale,
         return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q, max_seqlen_k, None, None,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
@@ -146,7 +146,7 @@ def attention_paged(
     ``attention`` does, and CallError where a gradient is wanted and a kernel would run: the reference has gradients.
     """
     given = make(Given, (
-        q, k_pages, v_pages, cu_seqlens_q, None, seqused_k, page_table, out, arguments, None, variant, softmax_scale,
+        q, k_pages, v_pages, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant, softmax_scale,
         return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None, num_splits, split_size,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)

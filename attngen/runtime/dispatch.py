@@ -39,14 +39,18 @@ from attngen.runtime.training import asks_for_determinism, attend, carries_tange
 
 _PREPARED: RecentCache[PreparedCall] = RecentCache(PREPARED_CALLS)
 
+#: Looked up once: every call asks.
+_is_compiling = torch.compiler.is_compiling
+
 
 def run(given: Given) -> Any:
     """Run a call now, whether it comes from a program or from an operator."""
-    if DROPOUT_P.name in given.arguments:
+    q, k, v, arguments, tile_map, backend = given.q, given.k, given.v, given.arguments, given.tile_map, given.backend
+    if arguments and DROPOUT_P.name in arguments:
         given = _with_state(given)
-    q, k, v, arguments, backend = given.q, given.k, given.v, given.arguments, given.backend
-    if given.tile_map is not None and not isinstance(given.tile_map, TileMap):
-        raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(given.tile_map).__name__}")
+        arguments = given.arguments
+    if tile_map is not None and not isinstance(tile_map, TileMap):
+        raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(tile_map).__name__}")
     if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in PLAIN and type(v) in PLAIN):
         given = in_rows(given)
         call, found = bind_call(given)
@@ -120,7 +124,7 @@ def _learns(arguments: Mapping[str, Any]) -> bool:
 
 def is_traced(tensor: Any) -> bool:
     """Whether a call with a tensor is traced: compiled, or the tensor has no data, as on the meta device."""
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return True
     if type(tensor) in PLAIN:
         return tensor.is_meta
@@ -219,9 +223,9 @@ def tile_map(
     """
     given = _with_state(
         Given(
-            q, k, k if v is None else v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q), layout=layout, backend=backend,
-            package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
+            q, k, k if v is None else v, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q),
+            layout=layout, backend=backend, package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
         ),
         draws=False,
     )  # fmt: skip
@@ -300,11 +304,11 @@ def explain(
     if paged and direction == "backward":
         raise CallError("keys in pages have no backward")
     given = Given(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, arguments={DROPOUT_P.name: 0.0, **arguments},
+        q, k, v, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits, split_size=split_size,
         variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
-        package=package, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
-        split_size=split_size,
+        package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
     given = in_rows(_with_state(given, draws=False))
     call, found = bind_call(given)

@@ -25,9 +25,9 @@ class Given(NamedTuple):
     q: Any
     k: Any  # of a paged call the pages of keys, and those of values
     v: Any
+    seqused_k: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
-    seqused_k: Any = None
     page_table: Any = None
     out: Any = None  # where the output goes
     arguments: Mapping[str, Any] = MappingProxyType({})  # the variant's own scalars and tensors
@@ -48,20 +48,18 @@ class Given(NamedTuple):
 
 _PLACES = {name: place for place, name in enumerate(Given._fields)}
 
-#: The tensors of a call itself, by name, and the places of those that a call of a form may have beside q, k and v.
+#: The tensors of a call itself, by name, and how many of them a call of each form may have: the first ones.
 TENSORS = Given._fields[: _PLACES["arguments"]]
-PLACES = {
-    form: tuple(_PLACES[name] for name in names)
-    for form, names in (
-        ("dense", ("seqused_k",)),
-        ("varlen", ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
-        ("paged", ("cu_seqlens_q", "seqused_k", "page_table", "out")),
-    )
+_COUNTS = {"dense": _PLACES["seqused_k"] + 1, "varlen": _PLACES["cu_seqlens_k"] + 1, "paged": len(TENSORS)}
+
+#: By the form of a call: the places of those beside q, k and v, and a function that returns them.
+PLACES = {form: tuple(range(3, count)) for form, count in _COUNTS.items()}
+OTHERS: dict[str, Callable[[Given], tuple[Any, ...]]] = {
+    form: itemgetter(slice(3, count)) for form, count in _COUNTS.items()
 }
 
-#: Return the tensors of a call itself; and those that it may lack.
+#: Return the tensors of a call itself.
 tensors_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(len(TENSORS)))
-optional_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["cu_seqlens_q"], len(TENSORS)))
 #: Return what of a call holds no tensor, and what of that a prepared call depends on whatever it computes.
 settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["variant"], None))
 keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["form"], None))

@@ -31,7 +31,9 @@ def note_others(key: list[Any], addresses: list[int], given: Given) -> None:
         if tensor is not None:
             key.append(place)
             addresses[place] = note(key, tensor)
-    for name, value in given.arguments.items():
-        key.append(name)
-        if type(value) not in _NUMBERS and isinstance(value, Tensor):
-            addresses.append(note(key, value))
+    arguments = given.arguments
+    if arguments:
+        for name, value in arguments.items():
+            key.append(name)
+            if type(value) not in _NUMBERS and isinstance(value, Tensor):
+                addresses.append(note(key, value))

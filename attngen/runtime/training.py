@@ -23,7 +23,7 @@ from attngen.runtime.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OU
 from attngen.runtime.arguments import Call, view
 from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.given import TENSORS, Given, keyed_of, make, optional_of, settings_of
+from attngen.runtime.given import OTHERS, TENSORS, Given, keyed_of, make, settings_of
 from attngen.runtime.gradients import differentiable, gradient_shapes
 from attngen.runtime.keys import note_others
 from attngen.runtime.prepared import PREPARED_CALLS
@@ -42,15 +42,16 @@ def attend(
 
     ``forward`` gives its output and its log-sum-exp, and is called as a ``PreparedCall``.
     """
-    own: dict[str, Tensor] = {}
+    names: tuple[str, ...] = ()
+    own: Sequence[Tensor] = ()
     scalars = given.arguments
     if scalars:
-        own = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
-        scalars = {name: value for name, value in scalars.items() if name not in own}
+        names = tuple(name for name, value in scalars.items() if isinstance(value, Tensor))
+        own = [scalars[name] for name in names]
+        scalars = {name: value for name, value in scalars.items() if name not in names}
+    recorded = forward, given, addresses, (scalars, names, settings_of(given))
     apply = _Attention.apply if torch._C._are_functorch_transforms_active() else _apply
-    result: Tensor | tuple[Tensor, Tensor] = apply(
-        (forward, given, addresses, scalars, tuple(own)), given.q, given.k, given.v, *own.values()
-    )
+    result: Tensor | tuple[Tensor, Tensor] = apply(recorded, given.q, given.k, given.v, *own)
     return result
 
 
@@ -62,10 +63,9 @@ class _Attention(torch.autograd.Function):
         ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *own: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``recorded`` is what ``attend`` makes of a call; autograd looks at the tensors behind it."""
-        forward, given, addresses, scalars, names = recorded
+        forward, given, addresses, ctx.given = recorded  # the last holds no tensors: autograd keeps those
         out, lse = forward(given, addresses)
-        ctx.given = scalars, names, settings_of(given)  # no tensors: autograd keeps those
-        ctx.save_for_backward(out, lse, q, k, v, *optional_of(given), *own)
+        ctx.save_for_backward(out, lse, q, k, v, *OTHERS[given.form](given), *own)
         ctx.set_materialize_grads(False)
         return (out, lse) if given.return_lse else out
 
@@ -86,12 +86,13 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
         return (None,) * len(wanted)
     arguments, names, settings = ctx.given
     out, lse, *tensors = ctx.saved_tensors
+    own = len(tensors) - len(names)  # where the variant's own tensors begin
     asked: tuple[str, ...] = ()
     if names:
-        own = tensors[len(TENSORS) :]
-        arguments = {**arguments, **dict(zip(names, own, strict=True))}
+        arguments = {**arguments, **dict(zip(names, tensors[own:], strict=True))}
         asked = tuple(name for name, needed in zip(names, wanted[4:], strict=True) if needed)
-    given = make(Given, (*tensors[: len(TENSORS)], arguments, None, *settings))
+    tensors[own:] = [None] * (len(TENSORS) - own)
+    given = make(Given, (*tensors, arguments, None, *settings))
     dq, dk, dv, gradients = differentiate(given, out, lse, dout, dlse, asked)
     _, q_wanted, k_wanted, v_wanted, *_ = wanted
     return (
