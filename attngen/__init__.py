@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from attngen import errors, integrations
     from attngen.first_call import jit
     from attngen.runtime.append import append_kv
+    from attngen.runtime.calls import attention, attention_paged, attention_varlen, define_operators
     from attngen.runtime.debug import debug
-    from attngen.runtime.dispatch import attention, attention_varlen, define_operators, explain, tile_map
+    from attngen.runtime.dispatch import explain, tile_map
     from attngen.runtime.merge import merge
-    from attngen.runtime.paged import attention_paged
     from attngen.runtime.registry import load
     from attngen.variants import variant
 
@@ -32,11 +32,11 @@ __all__ = [
 #: Public name → the module that holds it; None for a submodule of that name.
 _HOMES = {
     "append_kv": "attngen.runtime.append",
-    "attention": "attngen.runtime.dispatch",
-    "attention_paged": "attngen.runtime.paged",
-    "attention_varlen": "attngen.runtime.dispatch",
+    "attention": "attngen.runtime.calls",
+    "attention_paged": "attngen.runtime.calls",
+    "attention_varlen": "attngen.runtime.calls",
     "debug": "attngen.runtime.debug",
-    "define_operators": "attngen.runtime.dispatch",
+    "define_operators": "attngen.runtime.calls",
     "errors": None,
     "explain": "attngen.runtime.dispatch",
     "integrations": None,

@@ -20,14 +20,13 @@ from attngen.integrations import catalogue
 from attngen.integrations.catalogue import variant
 from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
-from attngen.runtime import dispatch, on_demand
+from attngen.runtime import calls, dispatch, on_demand
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import ATTENTION_DTYPES
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.dispatch import is_traced
 from attngen.runtime.dropout import draw
 from attngen.runtime.module import Kernel
-from attngen.runtime.paged import attention_paged
 from attngen.runtime.registry import registry
 from attngen.runtime.training import asks_for_determinism
 
@@ -202,16 +201,16 @@ def _call(
     found: Any
     if pages is not None:
         rest = {name: value for name, value in options.items() if name not in ("seqused_k", "deterministic")}
-        found = attention_paged(
+        found = calls.attention_paged(
             q, k, v, pages.page_table, options["seqused_k"], cu_seqlens_q=pages.cu_seqlens_q,
             max_seqlen_q=pages.max_seqlen_q, num_splits=pages.num_splits, out=pages.out, variant=chosen, **rest,
             **candidate.own(),
         )  # fmt: skip
     elif packing is None:
-        found = dispatch.attention(q, k, v, variant=chosen, **options, **candidate.own())
+        found = calls.attention(q, k, v, variant=chosen, **options, **candidate.own())
     else:
         starts_q, starts_k, longest_q, longest_k = packing
-        found = dispatch.attention_varlen(
+        found = calls.attention_varlen(
             q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **candidate.own()
         )
     return found if candidate.finish is None else candidate.finish(*found)

@@ -16,7 +16,8 @@ from attngen.errors import CallError, NoKernelError
 from attngen.integrations import choice
 from attngen.integrations.catalogue import variant
 from attngen.integrations.choice import Candidate, Packing
-from attngen.runtime import dispatch, training
+from attngen.runtime import calls, training
+from attngen.runtime.given import Given
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -52,18 +53,15 @@ def gradients_of(
         return _of_reference(candidates[0], q, k, v, out, lse, dout, packing, options)
     out = out if _aligned(out) else out.contiguous()
     error: NoKernelError | None = None
+    starts_q, starts_k, longest_q, longest_k = packing or (None,) * 4
     for candidate in candidates:
-        arguments = candidate.own()
-        names = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
-        scalars = {name: value for name, value in arguments.items() if name not in names}
-        lengths = None if packing is None else packing[2:]
-        layout = "bshd" if packing is None else "varlen"
-        settings: training.Settings = (
-            variant(candidate.variant), softmax_scale, layout, None, lengths, scalars, names, deterministic
+        given = Given(
+            q, k, v, seqused_k=seqused_k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k, variant=variant(candidate.variant), arguments=candidate.own(),
+            softmax_scale=softmax_scale, deterministic=deterministic, form="dense" if packing is None else "varlen",
         )  # fmt: skip
-        own = [arguments[name] for name in names]
         try:
-            dq, dk, dv, _ = training.differentiate(q, k, v, out, lse, dout, None, packing, seqused_k, settings, own, ())
+            dq, dk, dv, _ = training.differentiate(given, out, lse, dout, None, ())
         except NoKernelError as refused:
             error = refused
             continue
@@ -108,10 +106,10 @@ def _of_reference(
     call: dict[str, Any] = {"variant": variant(candidate.variant), "return_lse": True, **options, **candidate.own()}
     with torch.enable_grad():
         if packing is None:
-            found: Any = dispatch.attention(leaf_q, leaf_k, leaf_v, **call)
+            found: Any = calls.attention(leaf_q, leaf_k, leaf_v, **call)
         else:
             starts_q, starts_k, longest_q, longest_k = packing
-            found = dispatch.attention_varlen(leaf_q, leaf_k, leaf_v, starts_q, starts_k, longest_q, longest_k, **call)
+            found = calls.attention_varlen(leaf_q, leaf_k, leaf_v, starts_q, starts_k, longest_q, longest_k, **call)
         own_out, own_lse = found
         dead = own_lse.isneginf()  # rows that see no key of the call
         share = (own_lse.masked_fill(dead, 0.0) - lse.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from attngen.errors import CallError, NoKernelError
+from attngen.integrations import transformers_paged
 from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
 from attngen.integrations.mask_structure import Structure, StructuredMask, structure_of
 
@@ -42,10 +43,8 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from attngen.integrations import transformers_paged
-
     AttentionInterface.register(NAME, attention)
-    AttentionInterface.register(transformers_paged.NAME, transformers_paged.paged_attention)
+    AttentionInterface.register(transformers_paged.NAME, partial(transformers_paged.paged_attention, attention))
     AttentionMaskInterface.register(NAME, mask)
 
 

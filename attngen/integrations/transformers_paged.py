@@ -10,7 +10,7 @@ Written for ``PagedAttentionCache`` of transformers 5.17.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations.flash_cache import CachedCall, attend_cached
-from attngen.integrations.transformers import attention
 from attngen.runtime.append import append_kv
 
 NAME = "paged|attngen"
@@ -27,6 +26,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def paged_attention(
+    packed: Callable[..., tuple[Tensor, None]],
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -47,7 +47,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Return attention of query (1, h, total_q, d) over a cache, as (1, total_q, h, d), and no weights.
 
-    key and value (1, hk, total_q, d) are new, and are written into the cache first. Raises CallError without a cache,
+    key and value (1, hk, total_q, d) are new, and are written into the cache first. ``packed`` computes attention of
+    packed sequences, where keys are not read from pages. Raises CallError without a cache,
     and NoKernelError for what no built kernel takes.
     """
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
@@ -62,7 +63,7 @@ def paged_attention(
             key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index,
             write_index=write_index,
         )  # fmt: skip
-        return attention(
+        return packed(
             module, query, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, scaling=scaling, is_causal=True,
             sliding_window=cache.sliding_windows[module.layer_idx], softcap=softcap, s_aux=s_aux,
             cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=starts_k, max_length_q=max_seqlen_q, max_length_k=longest_k,

@@ -16,7 +16,7 @@ from attngen.formats import VERSION
 
 #: What a package's own ``__init__`` imports; the rest follows from what these import.
 ROOTS = (
-    "errors", "runtime.append", "runtime.debug", "runtime.dispatch", "runtime.merge", "runtime.paged",
+    "errors", "runtime.append", "runtime.calls", "runtime.debug", "runtime.dispatch", "runtime.merge",
     "runtime.registry", "runtime.tile_map",
 )  # fmt: skip
 

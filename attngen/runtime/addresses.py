@@ -6,18 +6,15 @@ gradients, then workspaces and tile maps, in an order that a prepared kernel tel
 
 from __future__ import annotations
 
-FORWARD = (
-    "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_counter", "page_table",
-    "split_counters",
-)  # fmt: skip
+from attngen.runtime.given import TENSORS
+
+FORWARD = (*TENSORS, "lse", "tile_counter", "split_counters")
 BACKWARD = (*FORWARD, "dout", "dlse", "dq", "dk", "dv")
 
-(
-    Q, K, V, OUT, LSE, CU_SEQLENS_Q, CU_SEQLENS_K, SEQUSED_K, TILE_COUNTER, PAGE_TABLE, SPLIT_COUNTERS, DOUT, DLSE, DQ,
-    DK, DV,
-) = range(len(BACKWARD))  # fmt: skip
+OUT, LSE, TILE_COUNTER, SPLIT_COUNTERS, DOUT, DLSE, DQ, DK, DV = map(
+    BACKWARD.index, ("out", "lse", "tile_counter", "split_counters", "dout", "dlse", "dq", "dk", "dv")
+)
 
-
-def empty(*known: int, backward: bool = False) -> list[int]:
-    """Return a list of addresses of which the first are ``known``, and the others 0."""
-    return [*known, *[0] * (len(BACKWARD if backward else FORWARD) - len(known))]
+#: The addresses behind those of q, k and v: 0 for what is absent, or allocated later.
+NO_FORWARD = (0,) * (len(FORWARD) - 3)
+NO_BACKWARD = (0,) * (len(BACKWARD) - 3)

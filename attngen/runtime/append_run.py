@@ -13,6 +13,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.append_arguments import Append, check
 from attngen.runtime.append_kernel import TENSORS, PreparedAppend, prepare
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.keys import note
 from attngen.runtime.registry import registry
 
 #: Kinds of calls that are kept prepared; a text says why no kernel takes one.
@@ -33,7 +34,7 @@ def run(
         if q_out is None and isinstance(q, Tensor):
             rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         addresses = [
-            dispatch._note(key, tensor)
+            note(key, tensor)
             for tensor in (
                 k, v, q, rotated, k_cache, v_cache, cache_seqlens, page_table, batch_index, cu_seqlens, rotary_offsets,
                 slots, rotary_cos, rotary_sin,

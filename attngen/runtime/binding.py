@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime.arguments import ATTENTION_DTYPES, Call, Packing, bind
+from attngen.runtime.given import Given
 from attngen.runtime.paging import Paging, bind_paged
 from attngen.runtime.registry import Found, registry
 
@@ -53,71 +53,36 @@ def require_reference(call: Call, backend: str | None) -> None:
         )
 
 
-def bind_call(
-    q: Any,
-    k: Any,
-    v: Any,
-    packing: tuple[Any, Any, Any, Any] | None,
-    variant: str | Variant,
-    softmax_scale: Any,
-    seqused_k: Any,
-    return_lse: bool,
-    layout: str,
-    backend: str | None,
-    package: str | None,
-    arguments: Mapping[str, Any],
-) -> tuple[Call, Found]:
-    """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths that its tensors hold."""
-    found = _found(variant, package, q, v, backend, "dense" if packing is None else "varlen")
-    call = bind(
-        found.variant,
-        q,
-        k,
-        v,
-        None if packing is None else Packing(*packing),
-        softmax_scale=softmax_scale,
-        seqused_k=seqused_k,
-        return_lse=return_lse,
-        layout=layout,
-        arguments=arguments,
-    )
+def bind_call(given: Given) -> tuple[Call, Found]:
+    """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths and pages that it names."""
+    found = _found(given)
+    settings = {
+        "softmax_scale": given.softmax_scale, "seqused_k": given.seqused_k, "return_lse": given.return_lse,
+        "arguments": given.arguments,
+    }  # fmt: skip
+    q, k, v = given.q, given.k, given.v
+    if given.form == "paged":
+        paging = Paging(
+            given.page_table, given.cu_seqlens_q, given.max_seqlen_q, given.num_splits, given.split_size, given.out
+        )
+        call = bind_paged(found.variant, q, k, v, paging, page_layout=given.layout, **settings)
+    else:
+        packing = None
+        if given.form == "varlen":
+            packing = Packing(given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
+        call = bind(found.variant, q, k, v, packing, layout=given.layout, **settings)
     if call.device.type == "cpu":
         debugging.check_lengths(call)
     return call, found
 
 
-def bind_paged_call(
-    q: Any,
-    k: Any,
-    v: Any,
-    paging: Paging,
-    variant: str | Variant,
-    softmax_scale: Any,
-    seqused_k: Any,
-    return_lse: bool,
-    page_layout: str,
-    backend: str | None,
-    package: str | None,
-    arguments: Mapping[str, Any],
-) -> tuple[Call, Found]:
-    """As ``bind_call``, for keys in pages; on the CPU it also checks that the pages in use are those of the cache."""
-    found = _found(variant, package, q, v, backend, "paged")
-    call = bind_paged(
-        found.variant, q, k, v, paging, softmax_scale=softmax_scale, seqused_k=seqused_k, return_lse=return_lse,
-        page_layout=page_layout, arguments=arguments,
-    )  # fmt: skip
-    if call.device.type == "cpu":
-        debugging.check_lengths(call)
-    return call, found
-
-
-def _found(variant: str | Variant, package: str | None, q: Any, v: Any, backend: str | None, layout: str) -> Found:
+def _found(given: Given) -> Found:
     """Return the variant and its kernels. Raises CallError, and NoKernelError with what to add to a spec."""
-    check_backend(backend)
+    check_backend(given.backend)
     try:
-        return find(variant, package)
+        return find(given.variant, given.package)
     except NoKernelError as error:
-        raise _with_needs(error, q, v, layout) from None
+        raise _with_needs(error, given.q, given.v, given.form) from None
 
 
 def _with_needs(error: NoKernelError, q: Any, v: Any, layout: str) -> NoKernelError:

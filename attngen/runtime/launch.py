@@ -124,7 +124,9 @@ class PreparedLaunch:
 class PreparedLaunches:
     """The launches of a kernel with one set of shapes on one device, and what each address is of that they take."""
 
-    __slots__ = ("_classify", "_counted", "_device", "_driver", "_launch", "_split_counters", "maps", "names", "sizes")
+    __slots__ = (
+        "_classify", "_counted", "_device", "_driver", "_launch", "_split_counters", "direct", "maps", "names", "sizes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -170,6 +172,8 @@ class PreparedLaunches:
         self._counted = any(launch.counted for launch in kernel.launches)
         self._split_counters = max(geometry.sizes.get("split_counters", 0) for geometry in found)
         self._driver, self._device = driver, device
+        #: What a call may use in place of this: the launches alone, where no counter has to be filled in.
+        self.direct = None if self._counted or self._split_counters else self._launch
 
     def __call__(self, addresses: list[int], scale: float, scalars: Sequence[Any]) -> None:
         """Enqueue all launches on the current stream, but for those that a forward's tile map needs.

@@ -9,8 +9,7 @@ microseconds a call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,59 +18,31 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
-from attngen.runtime import dispatch
+from attngen.runtime import dispatch, paged_operators, training
 from attngen.runtime.arguments import hint_for
 from attngen.runtime.dropout import check_rate, draw
+from attngen.runtime.given import Given
+from attngen.runtime.paged_operators import INTO
 from attngen.runtime.registry import registry
-from attngen.runtime.tile_map import TileMap
+from attngen.runtime.signature import TAGS, Signature, arguments_of, first_own, parameters_of
 
-SCALAR_SCHEMAS = {"int32": "SymInt", "int64": "SymInt", "fp32": "float", "bool": "bool"}
-_PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-
-#: Strides reach the operator as the program made them: kernels take any, and selection depends on them.
-TAGS = tuple(
-    getattr(torch.Tag, name)
-    for name in ("pt2_compliant_tag", "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") else "")
-    if name
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """How an operator takes a variant's own arguments: names and defaults in order of the schema."""
-
-    tensors: tuple[str, ...]
-    scalars: tuple[str, ...]
-    defaults: tuple[Any, ...]  # of the scalars; None where the caller has to say
-    differentiable: tuple[str, ...]  # float tensors that the spec wants a gradient of
-
-    @classmethod
-    def of(cls, variant: Variant) -> Signature:
-        """Return the signature of a variant's operators."""
-        return cls(
-            tensors=tuple(t.name for t in variant.tensors),
-            scalars=tuple(s.name for s in variant.arguments),
-            defaults=tuple(s.default for s in variant.arguments),
-            differentiable=tuple(t.name for t in variant.tensors if t.grad),
-        )
+#: What the names of operators end with, by the form of their calls.
+_SUFFIXES = {"dense": "", "varlen": "__varlen", "paged": paged_operators.SUFFIX}
 
 
 def schema_of(variant: Variant, *, packed: bool) -> str:
     """Return the arguments and results of a variant's forward operator in torch's schema language."""
-    parts = ["Tensor q", "Tensor k", "Tensor v"]
-    if packed:
-        parts += ["Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "SymInt max_seqlen_q", "SymInt max_seqlen_k"]
-    parts += [f"Tensor {t.name}" for t in variant.tensors]
-    parts += [f"{SCALAR_SCHEMAS[s.dtype]} {s.name}" for s in variant.arguments]
-    parts += ["float? softmax_scale", "Tensor? seqused_k", "Tensor? tile_map", "str layout", "str? backend"]
-    parts.append("bool deterministic=False")
-    return f"({', '.join(parts)}) -> (Tensor out, Tensor lse)"
+    return f"({parameters_of(variant, _form(packed))}) -> (Tensor out, Tensor lse)"
+
+
+def _form(packed: bool) -> str:
+    return "varlen" if packed else "dense"
 
 
 def _backward_schema(variant: Variant, *, packed: bool) -> str:
-    arguments = schema_of(variant, packed=packed).partition(" -> ")[0]
     gradients = ["Tensor"] * (3 + len(Signature.of(variant).differentiable))
-    return f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {arguments[1:]} -> ({', '.join(gradients)})"
+    taken = f"Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {parameters_of(variant, _form(packed))}"
+    return f"({taken}) -> ({', '.join(gradients)})"
 
 
 def namespace_of(package: str) -> str:
@@ -88,10 +59,8 @@ class _Operators:
         self._library = library
         self._namespace = library.ns
         for packed in (False, True):
-            self._define(variant, f"{name}__varlen" if packed else name, packed)
+            self._define(variant, name + _SUFFIXES[_form(packed)], packed)
         if variant.packed_keys() is None:
-            from attngen.runtime import paged_operators
-
             paged_operators.define(library, name, self.full_name, variant, self.signature)
 
     def _define(self, variant: Variant, name: str, packed: bool) -> None:
@@ -99,7 +68,7 @@ class _Operators:
         backward_name = f"{name}__backward"
         library.define(name + schema_of(variant, packed=packed), tags=TAGS)
         library.define(backward_name + _backward_schema(variant, packed=packed), tags=TAGS)
-        calls = _Calls(self.full_name, signature, packed)
+        calls = _Calls(self.full_name, signature, _form(packed))
         for key in ("CPU", "CUDA"):
             library.impl(name, calls.forward, key)
             library.impl(backward_name, calls.backward, key)
@@ -118,39 +87,28 @@ class _Operators:
 class _Calls:
     """The implementations of one forward operator and its backward, which only differ in how lengths come."""
 
-    def __init__(self, full_name: str, signature: Signature, packed: bool) -> None:
+    def __init__(self, full_name: str, signature: Signature, form: str) -> None:
         self.full_name = full_name
         self.signature = signature
-        self.packed = packed
-        self._own = 7 if packed else 3  # tensors and lengths before the variant's own arguments
+        self.form = form
 
-    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """Return the leading arguments, the variant's own by name, and the trailing ones; torch drops defaults."""
-        names = (*self.signature.tensors, *self.signature.scalars)
-        end = self._own + len(names)
-        own = dict(zip(names, arguments[self._own : end], strict=True))
-        trailing = arguments[end:] if len(arguments) > end + 5 else (*arguments[end:], False)
-        return arguments[: self._own], own, trailing
+    def given(self, arguments: tuple[Any, ...]) -> Given:
+        """Return the call that an operator is asked for."""
+        return self.signature.given(self.full_name, self.form, arguments)
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the call. Results that a graph owns must not alias the inputs, and never do."""
-        (q, k, v, *packing), own, (scale, seqused_k, words, layout, backend, deterministic) = self.split(arguments)
-        tile_map = None if words is None else TileMap.of_words(words)
-        out, lse = dispatch.run(
-            q, k, v, tuple(packing) if self.packed else None, self.full_name, scale, seqused_k, True,
-            layout, backend, None, own, tile_map, deterministic,
-        )  # fmt: skip
-        return out, lse.to(torch.float32)
+        return _results(self.given(arguments))
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
-        (q, _, v, *_), _, trailing = self.split(arguments)
-        layout = trailing[3]
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        given = self.given(arguments)
+        q = given.q
+        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]))
         lse_shape: tuple[int, ...]
-        if self.packed:
+        if given.form == "varlen":
             lse_shape = (q.shape[1], q.shape[0])
-        elif layout == "bhsd":
+        elif given.layout == "bhsd":
             lse_shape = (q.shape[0], q.shape[1], q.shape[2])
         else:
             lse_shape = (q.shape[0], q.shape[2], q.shape[1])
@@ -165,7 +123,7 @@ class _Calls:
 
     def _refuse_undeclared(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
         own = self.signature.tensors
-        for i, name in enumerate(own, self._own):
+        for i, name in enumerate(own, first_own(self.form)):
             if ctx.needs_input_grad[i] and name not in self.signature.differentiable:
                 raise CallError(
                     f"{self.full_name}: tensor '{name}' asks for a gradient that its spec does not declare "
@@ -176,35 +134,19 @@ class _Calls:
         self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and of the declared tensors."""
-        leading, own, trailing = self.split(arguments)
-        if not dispatch._on_gpu(leading[0]) or trailing[4] == "reference":
-            return self._backward_of_reference(dout, dlse, leading, own, trailing)
-        from attngen.runtime import training
+        given = self.given(arguments)
+        if not dispatch._on_gpu(given.q) or given.backend == "reference":
+            return self._backward_of_reference(dout, dlse, given)
+        asked = self.signature.differentiable
+        dq, dk, dv, gradients = training.differentiate(given, out, lse, dout, dlse, asked)
+        return dq, dk, dv, *(gradients[name] for name in asked)
 
-        (q, k, v, *packing), (scale, seqused_k, _, layout, _, deterministic) = leading, trailing
-        tensors = [own.pop(name) for name in self.signature.tensors]
-        lengths = (packing[2], packing[3]) if self.packed else None
-        settings = (self.full_name, scale, layout, None, lengths, own, self.signature.tensors, deterministic)
-        dq, dk, dv, gradients = training.differentiate(
-            q, k, v, out, lse, dout, dlse, tuple(packing) if self.packed else None, seqused_k, settings, tensors,
-            self.signature.differentiable,
-        )  # fmt: skip
-        return dq, dk, dv, *(gradients[name] for name in self.signature.differentiable)
-
-    def _backward_of_reference(
-        self,
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        leading: tuple[Any, ...],
-        own: dict[str, Any],
-        trailing: tuple[Any, ...],
-    ) -> tuple[Tensor, ...]:
+    def _backward_of_reference(self, dout: Tensor | None, dlse: Tensor | None, given: Given) -> tuple[Tensor, ...]:
         with torch.enable_grad(), _recording():
-            inputs = [tensor.detach().requires_grad_() for tensor in leading[:3]]
-            for name in self.signature.differentiable:
-                own[name] = own[name].detach().requires_grad_()
-            out, lse = self.forward(*inputs, *leading[3:], *own.values(), *trailing)
-        inputs += [own[name] for name in self.signature.differentiable]
+            q, k, v = inputs = [tensor.detach().requires_grad_() for tensor in (given.q, given.k, given.v)]
+            learned = {name: given.arguments[name].detach().requires_grad_() for name in self.signature.differentiable}
+            out, lse = _results(given._replace(q=q, k=k, v=v, arguments={**given.arguments, **learned}))
+        inputs += learned.values()
         pairs = [(o, g) for o, g in ((out, dout), (lse, dlse)) if g is not None and o.requires_grad]
         if not pairs:
             return tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
@@ -223,9 +165,15 @@ class _Calls:
         self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
     ) -> tuple[Tensor, ...]:
         """Return gradients of the right shapes, for tracing; they are contiguous."""
-        leading, own, _ = self.split(arguments)
-        inputs = [*leading[:3], *(own[name] for name in self.signature.differentiable)]
+        given = self.given(arguments)
+        inputs = [given.q, given.k, given.v, *(given.arguments[name] for name in self.signature.differentiable)]
         return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
+
+
+def _results(given: Given) -> tuple[Tensor, Tensor]:
+    """Run a call that asks for its log-sum-exp, and return both results."""
+    out, lse = dispatch.run(given)
+    return out, lse.to(torch.float32)
 
 
 def _recording() -> Any:
@@ -250,7 +198,7 @@ class _Differentiation:
         gradients: list[Any] = [None] * len(arguments)
         for i in range(3):
             gradients[i] = next(found)
-        for i, name in enumerate(self._calls.signature.tensors, self._calls._own):
+        for i, name in enumerate(self._calls.signature.tensors, first_own(self._calls.form)):
             if name in self._calls.signature.differentiable:
                 gradients[i] = next(found)
         return tuple(gradients)
@@ -313,45 +261,27 @@ def _resolve(variant: str, package: str | None, given: tuple[str, ...]) -> tuple
     return namespace, name, takes
 
 
-def resolved(
-    variant: str | Variant, package: str | None, arguments: Mapping[str, Any], q: Tensor
-) -> tuple[Any, str, list[Any]]:
+def _resolved(given: Given) -> tuple[Any, str, list[Any]]:
     """Return the namespace of a variant's operators, their name, and the variant's own arguments in their order."""
-    variant = getattr(variant, "handle", variant)  # what attngen.variant made: a trace takes plain text
+    arguments = given.arguments
+    variant = getattr(given.variant, "handle", given.variant)  # what attngen.variant made: a trace takes plain text
     if not isinstance(variant, str):
         raise CallError("a traced call must name its variant; a Variant as a value works in eager calls only")
-    namespace, name, takes = _resolve(variant, package, tuple(arguments))
+    namespace, name, takes = _resolve(variant, given.package, tuple(arguments))
     names = [argument for argument, _ in takes]
     if DROPOUT_P.name in arguments and DROPOUT_P.name not in names:
         check_rate(variant, arguments[DROPOUT_P.name])
     if RNG_STATE.name in names and arguments.get(RNG_STATE.name) is None:
-        arguments = {**arguments, RNG_STATE.name: draw(q.device)}
+        arguments = {**arguments, RNG_STATE.name: draw(given.q.device)}
     return getattr(torch.ops, namespace), name, [arguments.get(argument, default) for argument, default in takes]
 
 
-def call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: tuple[Any, Any, Any, Any] | None,
-    variant: str | Variant,
-    softmax_scale: Any,
-    seqused_k: Any,
-    return_lse: bool,
-    layout: str,
-    backend: str | None,
-    package: str | None,
-    arguments: Mapping[str, Any],
-    tile_map: TileMap | None,
-    deterministic: bool,
-) -> Any:
+def call(given: Given) -> Any:
     """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
-    operators, name, own = resolved(variant, package, arguments, q)
-    words = None if tile_map is None else tile_map.words
-    if packing is None:
-        operator = getattr(operators, name)
-        out, lse = operator(q, k, v, *own, softmax_scale, seqused_k, words, layout, backend, deterministic)
+    operators, name, own = _resolved(given)
+    arguments = arguments_of(given, own)
+    if given.out is not None:
+        out, lse = given.out, getattr(operators, name + INTO)(given.out, *arguments)
     else:
-        operator = getattr(operators, name + "__varlen")
-        out, lse = operator(q, k, v, *packing, *own, softmax_scale, seqused_k, words, layout, backend, deterministic)
-    return (out, lse) if return_lse else out
+        out, lse = getattr(operators, name + _SUFFIXES[given.form])(*arguments)
+    return (out, lse) if given.return_lse else out

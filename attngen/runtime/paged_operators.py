@@ -6,7 +6,6 @@ returns lse. Neither has a derivative.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,31 +13,25 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
-from attngen.runtime import paged
-from attngen.runtime.operators import SCALAR_SCHEMAS, TAGS, Signature, resolved
+from attngen.runtime import dispatch
+from attngen.runtime.given import Given
+from attngen.runtime.signature import TAGS, Signature, parameters_of
 
-#: Arguments before the variant's own, and after them.
-_LEADING = (
-    "Tensor q", "Tensor k_pages", "Tensor v_pages", "Tensor page_table", "Tensor seqused_k", "Tensor? cu_seqlens_q",
-    "SymInt? max_seqlen_q",
-)  # fmt: skip
-_TRAILING = (
-    "float? softmax_scale", "str page_layout", "SymInt? num_splits", "SymInt? split_size", "str? backend",
-)  # fmt: skip
+#: What the names of both end with: of the one that allocates its output, and of the other.
+SUFFIX = "__paged"
+INTO = "__paged_out"
 
 
 def schema_of(variant: Variant, *, given: bool) -> str:
     """Return the arguments and results of an operator in torch's schema language; ``given``: it is told its output."""
-    own = [f"Tensor {t.name}" for t in variant.tensors]
-    own += [f"{SCALAR_SCHEMAS[s.dtype]} {s.name}" for s in variant.arguments]
-    parts = ["Tensor(a!) out"] * given + [*_LEADING, *own, *_TRAILING]
-    return f"({', '.join(parts)}) -> {'Tensor' if given else '(Tensor out, Tensor lse)'}"
+    parameters = parameters_of(variant, "paged")
+    return f"(Tensor(a!) out, {parameters}) -> Tensor" if given else f"({parameters}) -> (Tensor out, Tensor lse)"
 
 
 def define(library: torch.library.Library, name: str, full_name: str, variant: Variant, signature: Signature) -> None:
     """Define both operators of a variant, whose kernels are those of ``full_name``."""
     calls = _Calls(full_name, signature)
-    plain, given = f"{name}__paged", f"{name}__paged_out"
+    plain, given = name + SUFFIX, name + INTO
     library.define(plain + schema_of(variant, given=False), tags=TAGS)
     library.define(given + schema_of(variant, given=True), tags=TAGS)
     for key in ("CPU", "CUDA"):
@@ -56,36 +49,30 @@ class _Calls:
 
     def __init__(self, full_name: str, signature: Signature) -> None:
         self.full_name = full_name
-        self._names = (*signature.tensors, *signature.scalars)
+        self.signature = signature
 
-    def _run(self, out: Tensor | None, arguments: tuple[Any, ...]) -> Any:
-        start, end = len(_LEADING), len(_LEADING) + len(self._names)
-        own = dict(zip(self._names, arguments[start:end], strict=True))
-        scale, page_layout, num_splits, split_size, backend = arguments[end:]
-        q, k_pages, v_pages, page_table, seqused_k, cu_seqlens_q, max_seqlen_q = arguments[:start]
-        return paged.run(
-            q, k_pages, v_pages, page_table, seqused_k, cu_seqlens_q, max_seqlen_q, self.full_name, scale, page_layout,
-            num_splits, split_size, out, True, backend, None, own,
-        )  # fmt: skip
+    def given(self, arguments: tuple[Any, ...]) -> Given:
+        """Return the call that an operator is asked for."""
+        return self.signature.given(self.full_name, "paged", arguments)
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the call."""
-        out, lse = self._run(None, arguments)
+        out, lse = dispatch.run(self.given(arguments))
         return out, lse.to(torch.float32)
 
     def forward_into(self, out: Tensor, *arguments: Any) -> Tensor:
         """Run the call into a given output, and return the log-sum-exp."""
-        lse: Tensor = self._run(out, arguments)[1]
+        lse: Tensor = dispatch.run(self.given(arguments)._replace(out=out))[1]
         return lse.to(torch.float32)
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes and strides, for tracing."""
-        q, v_pages = arguments[0], arguments[2]
-        return q.new_empty((*q.shape[:-1], v_pages.shape[-1])), self._fake_lse(q)
+        given = self.given(arguments)
+        return given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1])), self._fake_lse(given.q)
 
     def fake_forward_into(self, out: Tensor, *arguments: Any) -> Tensor:
         """Return a log-sum-exp of the right shape and strides, for tracing."""
-        return self._fake_lse(arguments[0])
+        return self._fake_lse(self.given(arguments).q)
 
     def _fake_lse(self, q: Tensor) -> Tensor:
         if q.dim() == 3:
@@ -98,35 +85,3 @@ class _Calls:
     def refuse(self, ctx: Any, *gradients: Tensor | None) -> Any:
         """Refuse a derivative."""
         raise CallError(f"{self.full_name}: keys in pages have no backward; torch.no_grad() tells that none is wanted")
-
-
-def call(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seqused_k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: Any,
-    variant: str | Variant,
-    softmax_scale: Any,
-    page_layout: str,
-    num_splits: Any,
-    split_size: Any,
-    out: Tensor | None,
-    return_lse: bool,
-    backend: str | None,
-    package: str | None,
-    arguments: Mapping[str, Any],
-) -> Any:
-    """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
-    operators, name, own = resolved(variant, package, arguments, q)
-    given = (
-        q, k_pages, v_pages, page_table, seqused_k, cu_seqlens_q, max_seqlen_q, *own, softmax_scale, page_layout,
-        num_splits, split_size, backend,
-    )  # fmt: skip
-    if out is None:
-        result, lse = getattr(operators, name + "__paged")(*given)
-    else:
-        result, lse = out, getattr(operators, name + "__paged_out")(out, *given)
-    return (result, lse) if return_lse else result

@@ -23,6 +23,7 @@ from attngen.runtime.arguments import (
     length_of,
     view,
 )
+from attngen.runtime.given import Given
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,15 @@ def as_rows(q: Any) -> Any:
         if batch > 1 and rows > 1 and q.stride(0) != rows * q.stride(1):
             return q.contiguous()
     return q
+
+
+def in_rows(given: Given) -> Given:
+    """Return a call with keys in pages with q as ``as_rows`` returns it; any other call as it is."""
+    q = given.q
+    if given.form != "paged" or not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[1] == 1:
+        return given
+    rows = as_rows(q)
+    return given if rows is q else given._replace(q=rows)
 
 
 def bind_paged(

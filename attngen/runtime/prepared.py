@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from attngen.lang.variant import Variant
 from attngen.runtime.addresses import LSE, OUT
 from attngen.runtime.arguments import TORCH_DTYPES, Call, Number, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
-from attngen.runtime.launch import PreparedLaunches, laid_out
+from attngen.runtime.given import Given
+from attngen.runtime.launch import PreparedLaunch, PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
 from attngen.runtime.scalars import Scalars
 from attngen.runtime.tile_map import TileMap
@@ -30,6 +30,7 @@ class PreparedCall:
         "_call",
         "_device",
         "_dtype",
+        "_enqueue",
         "_kept",
         "_kernel",
         "_launch",
@@ -73,6 +74,7 @@ class PreparedCall:
         self.scalars = Scalars(call)
         self._call = call.without_tensors()
         self._launch: PreparedLaunches | None = None
+        self._enqueue: PreparedLaunches | PreparedLaunch | None = None
         self._map_shape: tuple[int, ...] | None = None
         self._workspaces: tuple[int, ...] = ()  # in bytes from the start of all
         self._workspace_words = 0
@@ -80,48 +82,26 @@ class PreparedCall:
             return
         self._like_q = call.q == call.out_view()
         self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
+        self._enqueue = launch.direct or launch
         self._map_shape = next(iter(launch.maps.values()), None)
         offsets, self._workspace_words = laid_out(launch.sizes)
         self._workspaces = tuple(4 * offset for offset in offsets.values())
 
-    def __call__(
-        self,
-        q: Tensor,
-        addresses: list[int],
-        softmax_scale: Any,
-        arguments: Mapping[str, Any],
-        tile_map: TileMap | None,
-        out: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the call. ``addresses`` as launches take them: those of the results are 0, and what follows those of the
-        variant's tensors is missing. ``out``: the output if the caller allocated it."""
-        scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
-        scalars = self.scalars(arguments)
-        if self._launch is None:
-            out, lse = given_or_new(out, *self._nothing())
-        else:
-            out, lse = self._run(q, addresses, scale, scalars, tile_map, out)
-        return (out, lse) if self._return_lse else out
-
-    def _run(
-        self,
-        q: Tensor,
-        addresses: list[int],
-        scale: float,
-        scalars: Sequence[Number],
-        tile_map: TileMap | None,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Allocate the results, compute the tile map if there is to be one, and launch."""
-        launch = self._launch
-        assert launch is not None
+    def __call__(self, given: Given, addresses: list[int]) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the call. ``addresses`` as launches take them: those of results that are allocated here are 0, and what
+        follows those of the variant's tensors is missing."""
+        scale, out, lse = given.softmax_scale, given.out, None
+        scale = self._scale if scale is None else softmax_scale_of(scale)
+        scalars = self.scalars(given.arguments) if self._call.rules else ()
+        enqueue = self._enqueue
+        if enqueue is None:
+            return self._nothing(out)
         if out is None:
             if self._like_q:
-                out = torch.empty_like(q)
+                out = torch.empty_like(given.q)
             else:
                 out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
-        addresses[OUT] = out.data_ptr()
-        lse = None
+            addresses[OUT] = out.data_ptr()
         if self._return_lse:
             # with strides, which torch takes faster than a shape alone
             lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
@@ -132,10 +112,10 @@ class PreparedCall:
             start = shared.data_ptr()
             addresses += [start + offset for offset in self._workspaces]
         if self._map_shape is not None:
-            words = self.words(tile_map, addresses, scalars)
-        launch(addresses, scale, scalars)
+            words = self.words(given.tile_map, addresses, scalars)
+        enqueue(addresses, scale, scalars)
         del shared, words
-        return out, lse
+        return out if lse is None else (out, lse)
 
     def words(self, tile_map: TileMap | None, addresses: list[int], scalars: Sequence[Number]) -> Tensor:
         """Return the words of the tile map, the caller's or those that are computed now, and append their address."""
@@ -154,11 +134,15 @@ class PreparedCall:
         self._launch.classify(addresses, self._scale, scalars)
         return words
 
-    def _nothing(self) -> tuple[Tensor, Tensor | None]:
-        """Return the results of a call without work: every query sees no key."""
-        out = torch.zeros(self._out_shape, dtype=self._dtype, device=self._device)
+    def _nothing(self, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the results of a call without work, the output in the tensor that is given for it: every query sees no
+        key."""
+        if out is None:
+            out = torch.zeros(self._out_shape, dtype=self._dtype, device=self._device)
+        else:
+            out.zero_()
         if not self._return_lse:
-            return out, None
+            return out
         lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
         return out, lse.fill_(-math.inf)
 
@@ -167,8 +151,3 @@ class PreparedCall:
         """What ran the forward, as messages name it."""
         assert self._kernel is not None
         return self._kernel.full_name
-
-
-def given_or_new(given: Tensor | None, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return results, the output in the tensor that a caller allocated for it, if one did."""
-    return out if given is None else given.copy_(out), lse

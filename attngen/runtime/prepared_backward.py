@@ -6,9 +6,8 @@ maps. The results are tensors of their own, since autograd keeps each as long as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.addresses import DK, DOUT, DQ, DV
 from attngen.runtime.arguments import Call, View, contiguous_view, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
+from attngen.runtime.given import Given
 from attngen.runtime.gradients import differentiable, gradient_shapes
 from attngen.runtime.launch import PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
@@ -41,7 +41,7 @@ class PreparedBackward:
         self,
         kernel: Kernel,
         call: Call,
-        tensors: Mapping[str, Tensor],
+        tensor_names: Sequence[str],
         out: View,
         dout: View | None,
         driver: Driver,
@@ -53,10 +53,10 @@ class PreparedBackward:
     ) -> None:
         """Prepare the backward of ``call`` on ``kernel``. Raises LoadError if a cubin does not load.
 
-        ``tensors``: the call's own in the order in which it lists their addresses. ``dout`` is None if it has to be
-        copied first. ``dlse``: whether the log-sum-exp has a gradient. ``unordered``: the warning that a gradient has
-        no fixed order, where torch wants to be told. ``kept``: what the cache's key refers to by identity, which must
-        therefore stay alive.
+        ``tensor_names``: the call's own tensors in the order in which it lists their addresses. ``dout`` is None if it
+        has to be copied first. ``dlse``: whether the log-sum-exp has a gradient. ``unordered``: the warning that a
+        gradient has no fixed order, where torch wants to be told. ``kept``: what the cache's key refers to by identity,
+        which must therefore stay alive.
         """
         self._kept, self.unordered = kept, unordered
         self._call, self._device = call.without_tensors(), call.device
@@ -65,7 +65,7 @@ class PreparedBackward:
         made = {name: contiguous_view(shape, call.order) for name, shape in shapes.items()}
         self._contiguous_dout = dout is None
         views = {"out": out, "dout": contiguous_view(call.out_shape(), call.order) if dout is None else dout, **made}
-        self._launch = PreparedLaunches(kernel, call, views, tensors, driver, device, absent={"dlse": not dlse})
+        self._launch = PreparedLaunches(kernel, call, views, tensor_names, driver, device, absent={"dlse": not dlse})
         # torch allocates a tensor faster that is like another one
         self._like = call.q == made["dq"], call.k == made["dk"], call.v == made["dv"]
         self._results = tuple(shapes.values())
@@ -77,26 +77,15 @@ class PreparedBackward:
         self._shared = tuple(_FLOAT32 * offset for offset in offsets.values())
         self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        cu_seqlens_q: Tensor | None,
-        addresses: list[int],
-        softmax_scale: Any,
-        scalars: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> Gradients:
+    def __call__(self, given: Given, lse: Tensor, dout: Tensor, addresses: list[int]) -> Gradients:
         """Enqueue the backward on the current stream and return its results.
 
         ``addresses`` as the launch takes them: those of what is allocated here are 0, and what follows those of the
         variant's tensors is missing.
         """
-        scale = self._scale if softmax_scale is None else softmax_scale_of(softmax_scale)
-        numbers = self._scalars(scalars)
+        q, k, v, arguments, scale = given.q, given.k, given.v, given.arguments, given.softmax_scale
+        scale = self._scale if scale is None else softmax_scale_of(scale)
+        numbers = self._scalars(arguments)
         if self._contiguous_dout:
             dout = dout.clone(memory_format=torch.contiguous_format)
             addresses[DOUT] = dout.data_ptr()
@@ -109,15 +98,16 @@ class PreparedBackward:
         start = workspace.data_ptr()
         sums = {}
         for name in self._gradients:
-            sums[name] = torch.zeros(tensors[name].shape, dtype=torch.float32, device=self._device)
+            sums[name] = torch.zeros(arguments[name].shape, dtype=torch.float32, device=self._device)
             addresses.append(sums[name].data_ptr())
         addresses += [start + offset for offset in self._shared]
         self._launch(addresses, scale, numbers)
         if self._sinks:
             named = {rule.name: number for rule, number in zip(self._call.rules, numbers, strict=True)}
-            call = self._call.with_tensors(tensors, named, cu_seqlens_q)
+            tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+            call = self._call.with_tensors(tensors, named, given.cu_seqlens_q)
             add_gradients(call, lse, workspace[self._rows].view(lse.shape), sums)
-        gradients = {name: total.to(tensors[name].dtype) for name, total in sums.items()} if sums else sums
+        gradients = {name: total.to(arguments[name].dtype) for name, total in sums.items()} if sums else sums
         return dq, dk, dv, gradients
 
     def _empty(self, index: int, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ later ones find that in a cache.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,65 +19,39 @@ from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime import driver as drivers
 from attngen.runtime import on_demand
-from attngen.runtime.addresses import BACKWARD, CU_SEQLENS_K, CU_SEQLENS_Q, DLSE, DOUT, SEQUSED_K, empty
+from attngen.runtime.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT
 from attngen.runtime.arguments import Call, view
 from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.given import OTHERS, TENSORS, Given, keyed_of, make, settings_of
 from attngen.runtime.gradients import differentiable, gradient_shapes
+from attngen.runtime.keys import note_others
 from attngen.runtime.prepared import PREPARED_CALLS
 from attngen.runtime.prepared_backward import Gradients, PreparedBackward
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, no_kernel, select
 from attngen.runtime.sinks import add_gradients
-from attngen.runtime.tile_map import TileMap
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 
 
-#: What a call says beside its tensors: variant, softmax_scale, layout, package, max_seqlen_q and max_seqlen_k of a
-#: packed call, scalars, the names of the variant's own tensors, and whether gradients have a fixed order. A plain
-#: tuple, since each call makes one, and a named one takes six times as long.
-Settings = tuple[
-    str | Variant, Any, str, str | None, tuple[int, int] | None, Mapping[str, Any], tuple[str, ...], bool
-]  # fmt: skip
-
-
 def attend(
-    forward: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    addresses: list[int],
-    packing: tuple[Any, Any, Any, Any] | None,
-    variant: str | Variant,
-    softmax_scale: Any,
-    seqused_k: Tensor | None,
-    return_lse: bool,
-    layout: str,
-    package: str | None,
-    arguments: Mapping[str, Any],
-    tile_map: TileMap | None,
-    deterministic: bool,
+    forward: Callable[[Given, list[int]], Any], given: Given, addresses: list[int]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a call such that autograd can differentiate it.
 
-    ``forward`` gives its output and its log-sum-exp, and is called as a ``PreparedCall``. The other arguments are those
-    of ``dispatch.run``.
+    ``forward`` gives its output and its log-sum-exp, and is called as a ``PreparedCall``.
     """
     names: tuple[str, ...] = ()
     own: Sequence[Tensor] = ()
-    scalars = arguments
-    if arguments:
-        names = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
-        own = [arguments[name] for name in names]
-        scalars = {name: value for name, value in arguments.items() if name not in names}
-    lengths = None if packing is None else packing[2:]
-    settings: Settings = (variant, softmax_scale, layout, package, lengths, scalars, names, deterministic)
-    given = (addresses, softmax_scale, arguments, tile_map)
+    scalars = given.arguments
+    if scalars:
+        names = tuple(name for name, value in scalars.items() if isinstance(value, Tensor))
+        own = [scalars[name] for name in names]
+        scalars = {name: value for name, value in scalars.items() if name not in names}
+    recorded = forward, given, addresses, (scalars, names, settings_of(given))
     apply = _Attention.apply if torch._C._are_functorch_transforms_active() else _apply
-    result: Tensor | tuple[Tensor, Tensor] = apply(
-        (forward, given, return_lse, packing, seqused_k, settings), q, k, v, *own
-    )
+    result: Tensor | tuple[Tensor, Tensor] = apply(recorded, given.q, given.k, given.v, *own)
     return result
 
 
@@ -89,14 +63,11 @@ class _Attention(torch.autograd.Function):
         ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *own: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``recorded`` is what ``attend`` makes of a call; autograd sees the tensors that follow it."""
-        forward, given, return_lse, packing, seqused_k, ctx.settings = recorded
-        out, lse = forward(q, *given)
-        if packing is None:
-            ctx.save_for_backward(seqused_k, q, k, v, out, lse, *own)
-        else:
-            ctx.save_for_backward(seqused_k, q, k, v, out, lse, *own, packing[0], packing[1])
+        forward, given, addresses, ctx.given = recorded  # the last holds no tensors: autograd keeps those
+        out, lse = forward(given, addresses)
+        ctx.save_for_backward(out, lse, q, k, v, *OTHERS[given.form](given), *own)
         ctx.set_materialize_grads(False)
-        return (out, lse) if return_lse else out
+        return (out, lse) if given.return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -113,15 +84,16 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     wanted = ctx.needs_input_grad
     if dout is None and dlse is None:
         return (None,) * len(wanted)
-    settings: Settings = ctx.settings
-    _, _, _, _, lengths, _, names, _ = settings
-    seqused_k, q, k, v, out, lse, *own = ctx.saved_tensors
-    packing = None
-    if lengths is not None:
-        *own, cu_seqlens_q, cu_seqlens_k = own
-        packing = (cu_seqlens_q, cu_seqlens_k, *lengths)
-    asked = tuple(name for name, needed in zip(names, wanted[4:], strict=True) if needed) if own else ()
-    dq, dk, dv, gradients = differentiate(q, k, v, out, lse, dout, dlse, packing, seqused_k, settings, own, asked)
+    arguments, names, settings = ctx.given
+    out, lse, *tensors = ctx.saved_tensors
+    own = len(tensors) - len(names)  # where the variant's own tensors begin
+    asked: tuple[str, ...] = ()
+    if names:
+        arguments = {**arguments, **dict(zip(names, tensors[own:], strict=True))}
+        asked = tuple(name for name, needed in zip(names, wanted[4:], strict=True) if needed)
+    tensors[own:] = [None] * (len(TENSORS) - own)
+    given = make(Given, (*tensors, arguments, None, *settings))
+    dq, dk, dv, gradients = differentiate(given, out, lse, dout, dlse, asked)
     _, q_wanted, k_wanted, v_wanted, *_ = wanted
     return (
         None,
@@ -136,76 +108,51 @@ _refusing_another = once_differentiable(_backward)
 
 
 def differentiate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    packing: tuple[Any, Any, Any, Any] | None,
-    seqused_k: Tensor | None,
-    settings: Settings,
-    own: Sequence[Tensor],
-    asked: tuple[str, ...],
+    given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: tuple[str, ...]
 ) -> Gradients:
     """Return dq, dk, dv and the gradients of the variant's declared tensors; ``asked`` names those that are needed.
 
-    ``own`` are the variant's tensors in the order of ``settings.names``; ``out`` and ``lse`` are what the forward gave,
-    ``dout`` and ``dlse`` their gradients, None for none. Raises NoKernelError, which lists every candidate and its
-    reason, if no backward is built that takes the call, and CallError for a gradient that the spec does not declare or
-    that is not deterministic where that is asked for.
+    ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. Raises
+    NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
+    CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
     """
-    variant, softmax_scale, layout, package, lengths, scalars, names, deterministic = settings
+    q, k, v, variant = given.q, given.k, given.v, given.variant
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    determinism = 2 if deterministic else asks_for_determinism()
-    # 0 for what is absent, or allocated later
-    addresses = empty(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), backward=True)
-    addresses[DOUT] = dout.data_ptr()
+    determinism = 2 if given.deterministic else asks_for_determinism()
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_BACKWARD]
+    addresses[OUT], addresses[LSE], addresses[DOUT] = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
+    if dlse is not None:
+        addresses[DLSE] = dlse.data_ptr()
     # The cache's key: everything that checks, selection and the packed templates depend on. The forward saw to it that
     # all tensors are on one device, and q, k and v of one dtype; the shape of out and dout follows from theirs.
     key: list[Any] = [
-        variant if isinstance(variant, str) else id(variant), package, layout, lengths, registry.generation,
-        dlse is None, seqused_k is None, determinism, asked, names, *scalars, q.dtype, q.get_device(),
+        variant if isinstance(variant, str) else id(variant), registry.generation, dlse is None, determinism, asked,
+        *keyed_of(given), q.dtype, q.get_device(),
         q.shape, q.stride(), addresses[0] & 15,
         k.shape, k.stride(), addresses[1] & 15,
         v.shape, v.stride(), addresses[2] & 15,
-        out.stride(), addresses[3] & 15,
+        out.stride(), addresses[OUT] & 15,
         dout.stride(), addresses[DOUT] & 15,
     ]  # fmt: skip
-    cu_seqlens_q = None
-    if packing is not None:
-        cu_seqlens_q = packing[0]
-        key.append(cu_seqlens_q.shape)
-        addresses[CU_SEQLENS_Q], addresses[CU_SEQLENS_K] = cu_seqlens_q.data_ptr(), packing[1].data_ptr()
-    if seqused_k is not None:
-        addresses[SEQUSED_K] = seqused_k.data_ptr()
-    if dlse is not None:
-        addresses[DLSE] = dlse.data_ptr()
-    for tensor in own:
-        address = tensor.data_ptr()
-        key += (tensor.dtype, tensor.shape, tensor.stride(), address & 15)
-        addresses.append(address)
-    tensors = dict(zip(names, own, strict=True)) if own else {}
+    note_others(key, addresses, given)
     identity = tuple(key)
     prepared = _PREPARED[identity]
     if prepared is None:
-        call, found = bind_call(
-            q, k, v, packing, variant, softmax_scale, seqused_k, True, layout, None, package, {**scalars, **tensors}
-        )
+        call, found = bind_call(given._replace(return_lse=True, out=None))
         unordered = _unordered(call, asked, determinism)
         if call.empty:
             return _nothing(call, lse, dlse)
+        names = tuple(name for name, value in given.arguments.items() if isinstance(value, Tensor))
         request = Request(
             call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
             deterministic=determinism == 2,
         )  # fmt: skip
-        prepared = _prepare(request, found, variant, package, tensors, out, dout, dlse is not None, unordered)
+        prepared = _prepare(request, found, given, names, out, dout, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
-    return prepared(q, k, v, lse, dout, cu_seqlens_q, addresses, softmax_scale, scalars, tensors)
+    return prepared(given, lse, dout, addresses)
 
 
 def asks_for_determinism() -> int:
@@ -222,16 +169,15 @@ def carries_tangent(*tensors: Any) -> bool:
 
 def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
     """Return the addresses that selection looks at, of those that ``differentiate`` lists."""
-    known = dict(zip(BACKWARD[:4], addresses, strict=False))
+    known = dict(zip(TENSORS, addresses, strict=False))
     return known | {f"tensor:{name}": address for name, address in zip(names, addresses[len(BACKWARD) :], strict=True)}
 
 
 def _prepare(
     request: Request,
     found: Found,
-    variant: str | Variant,
-    package: str | None,
-    tensors: Mapping[str, Tensor],
+    given: Given,
+    names: Sequence[str],
     out: Tensor,
     dout: Tensor,
     dlse: bool,
@@ -239,6 +185,7 @@ def _prepare(
 ) -> PreparedBackward:
     """Select the kernels of a backward and prepare their launches."""
     call, driver = request.call, drivers.current()
+    variant, package = given.variant, given.package
     selection = select(found.kernels, request, driver)
     if selection.kernel is None and registry.refresh_if_built():
         found = find(variant, package)
@@ -251,7 +198,7 @@ def _prepare(
     on_demand.note(request)
     kept = variant if isinstance(variant, Variant) else None
     return PreparedBackward(
-        selection.kernel, call, tensors, view(out.shape, out.stride(), call.order),
+        selection.kernel, call, names, view(out.shape, out.stride(), call.order),
         view(dout.shape, dout.stride(), call.order) if _usable(dout) else None, driver, request.device, dlse=dlse,
         unordered=unordered, kept=kept,
     )  # fmt: skip

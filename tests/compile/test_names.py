@@ -14,7 +14,7 @@ from attngen.errors import CompileError
 from attngen.plan import Plan, plan, symbols
 from attngen.render import Source, render
 from attngen.resources import templates_dir
-from attngen.runtime import dispatch, operators, paged, paged_operators
+from attngen.runtime import calls, operators, paged_operators
 from attngen.schema import expand, load_spec_text
 from attngen.schema.names import check_symbol
 from tests.compile.frontend import to_ptx
@@ -166,7 +166,7 @@ def test_a_name_that_does_not_compile_would_be_found(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "call", [dispatch.attention, dispatch.attention_varlen, paged.attention_paged], ids=lambda call: call.__name__
+    "call", [calls.attention, calls.attention_varlen, calls.attention_paged], ids=lambda call: call.__name__
 )
 def test_names_of_the_call_are_refused(call: object) -> None:
     parameters = [

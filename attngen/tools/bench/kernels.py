@@ -9,7 +9,8 @@ from functools import partial
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
-from attngen.runtime.dispatch import attention, tile_map
+from attngen.runtime.calls import attention
+from attngen.runtime.dispatch import tile_map
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import Package, registry
 from attngen.tools.bench.cases import DIRECTIONS

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
 from attngen.formats import APPEND, APPEND_VARIANT
-from attngen.runtime.dispatch import attention, explain
+from attngen.runtime.calls import attention, attention_paged
+from attngen.runtime.dispatch import explain
 from attngen.runtime.module import read_kernel
-from attngen.runtime.paged import attention_paged
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store

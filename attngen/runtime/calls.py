@@ -1,0 +1,163 @@
+"""The calls that programs make: each becomes one value, which runs now, or is an operator of a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.lang.variant import Variant
+from attngen.runtime import dispatch
+from attngen.runtime.dispatch import is_traced, run
+from attngen.runtime.given import Given, make
+from attngen.runtime.tile_map import TileMap
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str | Variant = "full",
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    layout: str = "bshd",
+    backend: str | None = None,
+    package: str | None = None,
+    tile_map: TileMap | None = None,
+    deterministic: bool = False,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
+
+    q is (batch, seqlen_q, heads, head_dim), k and v are (batch, seqlen_k, kv_heads, …), or (batch, heads, seqlen, …)
+    with ``layout='bhsd'``; heads is a multiple of kv_heads. ``variant`` names what was built (``package/variant``
+    where the short name is ambiguous); its scalars and tensors are keywords. ``softmax_scale`` is 1/√head_dim unless
+    given. ``seqused_k`` (batch,) int32 cuts each sequence's keys. With ``return_lse`` the natural log-sum-exp
+    (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf or its sink. ``tile_map``
+    is what ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
+    With ``deterministic`` its gradients have the same bits on every run, as under
+    ``torch.use_deterministic_algorithms``; the output has them in any case.
+
+    A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
+    tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
+
+    Under ``torch.autocast`` float32 tensors on a GPU are taken in its dtype.
+
+    Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
+    current stream and does not wait. Raises CallError for arguments that are wrong or disagree, and NoKernelError,
+    which lists every candidate and its reason, if no kernel takes the call.
+    """
+    if torch.is_autocast_enabled():
+        q, k, v = _as_autocast(q, k, v)
+    given = make(Given, (
+        q, k, v, seqused_k, None, None, None, None, arguments, tile_map, variant, softmax_scale, return_lse,
+        deterministic, "dense", layout, backend, package, None, None, None, None,
+    ))  # fmt: skip
+    return _traced(given) if is_traced(q) else run(given)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    variant: str | Variant = "full",
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    package: str | None = None,
+    tile_map: TileMap | None = None,
+    deterministic: bool = False,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As ``attention``, for sequences packed one after the other: q (total_q, heads, head_dim), k and v (total_k, …).
+
+    Sequence i holds rows cu_seqlens[i] to cu_seqlens[i + 1]; both are int32 of shape (batch + 1,), start with 0 and
+    never decrease. max_seqlen_q and max_seqlen_k are at least the longest lengths. The log-sum-exp is
+    (heads, total_q). What the offsets hold is checked on the CPU and under ``attngen.debug()`` only, since reading
+    it would wait for the GPU. Rows behind the last sequence are unspecified.
+    """
+    if torch.is_autocast_enabled():
+        q, k, v = _as_autocast(q, k, v)
+    given = make(Given, (
+        q, k, v, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments, tile_map, variant, softmax_scale,
+        return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q, max_seqlen_k, None, None,
+    ))  # fmt: skip
+    return _traced(given) if is_traced(q) else run(given)
+
+
+def _traced(given: Given) -> Any:
+    from attngen.runtime import operators  # what it imports of torch brings a compiler
+
+    return operators.call(given)
+
+
+def _as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return tensors in the dtype that ``torch.autocast`` asks for on GPUs, as its list of such functions would."""
+    wanted = torch.get_autocast_dtype("cuda")
+    return tuple(t.to(wanted) if dispatch._on_gpu(t) and t.dtype is torch.float32 else t for t in tensors)
+
+
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    variant: str | Variant = "causal",
+    softmax_scale: float | None = None,
+    page_layout: str = "NHD",
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    package: str | None = None,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As ``attention``, for keys and values in the pages of a cache. Forward alone.
+
+    q is (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with ``cu_seqlens_q`` (batch + 1,) int32 and
+    ``max_seqlen_q``, at least the longest. k_pages and v_pages are (pages, page_size, kv_heads, head_dim), or (pages,
+    kv_heads, page_size, head_dim) with ``page_layout='HND'``. Key j of sequence b is row j % page_size of page
+    page_table[b, j // page_size]; page_table is (batch, max_pages) int32. seqused_k (batch,) int32 counts the keys of
+    each sequence, those of its own queries among them: ``q_pos`` puts the last query at the last key. Entries of
+    page_table beyond a length are not read, and rows of a page beyond a length do not matter, whatever they hold.
+
+    ``out`` takes the output, which is then returned. With ``return_lse`` the log-sum-exp comes too, float32, (heads,
+    total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q).
+
+    ``num_splits`` says how many blocks share the keys of a sequence, ``split_size`` how many keys each of them takes;
+    left out, the kernel chooses. With a ``split_size`` the bits of a row depend on its own sequence alone.
+
+    Whether a page is one of the cache, and what lengths and offsets hold, is checked on the CPU and under
+    ``attngen.debug()`` only, since reading it would wait for the GPU. Raises CallError and NoKernelError as
+    ``attention`` does, and CallError where a gradient is wanted and a kernel would run: the reference has gradients.
+    """
+    given = make(Given, (
+        q, k_pages, v_pages, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant, softmax_scale,
+        return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None, num_splits, split_size,
+    ))  # fmt: skip
+    return _traced(given) if is_traced(q) else run(given)
+
+
+def define_operators(*variants: str) -> tuple[str, ...]:
+    """Define the operators of ``torch.library`` of these variants, or of all, and return their qualified names.
+
+    A traced call defines its own. A program that was exported in another process names operators before any call
+    does, and needs this first. Raises NoKernelError for a variant that is not built.
+    """
+    from attngen.runtime import operators
+
+    return operators.define(variants)

@@ -1,0 +1,68 @@
+"""A call as its caller made it: one frozen value, from the function that a program calls to the launch.
+
+Nothing in it is checked; ``binding`` makes a ``Call`` of it. Every call makes one, so it is a tuple: a frozen dataclass
+takes several times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from attngen.lang.variant import Variant
+
+
+class Given(NamedTuple):
+    """A call before any check. A field that its form does not have, or that the caller left out, is None.
+
+    The order counts: first the tensors of the call itself (``TENSORS``), which stand in the same places in a list of
+    addresses; then the variant's own; then what holds no tensor (``settings_of``), at whose end stands what a prepared
+    call depends on (``keyed_of``).
+    """
+
+    q: Any
+    k: Any  # of a paged call the pages of keys, and those of values
+    v: Any
+    seqused_k: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    page_table: Any = None
+    out: Any = None  # where the output goes
+    arguments: Mapping[str, Any] = MappingProxyType({})  # the variant's own scalars and tensors
+    tile_map: Any = None
+    variant: str | Variant = "full"
+    softmax_scale: Any = None
+    return_lse: bool = False
+    deterministic: bool = False
+    form: str = "dense"  # dense | varlen | paged
+    layout: str = "bshd"  # bshd | bhsd, varlen, or of a paged call NHD | HND
+    backend: str | None = None
+    package: str | None = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+    num_splits: Any = None
+    split_size: Any = None
+
+
+_PLACES = {name: place for place, name in enumerate(Given._fields)}
+
+#: The tensors of a call itself, by name, and how many of them a call of each form may have: the first ones.
+TENSORS = Given._fields[: _PLACES["arguments"]]
+_COUNTS = {"dense": _PLACES["seqused_k"] + 1, "varlen": _PLACES["cu_seqlens_k"] + 1, "paged": len(TENSORS)}
+
+#: By the form of a call: the places of those beside q, k and v, and a function that returns them.
+PLACES = {form: tuple(range(3, count)) for form, count in _COUNTS.items()}
+OTHERS: dict[str, Callable[[Given], tuple[Any, ...]]] = {
+    form: itemgetter(slice(3, count)) for form, count in _COUNTS.items()
+}
+
+#: Return the tensors of a call itself.
+tensors_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(len(TENSORS)))
+#: Return what of a call holds no tensor, and what of that a prepared call depends on whatever it computes.
+settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["variant"], None))
+keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["form"], None))
+
+#: Makes a call of its fields in their order: with names it takes several times as long.
+make: Callable[[type[Given], tuple[Any, ...]], Given] = tuple.__new__
