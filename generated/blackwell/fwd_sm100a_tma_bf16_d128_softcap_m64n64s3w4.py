@@ -72,7 +72,7 @@ def fwd_sm100a_tma_bf16_d128_softcap_m64n64s3w4(
     partial_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
     ragged_tiles = ((full_hi > whole_tiles) | ((full_hi <= whole_tiles) & (partial_hi > whole_tiles))).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running maximum, sum and output.
+    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
     u_softmax_scale_over_cap = softmax_scale / u_cap
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -83,10 +83,12 @@ def fwd_sm100a_tma_bf16_d128_softcap_m64n64s3w4(
     for tile in tl.range(0, tl.minimum(full_hi, whole_tiles), num_stages=STAGES):
         kv_start = tile * BLOCK_N
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
         p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        # O = alpha O + P V
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # Whole tiles that the mask cuts.
@@ -94,19 +96,22 @@ def fwd_sm100a_tma_bf16_d128_softcap_m64n64s3w4(
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
         visible = q_pos[:, None] >= kv_index[None, :]
         logit = tl.where(visible, logit, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        # O = alpha O + P V
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
-    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         logit = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [s * u_softmax_scale_over_cap], dtype=tl.float32, is_pure=True, pack=1)
         visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
@@ -114,6 +119,7 @@ def fwd_sm100a_tma_bf16_d128_softcap_m64n64s3w4(
         p, alpha, row_max, row_sum = online_softmax(logit, u_cap * LOG2E, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 128])
         v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        # O = alpha O + P V
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.

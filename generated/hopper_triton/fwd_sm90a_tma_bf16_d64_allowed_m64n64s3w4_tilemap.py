@@ -90,7 +90,7 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
     tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_tile * stride_tile_map_q
     ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running maximum, sum and output.
+    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     q = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     u_allowed_b = u_allowed + b.to(tl.int64) * stride_u_allowed_0
@@ -110,6 +110,7 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
             kv_start = tile * BLOCK_N
             kv_index = kv_start + tl.arange(0, BLOCK_N)
             k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+            # S = Q K^T
             s = tl.dot(q, tl.trans(k))
             if ((partial_word >> index) & 1) != 0:
                 u_allowed_q_kv = tl.load(
@@ -119,13 +120,15 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
                 s = tl.where(visible, s, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
             v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+            # O = alpha O + P V
             acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
-    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         u_allowed_q_kv = tl.load(
             u_allowed_b + q_row[:, None].to(tl.int64) * stride_u_allowed_1 + kv_index[None, :].to(tl.int64),
@@ -137,6 +140,7 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        # O = alpha O + P V
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.

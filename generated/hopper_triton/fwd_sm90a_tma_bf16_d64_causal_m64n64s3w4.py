@@ -71,7 +71,7 @@ def fwd_sm90a_tma_bf16_d64_causal_m64n64s3w4(
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
     ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running maximum, sum and output.
+    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -82,25 +82,29 @@ def fwd_sm90a_tma_bf16_d64_causal_m64n64s3w4(
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         if tile >= full_hi:
             visible = q_pos[:, None] >= kv_index[None, :]
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        # O = alpha O + P V
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
-    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        # O = alpha O + P V
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.

@@ -72,7 +72,7 @@ def fwd_sm90a_tma_bf16_d64_relative_bias_m64n64s3w4(
     full_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     ragged_tiles = (full_hi > whole_tiles).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running maximum, sum and output.
+    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     q = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     u_softmax_scale_times_LOG2E = softmax_scale * LOG2E
@@ -86,6 +86,7 @@ def fwd_sm90a_tma_bf16_d64_relative_bias_m64n64s3w4(
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         u_element_value = tl.minimum(tl.maximum(kv_index[None, :] - q_pos[:, None], -u_radius), u_radius) + u_radius
         u_table_element = tl.load(
@@ -96,13 +97,15 @@ def fwd_sm90a_tma_bf16_d64_relative_bias_m64n64s3w4(
         logit = s * u_softmax_scale_times_LOG2E + u_table_element * LOG2E
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        # O = alpha O + P V
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
-    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.reshape(k_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         u_element_value = tl.minimum(tl.maximum(kv_index[None, :] - q_pos[:, None], -u_radius), u_radius) + u_radius
         u_table_element = tl.load(
@@ -116,6 +119,7 @@ def fwd_sm90a_tma_bf16_d64_relative_bias_m64n64s3w4(
         p, alpha, row_max, row_sum = online_softmax(logit, 1.0, row_max, row_sum)
         v = tl.reshape(v_desc.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         v = tl.where(kv_index[:, None] < seqlen_k, v, 0.0)
+        # O = alpha O + P V
         acc = tl.dot(p.to(tl.bfloat16), v, acc * alpha[:, None])
 
     # A row that saw no key gives 0 and -inf.

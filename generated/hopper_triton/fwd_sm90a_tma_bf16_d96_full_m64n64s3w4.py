@@ -65,7 +65,7 @@ def fwd_sm90a_tma_bf16_d96_full_m64n64s3w4(
     visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running maximum, sum and output.
+    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
     q_0 = tl.reshape(q_desc_0.load([b, q_start, h, 0]), [BLOCK_M, 64])
     q_1 = tl.reshape(q_desc_1.load([b, q_start, h, 64]), [BLOCK_M, 32])
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -78,20 +78,23 @@ def fwd_sm90a_tma_bf16_d96_full_m64n64s3w4(
         kv_start = tile * BLOCK_N
         k_0 = tl.reshape(k_desc_0.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         k_1 = tl.reshape(k_desc_1.load([b, kv_start, hk, 64]), [BLOCK_N, 32])
+        # S = Q K^T
         s = tl.dot(q_0, tl.trans(k_0))
         s = tl.dot(q_1, tl.trans(k_1), s)
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v_0 = tl.reshape(v_desc_0.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         v_1 = tl.reshape(v_desc_1.load([b, kv_start, hk, 64]), [BLOCK_N, 32])
+        # O = alpha O + P V
         acc_0 = tl.dot(p.to(tl.bfloat16), v_0, acc_0 * alpha[:, None])
         acc_1 = tl.dot(p.to(tl.bfloat16), v_1, acc_1 * alpha[:, None])
 
-    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k_0 = tl.reshape(k_desc_0.load([b, kv_start, hk, 0]), [BLOCK_N, 64])
         k_1 = tl.reshape(k_desc_1.load([b, kv_start, hk, 64]), [BLOCK_N, 32])
+        # S = Q K^T
         s = tl.dot(q_0, tl.trans(k_0))
         s = tl.dot(q_1, tl.trans(k_1), s)
         visible = kv_index[None, :] < seqlen_k
@@ -101,6 +104,7 @@ def fwd_sm90a_tma_bf16_d96_full_m64n64s3w4(
         v_0 = tl.where(kv_index[:, None] < seqlen_k, v_0, 0.0)
         v_1 = tl.reshape(v_desc_1.load([b, kv_start, hk, 64]), [BLOCK_N, 32])
         v_1 = tl.where(kv_index[:, None] < seqlen_k, v_1, 0.0)
+        # O = alpha O + P V
         acc_0 = tl.dot(p.to(tl.bfloat16), v_0, acc_0 * alpha[:, None])
         acc_1 = tl.dot(p.to(tl.bfloat16), v_1, acc_1 * alpha[:, None])
 

@@ -3,8 +3,8 @@
 // Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/forward/unified.cu.j2 by `attngen build specs/ladder.yaml`.
 //
-// No warp roles: a block of 2 warpgroups, each of which multiplies 64 query rows by the keys and values that the
-// block sees, right to left. The first warp also loads, by TMA, as far ahead as there are stages.
+// No warp roles: a block of 2 warpgroups, each of which computes O of 64 query rows from the keys that the block
+// sees, from the last to the first. The first warp also loads, by TMA, as far ahead as there are stages.
 #include "expression.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -22,10 +22,10 @@ constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 256;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
-static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs
-constexpr int kMmaK = 16;  // elements that one wgmma sums over
+static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
+constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockN>::kK);
-constexpr int kPacked = 4 / kElementBytes;  // probabilities of a register
+constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
@@ -51,12 +51,12 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 static_assert(QRing::kStages * kQBytes == 32768);
 static_assert(KRing::kStages * kKBytes == 65536 && VRing::kStages * kVBytes == 65536);
 
-// How the tensor cores read these: K-major rows of Q and K, and V, whose rows are keys.
+// How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
 
-// KV tiles that some row of a box of rows sees, and those that each of its rows sees whole.
+// KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
   int visible_lo, visible_hi;
   int full_lo, full_hi;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
     float softmax_scale,
     int write_lse, int has_seqused_k
 ) {
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
 
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
     const int tiles = max(all.visible_hi - all.visible_lo, 0);
     work = {b, h, q_tile * kBlockM, tiles, q_begin, k_begin, seqlen_q, seqlen_k};
   }
-  if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: what an empty sum gives
+  if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
     const int rows = min(kBlockM, work.seqlen_q - work.q_start);
     for (int i = threadIdx.x; i < rows * 16; i += kThreads) {
       const int q = work.q_start + i / 16;
@@ -129,13 +129,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
   }
   __syncthreads();
 
-  // The number of the tile from which on so many remain, itself included.
+  // The number of the KV tile at which `remaining` are left, itself included.
   const auto tile_at = [&](int remaining) {
     const int tile = all.visible_lo + remaining - 1;
     return tile;
   };
 
-  // What the first warp loads: Q, and K and V from the last key to the first.
+  // What the first warp loads: Q, then K and V from the last tile to the first.
   const int kv_head = work.h / group;
   int k_unloaded = work.tiles, v_unloaded = work.tiles;
   KRing k_to;
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
     v_to.acquire();
     if (lane == 0) {
       v_to.arrive_expecting(kVBytes);
-      const int start = tile_at(v_unloaded) * kBlockN, rows = min(kBlockN, work.seqlen_k - start);  // rows behind the end become 0
+      const int start = tile_at(v_unloaded) * kBlockN, rows = min(kBlockN, work.seqlen_k - start);  // rows after the end become 0
       for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
         load_box(kV + v_to.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_to.full(), column, kv_head,
                  kBlockN - rows, start + rows, work.b);
@@ -189,16 +189,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
     }
   }
 
-  // 64 query rows of a warpgroup. A lane holds elements of two of them, 8 rows apart.
+  // 64 query rows of a warpgroup. A lane holds elements of two rows, 8 apart.
   const int group_thread = threadIdx.x % 128;
   const bool leader = group_thread == 0;
   const int row_in_group = 16 * (warp % 4) + lane / 4;
   const uint32_t q_rows = kQ + warpgroup * 64 * kBoxBytes;
 
-  float s[kBlockN / 2];      // logits
-  uint32_t p[kBlockN / 2 / kPacked];  // probabilities, packed
-  float acc[kHeadDimV / 2];  // outputs, before their division by the sum of probabilities
+  float s[kBlockN / 2];      // S, then the logits
+  uint32_t p[kBlockN / 2 / kPacked];  // P, packed
+  float acc[kHeadDimV / 2];  // O, not yet divided by the row sum
 
+  // S = Q K^T
   const auto issue_qk = [&](int stage, int q_stage) {
     const QMatrix q(q_rows + q_stage * kQBytes);
     const KMatrix k(kK + stage * kKBytes);
@@ -210,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
     }
     commit_products();
   };
+  // O += P V
   const auto issue_pv = [&](int stage) {
     const VMatrix v(kV + stage * kVBytes);
     fence_products();
@@ -224,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
   VRing v_ring;
   int left = work.tiles, tile = 0;
   bool partial = false;
-  // Waits for a tile. The one that is loaded meanwhile takes the place of the tile before, which every warpgroup has
-  // had a step of time to leave.
+  // Waits for a tile. The one loaded meanwhile takes the stage of the tile before, which every warpgroup has had a step
+  // of time to release.
   const auto wait_k = [&] {
     if (warp == 0 && __any_sync(~0u, k_unloaded > 0)) load_k();
     tile = tile_at(left);
@@ -252,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-  // Turns products into logits, and masks those of keys that a row does not see.
+  // S becomes logits; pairs that are not visible get -inf.
   const auto finish_logits = [&] {
     const int kv_first = tile * kBlockN + 2 * (lane % 4);
     if (__any_sync(~0u, partial)) {
@@ -262,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
       Row rows[2];
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
+        const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
         const int q_pos = q_row + (seqlen_k - seqlen_q);
         const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
         rows[row] = {visible_to};
@@ -288,24 +290,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
   settle(s);
   release_k();
   finish_logits();
+  // The running max of the first tile; P = exp2(S - max)
   find_maximum(s, scale_log2e, maximum);
   raise_reference(maximum, reference, alpha);
   exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
 
-  // The others: the product of the last probabilities with V behind that of Q with the next K.
+  // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
   while (__any_sync(~0u, --left > 0)) {
     wait_k();
-    issue_qk(k_ring.stage, q_ring.stage);
+    issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
     wait_products<0>();
     settle(s);
     release_k();
     wait_v();
-    issue_pv(v_ring.stage);
+    issue_pv(v_ring.stage);  // O += P V of the tile before
     wait_products<0>();
     settle(acc);
     release_v();
     finish_logits();
     find_maximum(s, scale_log2e, maximum);
+    // A new running max: O and the row sum are rescaled by alpha = exp2(old max - new max).
     raise_reference(maximum, reference, alpha);
     rescale(acc, alpha);
     row_sum[0] *= alpha[0];
@@ -313,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
     exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
   }
 
-  // The last product with V.
+  // The last O += P V.
   wait_v();
   issue_pv(v_ring.stage);
   float normalize[2];

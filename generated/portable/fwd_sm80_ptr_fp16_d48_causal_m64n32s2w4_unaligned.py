@@ -73,7 +73,7 @@ def fwd_sm80_ptr_fp16_d48_causal_m64n32s2w4_unaligned(
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
     ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running maximum, sum and output.
+    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
@@ -90,6 +90,7 @@ def fwd_sm80_ptr_fp16_d48_causal_m64n32s2w4_unaligned(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k_0 = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 32)[None, :])
         k_1 = tl.load(k_head + kv_index[:, None] * stride_k_s + 32 + tl.arange(0, 16)[None, :])
+        # S = Q K^T
         s = tl.dot(q_0, tl.trans(k_0))
         s = tl.dot(q_1, tl.trans(k_1), s)
         if tile >= full_hi:
@@ -98,15 +99,17 @@ def fwd_sm80_ptr_fp16_d48_causal_m64n32s2w4_unaligned(
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v_0 = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 32)[None, :])
         v_1 = tl.load(v_head + kv_index[:, None] * stride_v_s + 32 + tl.arange(0, 16)[None, :])
+        # O = alpha O + P V
         acc_0 = tl.dot(p.to(tl.float16), v_0, acc_0 * alpha[:, None])
         acc_1 = tl.dot(p.to(tl.float16), v_1, acc_1 * alpha[:, None])
 
-    # The ragged last tile. What lies behind the end must not count, and V there must be 0, since 0 * NaN is NaN.
+    # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k_0 = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 32)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         k_1 = tl.load(k_head + kv_index[:, None] * stride_k_s + 32 + tl.arange(0, 16)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        # S = Q K^T
         s = tl.dot(q_0, tl.trans(k_0))
         s = tl.dot(q_1, tl.trans(k_1), s)
         visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
@@ -114,6 +117,7 @@ def fwd_sm80_ptr_fp16_d48_causal_m64n32s2w4_unaligned(
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v_0 = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 32)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         v_1 = tl.load(v_head + kv_index[:, None] * stride_v_s + 32 + tl.arange(0, 16)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        # O = alpha O + P V
         acc_0 = tl.dot(p.to(tl.float16), v_0, acc_0 * alpha[:, None])
         acc_1 = tl.dot(p.to(tl.float16), v_1, acc_1 * alpha[:, None])
 

@@ -34,9 +34,9 @@ constexpr int kCluster = 8;  // blocks that can work together
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 
-// How work is shared out, in tiles of keys; measured.
-constexpr int kLeastTiles = 8;  // of a block: with fewer, fewer blocks work
-constexpr int kCutTiles = 12;  // what a block may have too many if its share then has no second part
+// How work is shared, in tiles of keys; measured.
+constexpr int kLeastTiles = 8;  // of a block at least; with fewer, fewer blocks work
+constexpr int kCutTiles = 12;  // how many more a block may have than its equal share, if its share is then one part of one unit
 constexpr int kWholeTiles = 2048;  // of a block: with more, idle blocks cost more than merging
 
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * sizeof(Element);
@@ -47,29 +47,29 @@ using Partial = PartialRow<kHeadDimV>;
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kKv = kShared + 0;  // 131072 B: K and V, a tile of each per stage
-constexpr uint32_t kMerge = kShared + 131072;  // 36864 B: what warps have found
+constexpr uint32_t kMerge = kShared + 131072;  // 36864 B: partial results of warps
 constexpr uint32_t kKvFull = kShared + 167936;  // 256 B: barriers
 constexpr uint32_t kKvEmpty = kShared + 168192;  // 256 B: barriers
 constexpr uint32_t kBegin = kShared + 168448;  // 24 B: where the share begins
 constexpr uint32_t kLast = kShared + 168472;  // 8 B: whether the block came last
-constexpr uint32_t kCounts = kShared + 168480;  // 144 B: what the threads of each warp have counted
+constexpr uint32_t kCounts = kShared + 168480;  // 144 B: what each warp has counted
 
 // Rings: who fills the stages -> who empties them.
 using KvRing = Ring<kKvFull, kKvEmpty, 32>;  // a loader -> the warps of a group
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kConsumers = 1,  // 1 of them: what warps have found, on its way to others
+  kConsumers = 1,  // 1 of them: partial results of warps are there, or have been read
   kMade = 2,  // 1 of them: barriers that loaders have made
 };
 
-// KV tiles that some row of a box of rows sees, and those that each of its rows sees whole.
+// KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
   int visible_lo, visible_hi;
   int full_lo, full_hi;
 };
 
-// Where a unit of work stands among all.
+// Which unit of work.
 struct Place {
   int hk, b, row_unit;
 };
@@ -120,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
 ) {
   // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
   if (cluster_size() == 1) launch_dependents();
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
-  const uint32_t here = mapped(kShared, cluster_rank()) - kShared;  // barriers and copies take addresses of the cluster
+  const uint32_t here = mapped(kShared, cluster_rank()) - kShared;  // barriers and copies take shared::cluster addresses
 
   // Warps that share keys: one for each block of rows, up to half of all.
   const int row_warps = 1 << row_bits, row_warp = warp & row_warps - 1;
@@ -172,12 +172,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const Spans spans = {0, visible_hi, 0, full_hi};
     return Work{b, hk, row_start, q_begin, seqlen_q, seqlen_k, max(spans.visible_hi - spans.visible_lo, 0), spans};
   };
-  // The KV tile of a number among those that rows see.
+  // The KV tile that is number `number` of those that the rows see.
   const auto tile_of = [&](const Work& work, int number) {
     return work.spans.visible_lo + number;
   };
 
-  // The list of pieces: tiles, or splits of so many tiles as the call asks for. Each thread counts those of some units.
+  // The list of pieces: tiles, or splits of `split_tiles` tiles if the call fixes them. Each thread counts those of some units.
   const bool listed_splits = split_tiles > 0;
   const Divisor by_split(split_tiles, split_tiles_reciprocal);
   const auto pieces_of = [&](int tiles) {
@@ -210,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     }
   }
 
-  // Who works: clusters, whose blocks work together, or single blocks. Where each unit can have workers of its own, these cut
-  // it evenly, unless some would have much more to do than others; else all workers have equal shares of the list.
+  // The workers: clusters, whose blocks work together, or single blocks. Where each unit can have workers of its own, they
+  // cut it evenly, unless some would have much more to do than others; else all workers have equal shares of the list.
   const auto cuts_for = [&](int workers, int slack) {
     if (all.units == 0 || all.units > workers) return 0;
     const int cuts = workers / all.units, share = all.pieces / workers;
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     }
     part.piece = walk.piece;
     part.list_begin = share_end - walk.left - walk.piece;
-    if (splits > 0) {  // the share is one of the equal parts of a unit, of which a short one has fewer
+    if (splits > 0) {  // the share is one of the equal parts of a unit; a short unit has fewer parts
       const Shares tiles(part.tiles, splits);
       part.pieces = max(min(part.tiles, splits), 1);
       part.first = tiles.first(walk.piece);
@@ -288,14 +288,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     return true;
   };
 
-  // The steps of a part in a block: groups of warps take them in turn. The blocks of a cluster have as many each in turn.
+  // Which tile a step of a block is: groups of warps take steps in turn, and so do the blocks of a cluster.
   const int turn_bits = kWarpBits - row_bits;
   const auto number_of = [&](const Part& part, int step) {
     return part.first + ((step >> turn_bits) * team + rank << turn_bits) + (step & groups - 1);
   };
 
-  // Loaders copy K and V, for all groups of warps, as far ahead as there are stages. They take these in turn, since one alone
-  // would not keep memory busy; each has stages of its own, so that none is a whole round of the ring ahead of another.
+  // Loaders copy K and V for all groups of warps, as far ahead as there are stages. They take stages in turn, since one alone
+  // would not keep memory busy; each has stages of its own, so that none gets a whole round of the ring ahead of another.
   if (warp >= kWarps) {
     static_assert(KvRing::kStages % kLoaders == 0);
     const Divisor by_page(page_size, page_size_reciprocal);
@@ -306,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     Part part;
     while (__any_sync(~0u, take(walk, part))) {
       const int first_step = warp - kWarps - position & kLoaders - 1;
-      // The pages of the next steps: each lane looks up that of a box, and of one as many steps later.
+      // The pages of the next steps: each lane looks up that of one box, and that of the same box `steps_ahead` of its own steps later.
       const auto look_up = [&](int from) {
         const int number = number_of(part, from + (lane >> box_bits) * kLoaders);
         if (number >= part.end) return num_pages;
@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     return;
   }
 
-  // Where lanes find their 8 columns of a key, of which the copies have swizzled the bytes.
+  // Where each lane reads its 8 columns of a key, in rows that the copies have swizzled.
   const int k_row = lane / 16 * 8 + lane % 8, k_chunk = lane / 8 % 2, v_row = lane / 8 % 2 * 8 + lane % 8, v_chunk = lane / 16;
   const auto place_of = [&](int row, int column, int chunk) {
     return column / kBoxColumns * (kBlockN * kBoxBytes) + row * kBoxBytes + ((column % kBoxColumns / 8 + chunk) ^ (row % 8)) * 16;
@@ -360,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   Part part;
   while (__any_sync(~0u, take(walk, part))) {
     const Work& work = part;
-    const int rows = min(work.seqlen_q * group - work.row_start, unit_rows);  // that exist
+    const int rows = min(work.seqlen_q * group - work.row_start, unit_rows);  // that exist, of the unit's
     const int own_row = kRows * row_warp + lane / 4;
 
     // The two rows of a lane, and Q as the A operand.
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const int seqlen_q = work.seqlen_q;
     const int seqlen_k = work.seqlen_k;
     const float scale_log2e = softmax_scale * kLog2e;
-    // What the keys of this warp give its rows: outputs, the reference of their probabilities, and the sum of these.
+    // Partial results of this warp's keys: O, the running max of each row, and its row sum.
     float acc[kHeadDimV / 2] = {};
     float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {};
     for (int step = warp_group, number; __any_sync(~0u, (number = number_of(part, step)) < part.end); step += groups) {
@@ -390,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       const uint32_t k = kKv + ring.stage * kStageBytes, v = k + kKBytes;
       ring.wait();
       const int left = work.seqlen_k - tile * kBlockN;
-      if (left < kBlockN) {  // what lies behind a sequence may be NaN, which no probability of 0 removes
+      if (left < kBlockN) {  // V after the end may be NaN, and 0 * NaN is NaN
 #pragma unroll
         for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
           for (int i = left * kBoxBytes + 16 * lane; i < kBlockN * kBoxBytes; i += 32 * 16) {
@@ -419,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
         Row rows[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          const int q_row = min(query[row], seqlen_q - 1);  // rows behind the end repeat the last one
+          const int q_row = min(query[row], seqlen_q - 1);  // rows after the end repeat the last one
           const int q_pos = q_row + (seqlen_k - seqlen_q);
           const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
           rows[row] = {visible_to};
@@ -482,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     };
     float* const found = &shared_at<float>(kMerge);
     const auto of_group = [&](int number) { return found + number * unit_rows * Partial::kFloats; };
-    if (!first_part) sync_consumers();  // what was found for the part before has been read
+    if (!first_part) sync_consumers();  // partial results of the part before have been read
     first_part = false;
     Partial::store(of_group(warp_group), own_row, rows, lane, acc, reference, row_sum);
     sync_consumers();
@@ -497,9 +497,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const auto of_block = [&](int number) -> const float* { return together ? mapped(found, number) : of_group(number); };
     const int count = together ? kCluster : groups, at = together ? Partial::kOfBlock : Partial::kOfWarp;
     if (part.end - part.first == part.tiles) {
-      const int share = vectors / team;  // of what there is to write
+      const int share = vectors / team;  // of the results to write
       for_rows(rank * share, (rank + 1) * share, count, at, of_block, write);
-    } else if (rank == 0) {  // others have the rest of the keys: what is found stays in global memory, and who comes last adds all
+    } else if (rank == 0) {  // other blocks have the rest of the keys: partial results go to global memory, and the last block to come merges all
       const int first_worker = listed_splits ? 0 : shares.worker_of(part.list_begin);
       const int parts = listed_splits ? part.pieces : shares.worker_of(part.list_begin + part.pieces - 1) - first_worker + 1;
       const int unit = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
@@ -522,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       sync_consumers();
       if (shared_at<int>(kLast)) for_rows(0, vectors, parts, Partial::kOfWarp, of_worker, write);
     }
-    if (together) leave_cluster();  // once other blocks have read what this one has left for them
+    if (together) leave_cluster();  // once other blocks have read this one's partial results
     position += part.end - part.first;
   }
 }

@@ -4,8 +4,8 @@
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
-// by TMA. The others consume: each multiplies 64 query rows by the keys and values that they see, right to left, and
-// keeps their logits, probabilities and outputs in registers.
+// by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
+// from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -22,31 +22,31 @@ constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
-// What consumers are told of a KV tile, in one word: its number, a bit for each that needs the mask, and a bit for each
-// that sees nothing of it.
+// What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
+// for each that sees nothing of it.
 constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
-static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs
-constexpr int kMmaK = 16;  // elements that one wgmma sums over
+static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
+constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockN>::kK);
-constexpr int kPacked = 4 / kElementBytes;  // probabilities of a register
+constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile at which the next one is taken
-constexpr float kRedoAbove = 0x1p40f;  // sum of a lane's probabilities that asks for a new reference,
+constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
 constexpr uint32_t kK = kShared + 49152;  // 32768 B: K, a tile per stage
 constexpr uint32_t kV = kShared + 81920;  // 32768 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 114688;  // 24576 B: O on its way out
+constexpr uint32_t kOut = kShared + 114688;  // 24576 B: O, for its store
 constexpr uint32_t kWork = kShared + 139264;  // 640 B: two tiles of work: the one that is loaded and the next
 constexpr uint32_t kQFull = kShared + 139904;  // 16 B: barriers
 constexpr uint32_t kQEmpty = kShared + 139920;  // 16 B: barriers
@@ -81,24 +81,24 @@ static_assert(kConsumers * kOutBytes == 24576);
 static_assert(QRing::kStages * kQBytes == 49152);
 static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
-// How the tensor cores read these: K-major rows of Q and K, and V, whose rows are keys.
+// How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
 
-// KV tiles that some row of a box of rows sees, and those that each of its rows sees whole.
+// KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
   int visible_lo, visible_hi;
   int full_lo, full_hi;
 };
 
-// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no more.
+// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
   int b, h, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// What the scheduler tells of it, in words of 16 bytes. Two stand side by side.
+// Its record, written by the scheduler in words of 16 bytes. Two lie side by side.
 struct alignas(16) Work : Place {
   Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
 };
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     float softmax_scale,
     int write_lse, int has_seqused_k
 ) {
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
 
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
-      // The scheduler: takes tiles of work, and finds out what their rows see.
+      // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
       const int units = batch * heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
-        if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: what an empty sum gives
+        if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
           for (int i = lane; i < rows * 8; i += 32) {
             const int q = work.q_start + i / 8;
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: tile by tile from the last key to the first; V follows one step behind.
+      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
       if (lane == 0) {
         prefetch_map(k_map);
         prefetch_map(v_map);
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           v_ring.acquire();
           if (lane == 0) {
             v_ring.arrive_expecting(kVBytes);
-            const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows behind the end become 0
+            const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
               load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk,
                        kBlockN - rows, start + rows, b);
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         load_v();
       }
     } else if (warp == kQueryLoader) {
-      // The loader of Q: as soon as a tile of work is known and there is room, so that K never waits behind it.
+      // The loader of Q: a warp of its own, so that K never waits for room for the next Q.
       if (lane == 0) prefetch_map(q_map);
       WorkRing work_ring;
       QRing q_ring;
@@ -291,17 +291,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    // A consumer: 64 query rows. A lane holds elements of two of them, 8 rows apart.
+    // A consumer: 64 query rows. A lane holds elements of two rows, 8 apart.
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const int row_in_group = 16 * (warp % 4) + lane / 4;
     const uint32_t q_rows = kQ + warpgroup * 64 * kBoxBytes;
     const uint32_t out_rows = kOut + warpgroup * kOutBytes;
 
-    float s[kBlockN / 2];      // logits
-    uint32_t p[kBlockN / 2 / kPacked];  // probabilities, packed
-    float acc[kHeadDimV / 2];  // outputs, before their division by the sum of probabilities
+    float s[kBlockN / 2];      // S, then the logits
+    uint32_t p[kBlockN / 2 / kPacked];  // P, packed
+    float acc[kHeadDimV / 2];  // O, not yet divided by the row sum
 
+    // S = Q K^T
     const auto issue_qk = [&](int stage, int q_stage) {
       const QMatrix q(q_rows + q_stage * kQBytes);
       const KMatrix k(kK + stage * kKBytes);
@@ -313,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // O += P V
     const auto issue_pv = [&](int stage) {
       const VMatrix v(kV + stage * kVBytes);
       fence_products();
@@ -323,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
-    // Ping-pong: consumers take turns at the tensor cores, so that one's softmax runs under the products of another.
+    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
     const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
     const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
     if (warpgroup == kConsumers - 1) pass_turn();
@@ -332,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     KRing k_ring;
     VRing v_ring;
     int tile_info = 0;
-    int left = 0;  // tiles of K that are still to come, this one included
+    int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
       k_ring.advance();
@@ -375,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const int seqlen_k = work.seqlen_k;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
-      // The sink of each of the two rows, a logit without a value, in units of log2. It is loaded long before it is used.
+      // The sink of each of the two rows, a logit without a value, in units of log2. Loaded early, for the epilogue.
       float sink[2];
       const float u_sinks_h = u_sinks[static_cast<long long>(work.h)];
       sink[0] = sink[1] = u_sinks_h * kLog2e;
@@ -383,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // Turns products into logits, and masks those of keys that a row does not see.
+      // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
@@ -393,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           Row rows[2];
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows behind the end repeat the last one
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
             rows[row] = {visible_to};
@@ -411,26 +413,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
       };
 
-      // The first tile.
+      // The first tile. Its S is there.
       release_k();
       finish_logits();
+      // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference(maximum, reference, alpha);
       exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
 
-      // The others: the product of the last probabilities with V runs behind that of Q with the next K.
+      // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
         wait_k();
         take_turn();
-        issue_qk(k_ring.stage, q_ring.stage);
+        issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(v_ring.stage);
+        issue_pv(v_ring.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
         finish_logits();
-        // The reference of the last step is kept, and S too, until the sums say that it was good enough.
+        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
         settle(acc);
@@ -458,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       float normalize[2];
       finish_sum(sink, reference, row_sum, normalize);
 
-      // Out through shared memory, since only whole rows make good stores.
+      // O leaves through shared memory, so that stores are whole rows.
       const auto stage_out = [&](int from) {
         const int row = 16 * (warp % 4) + lane % 16;
 #pragma unroll
@@ -479,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           commit_stores();
         }
       };
-      // Waits until the last tile has left its place in shared memory.
+      // Waits until the stores of the last tile of work have read their shared memory.
       const auto free_out = [&] {
         if (leader) wait_stores_read();
         sync_group();
@@ -495,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         store_out(0);
       };
 
-      // The last product with V, and behind it the first logits of the next tile of work.
+      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
@@ -518,6 +521,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       work = next;
     }
     if (leader) wait_stores_read();
-    if (warpgroup == 0) take_turn();  // the turn that nobody takes
+    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }

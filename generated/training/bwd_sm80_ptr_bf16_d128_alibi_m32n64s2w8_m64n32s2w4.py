@@ -3,7 +3,7 @@
 Attention backward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
 Rendered from templates/triton/backward.py.j2 by `attngen build specs/training.yaml`.
 
-P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D) score', dV = P^T dO, dQ = dS K and
+P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D) score', dV = P^T dO, dQ = dS K and
 dK = dS^T Q, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4).
 """
 
@@ -96,7 +96,7 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
     dk = tl.zeros([BLOCK_N, 128], tl.float32)
     dv = tl.zeros([BLOCK_N, 128], tl.float32)
 
-    # Which queries: tiles of which some row sees some key, and among them those that see all of them.
+    # Which queries: tiles of which some row sees some key, and the full ones, of which every row sees every key.
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
@@ -107,7 +107,7 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
 
     u_softmax_scale_times_LOG2E = softmax_scale * LOG2E
     u_kv_float = kv_row[:, None].to(tl.float32)
-    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
+    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # no query sees keys after the used ones
 
     # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
     visits = tl.maximum(visible_hi - visible_lo, 0)
@@ -124,6 +124,7 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
         q_start = tile * BLOCK_M
         q_index = q_start + tl.arange(0, BLOCK_M)
         q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        # S^T = K Q^T
         s = tl.dot(k, tl.trans(q))
         q_pos = q_index + (seqlen_k - seqlen_q)
         logit = s * u_softmax_scale_times_LOG2E + (u_kv_float - q_pos[None, :].to(tl.float32)) * u_slope_h_times_LOG2E
@@ -131,11 +132,13 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dkdv(
             visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
             logit = tl.where(visible, logit, float("-inf"))
         dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        # dP^T = V dO^T
         dp = tl.dot(v, tl.trans(dout))
         lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         p = tl.exp2(logit - lse_log2[None, :])
         ds = p * (dp - delta[None, :])
+        # dV += P^T dO, dK += dS^T Q
         dv = tl.dot(p.to(tl.bfloat16), dout, dv)
         dk = tl.dot(ds.to(tl.bfloat16), q, dk)
 
@@ -210,15 +213,18 @@ def bwd_sm80_ptr_bf16_d128_alibi_m32n64s2w8_m64n32s2w4_dq(
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         logit = s * u_softmax_scale_times_LOG2E + (kv_index[None, :].to(tl.float32) - u_q_pos_float) * u_slope_h_times_LOG2E
         if tile >= full_hi:
             visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
             logit = tl.where(visible, logit, float("-inf"))
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        # dP = dO V^T
         dp = tl.dot(dout, tl.trans(v))
         p = tl.exp2(logit - lse_log2[:, None])
         ds = p * (dp - delta[:, None])
+        # dQ += dS K
         dq = tl.dot(ds.to(tl.bfloat16), k, dq)
 
     dq_rows = dq_ptr + b * stride_dq_b + h * stride_dq_h + q_index[:, None] * stride_dq_s

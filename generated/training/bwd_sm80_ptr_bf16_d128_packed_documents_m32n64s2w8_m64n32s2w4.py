@@ -3,7 +3,7 @@
 Attention backward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
 Rendered from templates/triton/backward.py.j2 by `attngen build specs/training.yaml`.
 
-P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D) score', dV = P^T dO, dQ = dS K and
+P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D) score', dV = P^T dO, dQ = dS K and
 dK = dS^T Q, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4).
 """
 
@@ -119,7 +119,7 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dkdv(
     dk = tl.zeros([BLOCK_N, 128], tl.float32)
     dv = tl.zeros([BLOCK_N, 128], tl.float32)
 
-    # Which queries: tiles of which some row sees some key, and among them those that see all of them.
+    # Which queries: tiles of which some row sees some key, and the full ones, of which every row sees every key.
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
@@ -144,7 +144,7 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dkdv(
 
     u_doc_b = u_doc + b.to(tl.int64) * stride_u_doc_0
     u_doc_kv = tl.load(u_doc_b + kv_row[:, None].to(tl.int64))
-    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
+    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # no query sees keys after the used ones
 
     # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
     visits = tl.maximum(visible_hi - visible_lo, 0)
@@ -159,6 +159,7 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dkdv(
         q_start = tile * BLOCK_M
         q_index = q_start + tl.arange(0, BLOCK_M)
         q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        # S^T = K Q^T
         s = tl.dot(k, tl.trans(q))
         if (tile < full_lo) | (tile >= full_hi):
             q_pos = q_index + (seqlen_k - seqlen_q)
@@ -170,11 +171,13 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dkdv(
             visible = (q_index[None, :] < seqlen_q) & ((q_pos[None, :] >= kv_row[:, None]) & (u_doc_q_pos == u_doc_kv))
             s = tl.where(visible, s, float("-inf"))
         dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        # dP^T = V dO^T
         dp = tl.dot(v, tl.trans(dout))
         lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         p = tl.exp2(s * scale_log2e - lse_log2[None, :])
         ds = p * (dp - delta[None, :])
+        # dV += P^T dO, dK += dS^T Q
         dv = tl.dot(p.to(tl.bfloat16), dout, dv)
         dk = tl.dot(ds.to(tl.bfloat16), q, dk)
 
@@ -263,6 +266,7 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dq(
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         if (tile < full_lo) | (tile >= full_hi):
             u_doc_kv = tl.load(
@@ -273,9 +277,11 @@ def bwd_sm80_ptr_bf16_d128_packed_documents_m32n64s2w8_m64n32s2w4_dq(
             visible = (kv_index[None, :] < seqlen_k) & ((q_pos[:, None] >= kv_index[None, :]) & (u_doc_q_pos == u_doc_kv))
             s = tl.where(visible, s, float("-inf"))
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        # dP = dO V^T
         dp = tl.dot(dout, tl.trans(v))
         p = tl.exp2(s * scale_log2e - lse_log2[:, None])
         ds = p * (dp - delta[:, None])
+        # dQ += dS K
         dq = tl.dot(ds.to(tl.bfloat16), k, dq)
 
     dq_rows = dq_ptr + b * stride_dq_b + h * stride_dq_h + q_index[:, None] * stride_dq_s

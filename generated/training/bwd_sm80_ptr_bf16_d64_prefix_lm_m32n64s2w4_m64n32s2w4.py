@@ -3,7 +3,7 @@
 Attention backward, variant prefix_lm: mask `kv < prefix[b] or q_pos >= kv`.
 Rendered from templates/triton/backward.py.j2 by `attngen build specs/training.yaml`.
 
-P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D) score', dV = P^T dO, dQ = dS K and
+P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D) score', dV = P^T dO, dQ = dS K and
 dK = dS^T Q, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4).
 """
 
@@ -96,7 +96,7 @@ def bwd_sm80_ptr_bf16_d64_prefix_lm_m32n64s2w4_m64n32s2w4_dkdv(
     dk = tl.zeros([BLOCK_N, 64], tl.float32)
     dv = tl.zeros([BLOCK_N, 64], tl.float32)
 
-    # Which queries: tiles of which some row sees some key, and among them those that see all of them.
+    # Which queries: tiles of which some row sees some key, and the full ones, of which every row sees every key.
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     kv_hi = tl.maximum(tl.minimum(kv_start + BLOCK_N, seqlen_k) - 1, kv_start)
@@ -112,7 +112,7 @@ def bwd_sm80_ptr_bf16_d64_prefix_lm_m32n64s2w4_m64n32s2w4_dkdv(
 
     u_prefix_b_2 = tl.load(u_prefix + b.to(tl.int64))
     u_kv_lt_prefix_b = kv_row[:, None] < u_prefix_b_2
-    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # keys behind the used ones are seen by no head
+    inner_heads = (kv_start < seqlen_k).to(tl.int32) * group  # no query sees keys after the used ones
 
     # The same tiles for each head of the group: one loop, since accumulators that pass from loop to loop cost registers.
     visits = visible_until_1
@@ -129,17 +129,20 @@ def bwd_sm80_ptr_bf16_d64_prefix_lm_m32n64s2w4_m64n32s2w4_dkdv(
         q_start = tile * BLOCK_M
         q_index = q_start + tl.arange(0, BLOCK_M)
         q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        # S^T = K Q^T
         s = tl.dot(k, tl.trans(q))
         if (tile >= full_hi_0) & ((tile < full_lo_1) | (tile >= whole_tiles)):
             q_pos = q_index + (seqlen_k - seqlen_q)
             visible = (q_index[None, :] < seqlen_q) & (u_kv_lt_prefix_b | (q_pos[None, :] >= kv_row[:, None]))
             s = tl.where(visible, s, float("-inf"))
         dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        # dP^T = V dO^T
         dp = tl.dot(v, tl.trans(dout))
         lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         p = tl.exp2(s * scale_log2e - lse_log2[None, :])
         ds = p * (dp - delta[None, :])
+        # dV += P^T dO, dK += dS^T Q
         dv = tl.dot(p.to(tl.bfloat16), dout, dv)
         dk = tl.dot(ds.to(tl.bfloat16), q, dk)
 
@@ -212,14 +215,17 @@ def bwd_sm80_ptr_bf16_d64_prefix_lm_m32n64s2w4_m64n32s2w4_dq(
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        # S = Q K^T
         s = tl.dot(q, tl.trans(k))
         if tile >= full_hi:
             visible = (kv_index[None, :] < seqlen_k) & ((kv_index[None, :] < u_prefix_b_2) | (q_pos[:, None] >= kv_index[None, :]))
             s = tl.where(visible, s, float("-inf"))
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        # dP = dO V^T
         dp = tl.dot(dout, tl.trans(v))
         p = tl.exp2(s * scale_log2e - lse_log2[:, None])
         ds = p * (dp - delta[:, None])
+        # dQ += dS K
         dq = tl.dot(ds.to(tl.bfloat16), k, dq)
 
     dq_rows = dq_ptr + b * stride_dq_b + h * stride_dq_h + q_index[:, None] * stride_dq_s

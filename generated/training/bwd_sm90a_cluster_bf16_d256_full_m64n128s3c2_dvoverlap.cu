@@ -3,9 +3,9 @@
 // Attention backward, variant full: mask `True`.
 // Rendered from templates/cuda/cluster/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
-// P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
-// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels follow
-// each other: preprocess (D and LSE of each query), dkdv (all products), dq (the sums of dQ, rounded).
+// P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
+// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels run
+// one after the other: preprocess (D and LSE of each query row), dqkv (all products), postprocess (scales and rounds dQ).
 #include "cluster.cuh"
 #include "gradient.cuh"
 #include "ring.cuh"
@@ -26,8 +26,8 @@ constexpr int kThreads = 512;
 constexpr int kConsumerRegisters = 208;
 constexpr int kQueriesRegisters = 64, kProducerRegisters = 32;
 constexpr int kElementBytes = sizeof(Element);
-static_assert(kElementBytes == 2);  // P and dS are made of pairs, which stmatrix moves
-constexpr int kMmaK = 16;  // elements that one wgmma sums over
+static_assert(kElementBytes == 2);  // P and dS are packed in pairs, which stmatrix moves
+constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockM>::kK);
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
@@ -43,13 +43,13 @@ constexpr uint32_t kShared = 1024;
 constexpr uint32_t kK = kShared + 0;  // 32768 B: K
 constexpr uint32_t kV = kShared + 32768;  // 32768 B: V
 constexpr uint32_t kOtherK = kShared + 65536;  // 16384 B: half of the columns of the other block's K
-constexpr uint32_t kQ = kShared + 81920;  // 65536 B: Q, a tile per stage, then dK on its way out
-constexpr uint32_t kDout = kShared + 147456;  // 49152 B: dO, half a tile per stage, then dV on its way out
+constexpr uint32_t kQ = kShared + 81920;  // 65536 B: Q, a tile per stage, then dK for its store
+constexpr uint32_t kDout = kShared + 147456;  // 49152 B: dO, half a tile per stage, then dV for its store
 constexpr uint32_t kDs = kShared + 196608;  // 16384 B: P, then dS, of two steps
 constexpr uint32_t kOtherDs = kShared + 212992;  // 16384 B: dS of the other block, of two steps
 constexpr uint32_t kLse = kShared + 229376;  // 512 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 229888;  // 512 B: D of the rows of each stage
-constexpr uint32_t kStep = kShared + 230400;  // 16 B: which queries each stage of Q holds
+constexpr uint32_t kStep = kShared + 230400;  // 16 B: the step of each stage of Q: its queries and its head
 constexpr uint32_t kKFull = kShared + 230416;  // 8 B: barriers
 constexpr uint32_t kVFull = kShared + 230424;  // 8 B: barriers
 constexpr uint32_t kOtherKFull = kShared + 230432;  // 8 B: barriers
@@ -61,7 +61,7 @@ constexpr uint32_t kPFull = kShared + 230520;  // 16 B: barriers
 constexpr uint32_t kDsFull = kShared + 230536;  // 16 B: barriers
 constexpr uint32_t kDsEmpty = kShared + 230552;  // 16 B: barriers
 constexpr uint32_t kOtherDsFull = kShared + 230568;  // 16 B: barriers
-constexpr uint32_t kSumTile = kShared + 230584;  // 32 B: where dQ of the last steps belongs
+constexpr uint32_t kSumTile = kShared + 230584;  // 32 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
 using KRing = Ring<kKFull, kNoBarrier, 1>;  // the loader of Q -> the warpgroups of values and of queries
@@ -90,7 +90,7 @@ constexpr uint32_t kRowBytes = kBlockM * 4;
 constexpr int kSumsOfBlock = kBlockM * kDqColumns;  // floats of dQ of a block and a tile of queries, in the order of registers
 constexpr int kSumsOfTile = 2 * kSumsOfBlock;
 
-// How the tensor cores read these: rows of operands of S and dP, and the same again by columns in the other products.
+// How wgmma reads these: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
 // dS has rows of queries.
 using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
 using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
@@ -98,14 +98,14 @@ using KeyColumns = Matrix<kKeys * kBoxBytes, 8 * kBoxBytes, 1>;
 using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
 using DsRows = Matrix<16, 8 * kDsBoxBytes, 1>;
 
-// A step: the tile of queries, with a bit that says that the mask is needed, and their head.
+// A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
 struct Step {
   int tile, h;
 };
 constexpr int kPartial = 1 << 24;
 static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEnd = -1;
-constexpr int kSums = 8;  // places of dQ that are remembered; the warpgroup that adds it is behind by less
+constexpr int kSums = 8;  // steps whose tile of the dQ accumulator is kept; the warpgroup that adds dQ lags by fewer
 
 static_assert(kKeys * kHeadDimQk * kElementBytes == 32768 && kKeys * kHeadDimV * kElementBytes == 32768);
 static_assert(kKeys * kDqColumns * kElementBytes == 16384);
@@ -122,7 +122,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
+// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
 extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_cluster_bf16_d256_fu
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
   const int first = row_tile * 16 + threadIdx.x / kLanes;
-  // Zeros leave while the rows arrive: a block clears its share of the sums.
+  // A block clears its share of the dQ accumulator while its rows arrive.
   const long long share = (sum_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), sum_chunks);
   for (long long i = share * blockIdx.x + threadIdx.x; i < share_end; i += 128) {
     reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
@@ -166,10 +166,10 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_cluster_bf16_d256_fu
 }
 
 // Two blocks share a tile of keys and values, one half each, and go through the queries of all heads that share them.
-// dQ sums over the keys of both: each block gives the other its dS, and computes half of the columns of dQ. Warpgroups
-// of a block have roles, since a thread cannot hold dK and dV of wide heads: one multiplies S^T = K Q^T and keeps dV,
-// one multiplies dP^T = V dO^T and keeps dK, one multiplies dQ, and one loads by TMA, half of Q and dO for both blocks.
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap_dkdv(
+// dQ = dS K sums over the keys of both: each block gives the other its dS, and computes half of the columns of dQ. The
+// warpgroups of a block have roles, since a thread cannot hold dK and dV of wide heads: one computes S^T = K Q^T and
+// dV += P^T dO, one dP^T = V dO^T and dK += dS^T Q, one dQ, and one loads by TMA, half of Q and dO for both blocks.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap_dqkv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
@@ -181,11 +181,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     float softmax_scale,
     int has_seqused_k
 ) {
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
   const int rank = cluster_rank(), other = rank ^ 1;
-  const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take addresses of the cluster
+  const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take shared::cluster addresses
 
   // Heads of one section run side by side, the first keys first: most queries see them.
   const int units = batch * kv_heads;
@@ -216,13 +216,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   if (warpgroup == 3) {
     shrink_registers<kProducerRegisters>();
     if (warp <= kRowLoader) {  // the last warp has nothing to do
-      // Three warps load, and find the same steps: one Q and K, one dO with V and the other block's K, half of a tile each for
-      // both blocks, and one the numbers of rows. None waits for what another does.
+      // Three warps load, and find the same steps: one Q and K, one dO, V and the other block's K, and one LSE and D. Of Q and dO
+      // each block loads half a tile for both. No warp waits for another.
       const bool loads_q = warp == kQueryLoader, loads_dout = warp == kDoutLoader;
       QRing q_ring(0, 0, here);
       DoutRing dout_ring(0, 0, here);
-      int sums = 0;  // steps that have a place of dQ
-      // Half a tile of keys; rows behind the end are zeros. No copy may lie wholly outside: it would look up where the descriptor
+      int sums = 0;  // steps so far, each with its tile of the dQ accumulator
+      // Half a tile of keys; rows after the end become 0. No copy may lie wholly outside: it would read where the descriptor
       // begins, which is before the tensor.
       const auto load_keys = [&](uint32_t to, const TensorMap& map, const auto& ring, int first_column, int columns, int start) {
         const int rows = min(kKeys, seqlen_k - start);
@@ -265,7 +265,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         q_ring.advance();
       };
       const auto load_rows = [&](int h, int tile) {
-        float lse[kBlockM / 32], delta[kBlockM / 32];  // on their way while the stage is in use
+        float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
 #pragma unroll
         for (int i = 0; i < kBlockM / 32; ++i) {
           const int q = tile * kBlockM + 32 * i + lane;
@@ -312,10 +312,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int whole_tiles = seqlen_q / kBlockM;
       const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
 
-      const bool ragged = kv_start + kBlockN > seqlen_k;  // keys end in this tile, so that each step needs the mask
-      const int inner_heads = kv_start < seqlen_k ? group : 0;  // keys behind the used ones are seen by no head
+      const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
+      const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
       for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
-        // Neighbours begin at other tiles, so that they do not all add to the same rows of dQ at once.
+        // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
         const int tiles = max(visible_hi, 0);
         int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
         for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
@@ -330,9 +330,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           shared_at<int>(kSumTile + 4 * (sums % kSums)) = kEnd;
           shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {kEnd, 0};
           q_ring.arrive();
-          q_ring.arrive();  // and for the numbers of rows
+          q_ring.arrive();  // and in place of LSE and D
         }
-        KRing(0, 0, here).wait();  // nothing may arrive when the block is gone
+        KRing(0, 0, here).wait();  // no copy may arrive after the block has exited
       } else if (loads_dout) {
         VRing(0, 0, here).wait();
         OtherKRing(0, 0, here).wait();
@@ -340,10 +340,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     }
   } else if (warpgroup == 2) {
     shrink_registers<kQueriesRegisters>();
-    // The warpgroup of queries: dQ = dS K over the keys of both blocks, in the columns that are this block's.
+    // The warpgroup of queries: dQ = dS K over the keys of both blocks, in this block's half of the columns.
     float dq[kDqPart / 2];
     DsRing ds_ring(0, 0, here);
     const int group_thread = threadIdx.x % 128;
+    // dQ = dS K
     const auto issue_dq = [&](uint32_t ds_region, uint32_t keys, int accumulate) {
       const DsRows ds(ds_region);
       const KeyColumns k(keys);
@@ -372,7 +373,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         issue_dq(kOtherDs + ds_ring.stage * kDsBytes, kOtherK + column * kKeys * kElementBytes, 1);
         wait_products<0>();
         settle(dq);
-        // Behind the last products the places of dS are free: this block's for other probabilities, and the other's copy here.
+        // After the last product both stages of dS are free: this block's for P again, and the copy of the other's.
         if (column + kDqPart == kDqColumns && group_thread < 2) arrive_at(DsRing::empty_of(ds_ring.stage), group_thread);
 #pragma unroll
         for (int j = 0; j < kDqPart / 8; ++j) {
@@ -383,16 +384,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    // What consumers share: a thread of a warpgroup, the places of its steps, and the way out of dK and dV.
+    // What the warpgroups of values and of keys have in common: the rings of their steps, and how dK and dV leave.
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
     const int key = own_start;  // the first of this block
     DoutRing dout_ring(0, 0, here);
     QRing q_ring(0, 0, here);
-    DsRing ds_ring(0, 0, here);  // of P, too, which stands where dS then does
-    // Where a thread of the warpgroup of values puts four pairs of probabilities for that of keys: its warp overwrites just
-    // these with dS.
+    DsRing ds_ring(0, 0, here);  // of P, too: dS takes its place
+    // Where a thread of the warpgroup of values puts four pairs of P for the same thread of that of keys, whose warp then
+    // overwrites them with dS.
     const auto place_of_pairs = [&](int i) {
       const int q = 32 * (i / 2) + lane, chunk = 2 * (warp % 4) + i % 2;
       return kDs + ds_ring.stage * kDsBytes + q * kDsBoxBytes + 16 * (chunk ^ q % 8);
@@ -401,16 +402,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       q_ring.wait();
       return shared_at<Step>(kStep + q_ring.stage * sizeof(Step));
     };
-    // Gives a stage back to the loaders of both blocks, since each loads a half of it for both.
+    // Releases a stage to the loaders of both blocks, since each loads half of it for both.
     const auto release = [&](uint32_t empty) {
       if (group_thread < 2) arrive_at(empty, group_thread);
     };
-    // The stages of dO that the last product with it used.
+    // The stages of dO that the last product read.
     const auto release_dout = [&] {
 #pragma unroll
       for (int part = 1; part <= kVParts; ++part) release(DoutRing::empty_of(dout_ring.before(part)));
     };
-    // Out through shared memory, since only whole rows make good stores.
+    // dK and dV leave through shared memory, so that stores are whole rows.
     const auto store_rows = [&](const auto& acc, float factor, uint32_t region, GradElement* rows, long long stride, int columns) {
       constexpr int kChunks = sizeof(acc) / sizeof(float) * 2 / kGradChunk;
       const float* const values = &acc[0][0];
@@ -430,11 +431,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       }
     };
     if (warpgroup == 0) {
-      // The warpgroup of values: S^T = K Q^T, P^T, and dV = P^T dO.
-      float s[kBlockM / 2];     // logits, then probabilities
-      uint32_t p[kBlockM / 4];  // probabilities, in pairs
+      // The warpgroup of values: S^T = K Q^T, P = exp2(logit - LSE), and dV += P^T dO.
+      float s[kBlockM / 2];     // S^T, then P^T
+      uint32_t p[kBlockM / 4];  // P^T, in pairs of 16 bits
       float dv[kVParts][kVPart / 2] = {};
       const float scale_log2e = softmax_scale * kLog2e;
+      // S^T = K Q^T
       const auto issue_s = [&] {
         const KeyRows k(kK);
         const QueryRows q(kQ + q_ring.stage * kQBytes);
@@ -446,6 +448,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         }
         commit_products();
       };
+      // dV += P^T dO
       const auto issue_dv = [&] {
 #pragma unroll
         for (int part = 0; part < kVParts; ++part) {
@@ -505,7 +508,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
         }
-        // Warps that still read LSE hold the stage: the warpgroup of keys gives it back behind the probabilities of all.
+        // Other warps may still read LSE, but do not lose the stage: the warpgroup of keys releases it too, after P of all warps.
         release(QRing::empty_of(q_ring.stage));
         wait_products<0>();
         settle_dv();
@@ -513,7 +516,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         first = false;
 #pragma unroll
         for (int i = 0; i < kBlockM / 4; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
-        // To the warpgroup of keys, where dS of two steps before was.
+        // P goes to the warpgroup of keys, through the stage that dS of two steps before has left.
         ds_ring.acquire();
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
@@ -523,7 +526,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         if (lane == 0) PRing(ds_ring.stage, ds_ring.phase, here).arrive();
         ds_ring.advance();
 
-        // S of the next step before dV of this one; behind the last step, of whatever is there.
+        // S of the next step before dV of this one; after the last step, of stale data, which is not used.
         q_ring.advance();
         step = next_step();
         more = step.tile >= 0;
@@ -534,14 +537,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       }
       wait_products<0>();
       settle_dv();
-      // dV goes where dO was. When dQ of the last step is there, so is dP, which read that.
+      // dV leaves through the memory of dO. When dQ of the last step is complete, so is dP, which read dO.
       wait(here + DsRing::empty_of(ds_ring.stage ^ 1), ds_ring.stage == 0 ? ds_ring.phase ^ 1 : ds_ring.phase);
       store_rows(dv, 1.0f, kDout, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, 256);
     } else {
-      // The warpgroup of keys: dP^T = V dO^T, dS = P (dP - D), and dK = dS^T Q.
+      // The warpgroup of keys: dP^T = V dO^T, dS = P (dP - D), and dK += dS^T Q.
       float dp[kBlockM / 2];
-      uint32_t ds[kBlockM / 4];  // dS, in pairs
+      uint32_t ds[kBlockM / 4];  // dS^T, in pairs of 16 bits
       float dk[kQkParts][kQkPart / 2] = {};
+      // dP^T = V dO^T
       const auto issue_dp = [&](bool there) {
 #pragma unroll
         for (int part = 0; part < kVParts; ++part) {
@@ -558,6 +562,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         }
         commit_products();
       };
+      // dK += dS^T Q
       const auto issue_dk = [&] {
         const QueryColumns q(kQ + q_ring.stage * kQBytes);
         fence_products();
@@ -581,6 +586,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         settle(dp);
       }
       while (__any_sync(~0u, more)) {
+        // dS = P (dP - D)
         release_dout();
         const uint32_t delta_numbers = kDelta + q_ring.stage * kRowBytes + row_numbers;
         PRing(ds_ring.stage, ds_ring.phase, here).wait();
@@ -595,7 +601,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             ds[pair] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
           }
         }
-        __syncwarp();  // all have read P, whose place dS takes, with rows of queries
+        __syncwarp();  // all lanes have read P, which dS overwrites, transposed: rows are queries
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
           store_transposed(to + ds_ring.stage * kDsBytes + 16 * i * kDsBoxBytes, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
@@ -617,29 +623,29 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         q_ring.advance();
         step = next_step();
         more = step.tile >= 0;
-        issue_dp(more);  // behind the last step, of whatever is there
+        issue_dp(more);  // after the last step, of stale data, which is not used
         wait_products<0>();
         settle(dp);
       }
-      // Tells the warpgroup of queries that there is no other step, when it has left this place of dS.
+      // Tells the warpgroup of queries, once it has released this stage of dS, that there is no other step.
       ds_ring.acquire();
       if (leader) ds_ring.arrive();
-      // dK goes where Q was, which nobody reads any more: dS of all steps is there, and so was S.
+      // dK leaves through the memory of Q: S and dS of all steps are complete, so nobody reads Q any more.
       store_rows(dk, softmax_scale, kQ, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, 256);
     }
   }
-  sync_cluster();  // the other block may still arrive here
+  sync_cluster();  // the other block may still arrive at barriers of this one
 }
 
-// dQ of a tile of queries from its sums, which hold what the registers of two warpgroups did.
-extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap_dq(
+// Scales and rounds dQ of a tile of queries. Its sums lie in the dQ accumulator in the order of two warpgroups' registers.
+extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_cluster_bf16_d256_full_m64n128s3c2_dvoverlap_postprocess(
     const float* dq_sum_ptr, bf16* dq_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale
 ) {
-  // Sums that were written last are read first, while the cache holds them.
+  // What was written last is read first, while L2 holds it.
   int unit, q_tile;
   place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
   const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;

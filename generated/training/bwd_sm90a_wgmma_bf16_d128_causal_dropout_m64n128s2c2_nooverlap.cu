@@ -3,9 +3,9 @@
 // Attention backward, variant causal_dropout: mask `q_pos >= kv`, dropout.
 // Rendered from templates/cuda/backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
-// P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
-// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Two kernels follow
-// each other: preprocess (D and LSE of each query) and dkdv (all products).
+// P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
+// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Two kernels run
+// one after the other: preprocess (D and LSE of each query row) and dqkv (all products).
 #include "blocks.cuh"
 #include "dropout.cuh"
 #include "expression.cuh"
@@ -27,8 +27,8 @@ constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 constexpr int kElementBytes = sizeof(Element);
-static_assert(kElementBytes == 2);  // P and dS are made of pairs, which stmatrix moves
-constexpr int kMmaK = 16;  // elements that one wgmma sums over
+static_assert(kElementBytes == 2);  // P and dS are packed in pairs, which stmatrix moves
+constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockM>::kK);
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
@@ -42,13 +42,13 @@ constexpr uint32_t kK = kShared + 0;  // 32768 B: K
 constexpr uint32_t kV = kShared + 32768;  // 32768 B: V
 constexpr uint32_t kQ = kShared + 65536;  // 32768 B: Q, a tile per stage
 constexpr uint32_t kDout = kShared + 98304;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = kShared + 131072;  // 32768 B: dS of two steps, then dK on its way out
-constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way out, then dV
-constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: sums of dQ that are rounded, and the next ones
+constexpr uint32_t kDs = kShared + 131072;  // 32768 B: dS of two steps, then dK for its store
+constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way to the dQ accumulator, then dV for its store
+constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: two pieces of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 212992;  // 512 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 213504;  // 512 B: D of the rows of each stage
 constexpr uint32_t kWork = kShared + 214016;  // 64 B: two tiles of work: the one that is computed and the next
-constexpr uint32_t kStep = kShared + 214080;  // 16 B: which queries each stage of Q holds
+constexpr uint32_t kStep = kShared + 214080;  // 16 B: the step of each stage of Q: its queries and its head
 constexpr uint32_t kKvFull = kShared + 214096;  // 8 B: barriers
 constexpr uint32_t kKvEmpty = kShared + 214104;  // 8 B: barriers
 constexpr uint32_t kQFull = kShared + 214112;  // 16 B: barriers
@@ -60,7 +60,7 @@ constexpr uint32_t kDqEmpty = kShared + 214192;  // 16 B: barriers
 constexpr uint32_t kWorkEmpty = kShared + 214208;  // 16 B: barriers
 constexpr uint32_t kPieceFull = kShared + 214224;  // 16 B: barriers
 constexpr uint32_t kPieceTaken = kShared + 214240;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 214304;  // 64 B: where dQ of the last steps belongs
+constexpr uint32_t kSumTile = kShared + 214304;  // 64 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
 using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
@@ -86,11 +86,11 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kDsBytes = kBlockM * kBlockN * kElementBytes;
 constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of one consumer
 constexpr uint32_t kRowBytes = kBlockM * 4;
-constexpr int kPieceBytes = 8192;  // of sums that are rounded at once: 64 rows and 32 columns
+constexpr int kPieceBytes = 8192;  // of the dQ accumulator that are rounded at once: 64 rows and 32 columns
 constexpr int kSumsOfTile = kConsumers * kDqBytes / 4;  // floats of dQ of a tile of queries, in the order of registers
 constexpr int kPiecesOfTile = 4 * kSumsOfTile / kPieceBytes;
 
-// How the tensor cores read these: rows of operands of S and dP, and the same again by columns in the other products.
+// How wgmma reads these: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
 // dS has rows of queries, in boxes of the 64 keys of a consumer.
 using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
 using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
@@ -99,13 +99,13 @@ using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
 using DsRows = Matrix<16, 8 * kDsBoxBytes, 1>;
 using DsColumns = Matrix<kBlockM * kDsBoxBytes, 8 * kDsBoxBytes, 1>;
 
-// A tile of work: which keys of which KV head. All keys of a sequence have gradients, though only the used ones are seen.
+// A tile of work: which keys of which KV head. All keys of a sequence have gradients, even those that are not used.
 struct Work {
   int b, hk, kv_start, keys;
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// A step: the tile of queries, with a bit that says that the mask is needed, and their head.
+// A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
 struct Step {
   int tile, h;
 };
@@ -113,18 +113,18 @@ constexpr int kPartial = 1 << 24;
 static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
-// Where dQ of a step belongs: its tile of sums. The last step of a tile of keys names its KV head, others -1.
+// Where dQ of a step goes: its tile of the dQ accumulator. The last step of a tile of keys names its KV head, others -1.
 struct Sum {
   int tile, unit;
 };
-// What is rounded at once: sums, what they are multiplied by, and where they go.
+// What is rounded at once: a part of the dQ accumulator, its factor, and where it goes.
 struct Piece {
   const float* sums;
   GradElement* to;
   int rows;
   float factor;
 };
-constexpr int kSums = 8;  // places of dQ that are remembered; the warp that adds it is behind by less
+constexpr int kSums = 8;  // steps whose `Sum` is kept; the warp that adds dQ lags by fewer
 
 static_assert(kKBytes == 32768 && kVBytes == 32768);
 static_assert(QRing::kStages * kQBytes == 32768 && DoutRing::kStages * kDoutBytes == 32768);
@@ -142,7 +142,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
+// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
 extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_causal_dropout_m64n128s2c2_nooverlap_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_caus
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
   const int first = row_tile * 16 + threadIdx.x / kLanes;
-  // Zeros leave while the rows arrive: a block clears its share of the sums.
+  // A block clears its share of the dQ accumulator while its rows arrive.
   const long long share = (sum_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), sum_chunks);
   for (long long i = share * blockIdx.x + threadIdx.x; i < share_end; i += 128) {
     reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
@@ -186,11 +186,11 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_caus
 }
 
 // A block of 3 warpgroups takes one tile of keys and values after the other, and goes through the queries of all heads
-// that share them. The last warpgroup produces: one warp finds the tiles and loads them by TMA, one adds dQ to its sums
-// in global memory, and one rounds these when they are complete. The others consume: each has 64 keys, multiplies
-// S^T = K Q^T and dP^T = V dO^T, and keeps dK and dV in registers; dS goes through shared memory, since dQ sums over the
-// keys of both.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d128_causal_dropout_m64n128s2c2_nooverlap_dkdv(
+// that share them. The last warpgroup produces: one warp finds the tiles and loads them by TMA, one adds dQ to the dQ
+// accumulator in global memory, and one rounds what is complete there. The others consume: each has 64 keys, computes
+// S^T = K Q^T and dP^T = V dO^T, and keeps dK += dS^T Q and dV += P^T dO in registers. dS goes through shared memory, since
+// dQ = dS K sums over the keys of both.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d128_causal_dropout_m64n128s2c2_nooverlap_dqkv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     float dropout_p,
     int has_seqused_k
 ) {
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
 
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
     init_barriers(kKvFull, 1, 1);  // the loader, and the bytes of the copy
     init_barriers(kKvEmpty, 1, 2);  // each consumer
-    init_barriers(kQFull, 2, 2);  // the loader twice, for Q and for the numbers of rows, and the bytes of the copy
+    init_barriers(kQFull, 2, 2);  // the loader twice, for Q and for the row statistics, and the bytes of the copy
     init_barriers(kQEmpty, 2, 2);  // each consumer
     init_barriers(kDoutFull, 2, 1);  // the loader, and the bytes of the copy
     init_barriers(kDoutEmpty, 2, 2);  // each consumer
@@ -225,11 +225,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   }
   __syncthreads();
 
-  // dQ is rounded when the last tile of keys of a KV head is added: pieces of 64 rows and 32 columns, in the order in which
-  // heads are computed, and whichever warp is free takes the next one.
-  // Counters behind the sums.
+  // dQ of a KV head's queries is rounded when the last tile of keys has been added: in pieces of 64 rows and 32 columns, in
+  // the order in which heads are computed. Whichever warp is free takes the next piece.
+  // Counters, after the dQ accumulator.
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile) + place; };
-  // How many tiles of keys of a KV head are added; behind the last one, how many pieces are taken.
+  // How many tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
   const auto done = [&](int unit) { return counter_at(unit); };
   // Takes a piece and waits until it is complete. False if none is left.
   const auto take_piece = [&](Piece& piece) {
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       return true;
     }
   };
-  // Writes 16 rows of a piece, from the sums as the registers of a warp had them.
+  // Writes 16 rows of a piece, from sums in the order of a warp's accumulator.
   const auto write_rows = [&](const Piece& piece, int block, const float4 (&sums)[4]) {
     uint4 upper, lower;
     round_sums<GradElement>(sums, piece.factor, lane, upper, lower);
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kLoader) {
-      // The loader: finds tiles of work, loads K and V of each, and for each head Q, dO and the numbers of their rows.
+      // The loader: takes tiles of work, loads K and V of each, and for each step Q, dO, LSE and D.
       if (lane == 0) {
         prefetch_map(q_map);
         prefetch_map(k_map);
@@ -278,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       WorkRing work_ring;
       KvRing kv_ring;
       int sums = 0;
-      // Tells consumers what comes next instead of a step.
+      // Tells consumers what comes instead of a step.
       const auto tell = [&](int what) {
         q_ring.acquire();
         if (lane == 0) {
@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (__any_sync(~0u, !keys_loaded)) {
             kv_ring.acquire();
             if (lane == 0) {
-              const int rows = min(kBlockN, seqlen_k - kv_start);  // rows behind the end become 0
+              const int rows = min(kBlockN, seqlen_k - kv_start);  // rows after the end become 0
               kv_ring.arrive_expecting(kKBytes + kVBytes);
               for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
                 load_box(kK + column * kBlockN * kElementBytes, k_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
@@ -358,10 +358,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
         const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
 
-        const bool ragged = kv_start + kBlockN > seqlen_k;  // keys end in this tile, so that each step needs the mask
-        const int inner_heads = kv_start < seqlen_k ? group : 0;  // keys behind the used ones are seen by no head
+        const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
+        const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
         for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
-          // Neighbours begin at other tiles, so that they do not all add to the same rows of dQ at once.
+          // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
           const int tiles = max(visible_hi - visible_lo, 0);
           int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
           for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
@@ -384,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       __syncwarp();
       tell(kEndOfAll);
     } else if (warp == kAdder) {
-      // Adds dQ of each step to its sums.
+      // Adds dQ of each step to the dQ accumulator.
       uint32_t phase = 0;
       for (int i = 0;; ++i) {
         DqRing(0, phase).wait();
@@ -410,8 +410,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         phase ^= 1;
       }
     } else if (warp == kRounder) {
-      // Rounds dQ: the next piece arrives while one is written. All lanes say the same of it, in shared memory, since few
-      // registers are left to this role.
+      // Rounds dQ: the next piece arrives while one is written. What a piece is stands in shared memory, since this role has
+      // few registers; all lanes write the same.
       bool more = true;
       for (int count = 0; __any_sync(~0u, more); ++count) {
         Piece& next = shared_at<Piece>(kPieceTaken + count % 2 * sizeof(Piece));
@@ -439,24 +439,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    // A consumer: 64 keys. A lane holds elements of two of them, 8 apart, and of every fourth pair of queries.
+    // A consumer: 64 keys. A lane holds elements of two keys, 8 apart, and of every fourth pair of queries.
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
-    const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
+    const uint32_t row_numbers = 16 * (lane % 4);  // of the first rows of LSE and D that the lane reads
     const float scale_log2e = softmax_scale * kLog2e;
     // Dropout: 16-bit numbers below the threshold drop a probability, and the others are divided by the rate of keeping.
     const uint32_t dropout_threshold = min(static_cast<int>(dropout_p * 65536.0f + 0.5f), 65535);
     const float dropout_scale = 65536.0f / (65536 - dropout_threshold);
 
-    float s[kBlockM / 2];       // logits, then probabilities
-    float dp[kBlockM / 2];      // dP
-    uint32_t p[kBlockM / 4];    // probabilities, in pairs
+    float s[kBlockM / 2];       // S^T, then P^T
+    float dp[kBlockM / 2];      // dP^T
+    uint32_t p[kBlockM / 4];    // P^T, in pairs of 16 bits
     uint32_t whole[kBlockM / 4];  // the same before dropout
     uint32_t kept[(kBlockM + 63) / 64];  // a bit for each pair of query and key that is not dropped
     float dq[kDqColumns / 2];
     float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
 
+    // S^T = K Q^T
     const auto issue_s = [&](int q_stage) {
       const KeyRows k(kK + key_rows);
       const QueryRows q(kQ + q_stage * kQBytes);
@@ -468,6 +469,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // dP^T = V dO^T
     const auto issue_dp = [&](int stage) {
       const KeyRows v(kV + not_hoisted(key_rows));
       const QueryRows dout(kDout + stage * kDoutBytes);
@@ -479,6 +481,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // dV += P^T dO
     const auto issue_dv = [&](int stage) {
       const QueryColumns dout(kDout + stage * kDoutBytes);
       fence_products();
@@ -488,6 +491,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // dK += dS^T Q
     const auto issue_dk = [&](int q_stage, int buffer) {
       const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes);
       const QueryColumns q(kQ + q_stage * kQBytes);
@@ -498,6 +502,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // dQ = dS K
     const auto issue_dq = [&](int buffer) {
       const DsRows ds(kDs + buffer * kDsBytes);
       const KeyColumns k(kK + warpgroup * (kDqColumns / kBoxColumns) * kBlockN * kBoxBytes);
@@ -515,9 +520,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     QRing q_ring;
     WorkRing work_ring;
     KvRing kv_ring;
-    DqRing dq_ring(warpgroup);  // this consumer's place alone
+    DqRing dq_ring(warpgroup);  // this consumer's stage alone
     int buffer = 0;  // of dS
-    // Turns products into probabilities, and those of pairs that are not visible to 0.
+    // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const auto exponentiate_step = [&] {
       const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
       const int seqlen_k = work.seqlen_k;
@@ -530,7 +535,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           const float2 lse = shared_at<float2>(lse_numbers + 64 * (i / 2) + 8 * (i % 2));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
+            const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
@@ -560,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
       }
     };
-    // What this needs is asked for anew in each step, since it would take registers meanwhile.
+    // Finds which pairs are not dropped. Its inputs are read again in each step, since they would take registers meanwhile.
     const auto find_kept = [&] {
       const int lane = lane_of_warp();
       const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
@@ -568,9 +573,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t dropout_offset = static_cast<uint32_t>(rng_state_ptr[1]);
       keep_pairs<kBlockM>(kept, dropout_seed, (work.kv_start + 64 * warpgroup) / 4 + 4 * (warp % 4) + lane / 8,
                           (step.tile & kPartial - 1) * (kBlockM / 2) + 2 * (lane % 4), lane / 4 % 2 == 1,
-                          work.b * heads + step.h, dropout_offset, min(static_cast<int>(anew(dropout_p) * 65536.0f + 0.5f), 65535));
+                          work.b * heads + step.h, dropout_offset, min(static_cast<int>(read_again(dropout_p) * 65536.0f + 0.5f), 65535));
     };
-    // The probabilities that dV takes.
+    // P after dropout, for dV.
     const auto drop = [&] {
 #pragma unroll
       for (int i = 0; i < kBlockM / 4; ++i) {
@@ -579,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
     };
     const auto kept_dp = [&](int element) { return is_kept(kept, element) ? dp[element] * dropout_scale : 0.0f; };
-    // dS = P (dP - D), to shared memory with rows of queries.
+    // dS = P (dP - D), to shared memory, transposed: rows are queries.
     const auto store_ds = [&](int buffer) {
       const uint32_t delta_numbers = kDelta + q_ring.stage * kRowBytes + row_numbers;
       const int q = 8 * (lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
@@ -598,7 +603,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       fence_async_proxy();
     };
-    // dQ, in the order of registers, to where it is added from.
+    // dQ, in the order of registers, to the shared memory from which it is added to the dQ accumulator.
     const auto store_dq = [&] {
       dq_ring.acquire();
       dq_ring.phase ^= 1;
@@ -620,9 +625,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       q_ring.wait();
       return shared_at<Step>(kStep + q_ring.stage * sizeof(Step));
     };
-    // Out through shared memory, since only whole rows make good stores.
+    // dK and dV leave through shared memory, so that stores are whole rows.
     const auto store_rows = [&](const auto& acc, float factor, uint32_t region, GradElement* rows, long long stride, int count, int columns) {
-      const int lane = lane_of_warp(), group_thread = 32 * (warp % 4) + lane;  // anew, which takes no registers meanwhile
+      const int lane = lane_of_warp(), group_thread = 32 * (warp % 4) + lane;  // read again: takes no registers meanwhile
       constexpr int kChunks = sizeof(acc) / sizeof(float) * 2 / kGradChunk;
       const uint32_t own = region + warpgroup * 64 * 16 * kChunks;
       const int own_lane = not_hoisted(lane), row = 16 * (warp % 4) + own_lane % 16;
@@ -650,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       if (__any_sync(~0u, step.tile >= 0)) {
         kv_ring.wait();
-        issue_s(q_ring.stage);
+        issue_s(q_ring.stage);  // S^T = K Q^T
         find_kept();
         wait_products<0>();
         settle(s);
@@ -658,28 +663,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         drop();
 
         dout_ring.wait();
-        issue_dp(dout_ring.stage);
-        issue_dv(dout_ring.stage);
+        issue_dp(dout_ring.stage);  // dP^T = V dO^T
+        issue_dv(dout_ring.stage);  // dV += P^T dO
         wait_products<1>();
         settle(dp);
         bool more = true;
         while (__any_sync(~0u, more)) {
-          // dP and the probabilities of this step are known; dV is in flight.
+          // P and dP of this step are there; dV is in flight.
           buffer ^= 1;
-          store_ds(buffer);
+          store_ds(buffer);  // dS = P (dP - D)
           sync_consumers();  // dS of both is complete
-          issue_dq(buffer);
-          issue_dk(q_ring.stage, buffer);
+          issue_dq(buffer);                // dQ = dS K
+          issue_dk(q_ring.stage, buffer);  // dK += dS^T Q
           wait_products<2>();
           settle(dv);
 
-          // The products of the next step under these; behind the last one those of what is there, with probabilities of 0.
+          // S, dP and dV of the next step. After the last step they run on stale data, with P = 0.
           const QRing used = q_ring;
           q_ring.advance();
           step = next_step();
           more = step.tile >= 0;
           if (__any_sync(~0u, more)) release_dout();
-          issue_s(q_ring.stage);
+          issue_s(q_ring.stage);  // S^T = K Q^T
           wait_products<2>();
           settle(dq);
           store_dq();
@@ -692,12 +697,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           drop();
 
           if (__any_sync(~0u, more)) dout_ring.wait();
-          issue_dp(dout_ring.stage);
+          issue_dp(dout_ring.stage);  // dP^T = V dO^T
           if (__any_sync(~0u, !more)) {
 #pragma unroll
             for (int i = 0; i < kBlockM / 4; ++i) p[i] = 0;
           }
-          issue_dv(dout_ring.stage);
+          issue_dv(dout_ring.stage);  // dV += P^T dO
           wait_products<1>();
           settle(dp);
         }
@@ -707,10 +712,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (leader) kv_ring.release();
         kv_ring.advance();
       }
-      // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
+      // dK leaves through the memory of dS, dV through that of dQ, so that the next K and V may arrive.
       dq_ring.acquire();
       sync_consumers();
-      // The end of the tile took the place of a step. By now all warps have seen it.
+      // The end of the tile of work took a stage of Q. By now all warps have seen it.
       if (leader) q_ring.release();
       q_ring.advance();
       const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
@@ -722,9 +727,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (leader) work_ring.release();
       work_ring.advance();
     }
-    // Tells the warp that adds dQ, and has taken the last one, that there is no more.
+    // Tells the warp that adds dQ that there is no other step.
     if (lane == 0) dq_ring.arrive();
-    // No tile of keys is left: helps to round the last heads, straight from L2, where other blocks added them up.
+    // No tile of keys is left: helps to round dQ of the last heads, straight from L2.
     const int lane = lane_of_warp();
     Piece piece;
     while (__any_sync(~0u, take_piece(piece))) {

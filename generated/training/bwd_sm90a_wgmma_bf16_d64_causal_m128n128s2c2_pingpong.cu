@@ -3,9 +3,9 @@
 // Attention backward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
-// P = exp2(logit - LSE) and dP = dO V^T are computed anew, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
-// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Two kernels follow
-// each other: preprocess (D and LSE of each query) and dkdv (all products).
+// P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
+// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Two kernels run
+// one after the other: preprocess (D and LSE of each query row) and dqkv (all products).
 #include "blocks.cuh"
 #include "expression.cuh"
 #include "gradient.cuh"
@@ -25,10 +25,10 @@ constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-constexpr int kRowsAhead = 2;  // times 16 rows, whose numbers a consumer loads before it needs them
+constexpr int kRowsAhead = 2;  // times 16 rows, whose LSE and D a consumer loads before it needs them
 constexpr int kElementBytes = sizeof(Element);
-static_assert(kElementBytes == 2);  // P and dS are made of pairs, which stmatrix moves
-constexpr int kMmaK = 16;  // elements that one wgmma sums over
+static_assert(kElementBytes == 2);  // P and dS are packed in pairs, which stmatrix moves
+constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockM>::kK);
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
@@ -42,13 +42,13 @@ constexpr uint32_t kK = kShared + 0;  // 16384 B: K
 constexpr uint32_t kV = kShared + 16384;  // 16384 B: V
 constexpr uint32_t kQ = kShared + 32768;  // 32768 B: Q, a tile per stage
 constexpr uint32_t kDout = kShared + 65536;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = kShared + 98304;  // 65536 B: dS of two steps, then dK on its way out
-constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way out, then dV
-constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: sums of dQ that are rounded, and the next ones
+constexpr uint32_t kDs = kShared + 98304;  // 65536 B: dS of two steps, then dK for its store
+constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way to the dQ accumulator, then dV for its store
+constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: two pieces of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 212992;  // 1024 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 214016;  // 1024 B: D of the rows of each stage
 constexpr uint32_t kWork = kShared + 215040;  // 64 B: two tiles of work: the one that is computed and the next
-constexpr uint32_t kStep = kShared + 215104;  // 16 B: which queries each stage of Q holds
+constexpr uint32_t kStep = kShared + 215104;  // 16 B: the step of each stage of Q: its queries and its head
 constexpr uint32_t kKvFull = kShared + 215120;  // 8 B: barriers
 constexpr uint32_t kKvEmpty = kShared + 215128;  // 8 B: barriers
 constexpr uint32_t kQFull = kShared + 215136;  // 16 B: barriers
@@ -61,7 +61,7 @@ constexpr uint32_t kWorkEmpty = kShared + 215232;  // 16 B: barriers
 constexpr uint32_t kPieceFull = kShared + 215248;  // 16 B: barriers
 constexpr uint32_t kDsFull = kShared + 215264;  // 16 B: barriers
 constexpr uint32_t kPieceTaken = kShared + 215280;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 215344;  // 64 B: where dQ of the last steps belongs
+constexpr uint32_t kSumTile = kShared + 215344;  // 64 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
 using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
@@ -88,11 +88,11 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kDsBytes = kBlockM * kBlockN * kElementBytes;
 constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of one consumer
 constexpr uint32_t kRowBytes = kBlockM * 4;
-constexpr int kPieceBytes = 8192;  // of sums that are rounded at once: 64 rows and 32 columns
+constexpr int kPieceBytes = 8192;  // of the dQ accumulator that are rounded at once: 64 rows and 32 columns
 constexpr int kSumsOfTile = kConsumers * kDqBytes / 4;  // floats of dQ of a tile of queries, in the order of registers
 constexpr int kPiecesOfTile = 4 * kSumsOfTile / kPieceBytes;
 
-// How the tensor cores read these: rows of operands of S and dP, and the same again by columns in the other products.
+// How wgmma reads these: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
 // dS has rows of queries, in boxes of the 64 keys of a consumer.
 using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
 using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
@@ -101,13 +101,13 @@ using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
 using DsRows = Matrix<16, 8 * kDsBoxBytes, 1>;
 using DsColumns = Matrix<kBlockM * kDsBoxBytes, 8 * kDsBoxBytes, 1>;
 
-// A tile of work: which keys of which KV head. All keys of a sequence have gradients, though only the used ones are seen.
+// A tile of work: which keys of which KV head. All keys of a sequence have gradients, even those that are not used.
 struct Work {
   int b, hk, kv_start, keys;
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// A step: the tile of queries, with a bit that says that the mask is needed, and their head.
+// A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
 struct Step {
   int tile, h;
 };
@@ -115,18 +115,18 @@ constexpr int kPartial = 1 << 24;
 static_assert(8388607 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
-// Where dQ of a step belongs: its tile of sums. The last step of a tile of keys names its KV head, others -1.
+// Where dQ of a step goes: its tile of the dQ accumulator. The last step of a tile of keys names its KV head, others -1.
 struct Sum {
   int tile, unit;
 };
-// What is rounded at once: sums, what they are multiplied by, and where they go.
+// What is rounded at once: a part of the dQ accumulator, its factor, and where it goes.
 struct Piece {
   const float* sums;
   GradElement* to;
   int rows;
   float factor;
 };
-constexpr int kSums = 8;  // places of dQ that are remembered; the warp that adds it is behind by less
+constexpr int kSums = 8;  // steps whose `Sum` is kept; the warp that adds dQ lags by fewer
 
 static_assert(kKBytes == 16384 && kVBytes == 16384);
 static_assert(QRing::kStages * kQBytes == 32768 && DoutRing::kStages * kDoutBytes == 32768);
@@ -144,7 +144,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the sums of dQ.
+// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
 extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causal_m128n128s2c2_pingpong_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
   const int first = row_tile * 16 + threadIdx.x / kLanes;
-  // Zeros leave while the rows arrive: a block clears its share of the sums.
+  // A block clears its share of the dQ accumulator while its rows arrive.
   const long long share = (sum_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), sum_chunks);
   for (long long i = share * blockIdx.x + threadIdx.x; i < share_end; i += 128) {
     reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
@@ -188,11 +188,11 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
 }
 
 // A block of 3 warpgroups takes one tile of keys and values after the other, and goes through the queries of all heads
-// that share them. The last warpgroup produces: one warp finds the tiles and loads them by TMA, one adds dQ to its sums
-// in global memory, and one rounds these when they are complete. The others consume: each has 64 keys, multiplies
-// S^T = K Q^T and dP^T = V dO^T, and keeps dK and dV in registers; dS goes through shared memory, since dQ sums over the
-// keys of both.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_causal_m128n128s2c2_pingpong_dkdv(
+// that share them. The last warpgroup produces: one warp finds the tiles and loads them by TMA, one adds dQ to the dQ
+// accumulator in global memory, and one rounds what is complete there. The others consume: each has 64 keys, computes
+// S^T = K Q^T and dP^T = V dO^T, and keeps dK += dS^T Q and dV += P^T dO in registers. dS goes through shared memory, since
+// dQ = dS K sums over the keys of both.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_causal_m128n128s2c2_pingpong_dqkv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     float softmax_scale,
     int has_seqused_k
 ) {
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
 
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
     init_barriers(kKvFull, 1, 1);  // the loader, and the bytes of the copy
     init_barriers(kKvEmpty, 1, 2);  // each consumer
-    init_barriers(kQFull, 2, 2);  // the loader twice, for Q and for the numbers of rows, and the bytes of the copy
+    init_barriers(kQFull, 2, 2);  // the loader twice, for Q and for the row statistics, and the bytes of the copy
     init_barriers(kQEmpty, 2, 2);  // each consumer
     init_barriers(kDoutFull, 2, 1);  // the loader, and the bytes of the copy
     init_barriers(kDoutEmpty, 2, 2);  // each consumer
@@ -226,11 +226,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   }
   __syncthreads();
 
-  // dQ is rounded when the last tile of keys of a KV head is added: pieces of 64 rows and 32 columns, in the order in which
-  // heads are computed, and whichever warp is free takes the next one.
-  // Counters behind the sums.
+  // dQ of a KV head's queries is rounded when the last tile of keys has been added: in pieces of 64 rows and 32 columns, in
+  // the order in which heads are computed. Whichever warp is free takes the next piece.
+  // Counters, after the dQ accumulator.
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile) + place; };
-  // How many tiles of keys of a KV head are added; behind the last one, how many pieces are taken.
+  // How many tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
   const auto done = [&](int unit) { return counter_at(unit); };
   // Takes a piece and waits until it is complete. False if none is left.
   const auto take_piece = [&](Piece& piece) {
@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       return true;
     }
   };
-  // Writes 16 rows of a piece, from the sums as the registers of a warp had them.
+  // Writes 16 rows of a piece, from sums in the order of a warp's accumulator.
   const auto write_rows = [&](const Piece& piece, int block, const float4 (&sums)[4]) {
     uint4 upper, lower;
     round_sums<GradElement>(sums, piece.factor, lane, upper, lower);
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kLoader) {
-      // The loader: finds tiles of work, loads K and V of each, and for each head Q, dO and the numbers of their rows.
+      // The loader: takes tiles of work, loads K and V of each, and for each step Q, dO, LSE and D.
       if (lane == 0) {
         prefetch_map(q_map);
         prefetch_map(k_map);
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       WorkRing work_ring;
       KvRing kv_ring;
       int sums = 0;
-      // Tells consumers what comes next instead of a step.
+      // Tells consumers what comes instead of a step.
       const auto tell = [&](int what) {
         q_ring.acquire();
         if (lane == 0) {
@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
-          float lse[kBlockM / 32], delta[kBlockM / 32];  // on their way while the stage is in use
+          float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
 #pragma unroll
           for (int i = 0; i < kBlockM / 32; ++i) {
             const int q = q_start + 32 * i + lane;
@@ -328,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (__any_sync(~0u, !keys_loaded)) {
             kv_ring.acquire();
             if (lane == 0) {
-              const int rows = min(kBlockN, seqlen_k - kv_start);  // rows behind the end become 0
+              const int rows = min(kBlockN, seqlen_k - kv_start);  // rows after the end become 0
               kv_ring.arrive_expecting(kKBytes + kVBytes);
               for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
                 load_box(kK + column * kBlockN * kElementBytes, k_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
@@ -367,10 +367,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
         const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
 
-        const bool ragged = kv_start + kBlockN > seqlen_k;  // keys end in this tile, so that each step needs the mask
-        const int inner_heads = kv_start < seqlen_k ? group : 0;  // keys behind the used ones are seen by no head
+        const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
+        const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
         for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
-          // Neighbours begin at other tiles, so that they do not all add to the same rows of dQ at once.
+          // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
           const int tiles = max(visible_hi - visible_lo, 0);
           int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
           for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
@@ -393,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       __syncwarp();
       tell(kEndOfAll);
     } else if (warp == kAdder) {
-      // Adds dQ of each step to its sums.
+      // Adds dQ of each step to the dQ accumulator.
       uint32_t phase = 0;
       for (int i = 0;; ++i) {
         DqRing(0, phase).wait();
@@ -419,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         phase ^= 1;
       }
     } else if (warp == kRounder) {
-      // Rounds dQ: the next piece arrives while one is written. All lanes say the same of it, in shared memory, since few
-      // registers are left to this role.
+      // Rounds dQ: the next piece arrives while one is written. What a piece is stands in shared memory, since this role has
+      // few registers; all lanes write the same.
       bool more = true;
       for (int count = 0; __any_sync(~0u, more); ++count) {
         Piece& next = shared_at<Piece>(kPieceTaken + count % 2 * sizeof(Piece));
@@ -448,19 +448,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    // A consumer: 64 keys. A lane holds elements of two of them, 8 apart, and of every fourth pair of queries.
+    // A consumer: 64 keys. A lane holds elements of two keys, 8 apart, and of every fourth pair of queries.
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
-    const uint32_t row_numbers = 16 * (lane % 4);  // of the first queries
+    const uint32_t row_numbers = 16 * (lane % 4);  // of the first rows of LSE and D that the lane reads
     const float scale_log2e = softmax_scale * kLog2e;
-    float s[kBlockM / 2];       // logits, then probabilities
-    float dp[kBlockM / 2];      // dP
-    uint32_t p[kBlockM / 4];    // probabilities, in pairs
-    uint32_t ds_pairs[kBlockM / 4];  // dS, in pairs
+    float s[kBlockM / 2];       // S^T, then P^T
+    float dp[kBlockM / 2];      // dP^T
+    uint32_t p[kBlockM / 4];    // P^T, in pairs of 16 bits
+    uint32_t ds_pairs[kBlockM / 4];  // dS^T, in pairs of 16 bits
     float dq[kDqColumns / 2];
     float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
 
+    // S^T = K Q^T
     const auto issue_s = [&](int q_stage) {
       const KeyRows k(kK + key_rows);
       const QueryRows q(kQ + q_stage * kQBytes);
@@ -472,6 +473,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // dP^T = V dO^T
     const auto issue_dp = [&](int stage) {
       const KeyRows v(kV + not_hoisted(key_rows));
       const QueryRows dout(kDout + stage * kDoutBytes);
@@ -483,6 +485,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // dV += P^T dO
     const auto issue_dv = [&](int stage) {
       const QueryColumns dout(kDout + stage * kDoutBytes);
       fence_products();
@@ -492,6 +495,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // dK += dS^T Q
     const auto issue_dk = [&](int q_stage) {
       const QueryColumns q(kQ + q_stage * kQBytes);
       fence_products();
@@ -501,6 +505,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       commit_products();
     };
+    // dQ = dS K
     const auto issue_dq = [&](int buffer) {
       const DsRows ds(kDs + buffer * kDsBytes + warpgroup * 64 * kDsBoxBytes);
       const KeyColumns k(kK);
@@ -518,16 +523,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     QRing q_ring;
     WorkRing work_ring;
     KvRing kv_ring;
-    DqRing dq_ring(warpgroup);  // this consumer's place alone
+    DqRing dq_ring(warpgroup);  // this consumer's stage alone
     int buffer = 0;  // of dS
     uint32_t ds_phase = 0;
-    // Numbers of rows, 16 rows each: the first are loaded before they are needed, the next when these have been used.
+    // LSE and D, 16 rows each: the first are loaded ahead, the next ones as these have been used.
     float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
     const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_ring.stage * kRowBytes + row_numbers + 64 * i);
     };
-    // Turns products into probabilities, and those of pairs that are not visible to 0.
+    // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const auto exponentiate_step = [&] {
       const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
       const int seqlen_k = work.seqlen_k;
@@ -544,7 +549,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows behind the end repeat the last one
+            const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
@@ -578,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
       }
     };
-    // dS = P (dP - D), to shared memory with rows of queries.
+    // dS = P (dP - D), to shared memory, transposed: rows are queries.
     const auto store_ds = [&](int buffer) {
       const uint32_t delta_numbers = kDelta + q_ring.stage * kRowBytes + row_numbers;
       const int q = 8 * (lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
@@ -600,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         store_transposed(to + 16 * i * kDsBoxBytes, ds[0], ds[1], ds[2], ds[3]);
       }
     };
-    // dQ, in the order of registers, to where it is added from.
+    // dQ, in the order of registers, to the shared memory from which it is added to the dQ accumulator.
     const auto store_dq = [&] {
       dq_ring.acquire();
       dq_ring.phase ^= 1;
@@ -622,7 +627,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       q_ring.wait();
       return shared_at<Step>(kStep + q_ring.stage * sizeof(Step));
     };
-    // Out through shared memory, since only whole rows make good stores.
+    // dK and dV leave through shared memory, so that stores are whole rows.
     const auto store_rows = [&](const auto& acc, float factor, uint32_t region, GradElement* rows, long long stride, int count, int columns) {
       constexpr int kChunks = sizeof(acc) / sizeof(float) * 2 / kGradChunk;
       const uint32_t own = region + warpgroup * 64 * 16 * kChunks;
@@ -642,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
     };
 
-    if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is the other's
+    if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is consumer 0's
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;
@@ -652,17 +657,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       if (__any_sync(~0u, step.tile >= 0)) {
         kv_ring.wait();
-        // The consumers take turns at the tensor cores: the softmax of one runs under the products of the other. dQ of a step is
-        // multiplied in the next one, so that neither waits for dS of the other.
+        // Ping-pong: the consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of the other.
+        // dQ of a step is computed in the next step, so that neither waits for dS of the other.
         const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 128 * kConsumers); };
         const auto give_turn = [&] { named_arrive(Named::kTurn, 1 - warpgroup, 128 * kConsumers); };
         bool more = true;
         QRing used;
         take_turn();
-        issue_s(q_ring.stage);
+        issue_s(q_ring.stage);  // S^T = K Q^T
         load_rows(lse_rows, kLse);
         dout_ring.wait();
-        issue_dp(dout_ring.stage);
+        issue_dp(dout_ring.stage);  // dP^T = V dO^T
         wait_products<1>();
         settle(s);
         give_turn();
@@ -671,13 +676,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(dp);
         buffer ^= 1;
-        store_ds(buffer);
+        store_ds(buffer);  // dS = P (dP - D)
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) DsRing(buffer).arrive();
         take_turn();
-        issue_dv(dout_ring.stage);
-        issue_dk(q_ring.stage);
+        issue_dv(dout_ring.stage);  // dV += P^T dO
+        issue_dk(q_ring.stage);     // dK += dS^T Q
         wait_products<1>();
         settle(dv);
         release_dout();
@@ -689,10 +694,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         settle(dk);
         if (leader) used.release();
         while (__any_sync(~0u, more)) {
-          issue_s(q_ring.stage);
+          issue_s(q_ring.stage);  // S^T = K Q^T
           load_rows(lse_rows, kLse);
           dout_ring.wait();
-          issue_dp(dout_ring.stage);
+          issue_dp(dout_ring.stage);  // dP^T = V dO^T
           wait_products<1>();
           settle(s);
           give_turn();
@@ -700,11 +705,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           load_rows(delta_rows, kDelta);
           DsRing(buffer, ds_phase).wait();  // dS of both is complete
           ds_phase ^= buffer ^ 1;
-          issue_dq(buffer);
+          issue_dq(buffer);  // dQ = dS K, of the step before
           wait_products<1>();
           settle(dp);
           buffer ^= 1;
-          store_ds(buffer);
+          store_ds(buffer);  // dS = P (dP - D)
           wait_products<0>();
           settle(dq);
           store_dq();
@@ -712,8 +717,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           __syncwarp();
           if (lane == 0) DsRing(buffer).arrive();
           take_turn();
-          issue_dv(dout_ring.stage);
-          issue_dk(q_ring.stage);
+          issue_dv(dout_ring.stage);  // dV += P^T dO
+          issue_dk(q_ring.stage);     // dK += dS^T Q
           wait_products<1>();
           settle(dv);
           release_dout();
@@ -728,17 +733,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         give_turn();
         DsRing(buffer, ds_phase).wait();  // dS of both is complete
         ds_phase ^= buffer ^ 1;
-        issue_dq(buffer);
+        issue_dq(buffer);  // dQ = dS K, of the step before
         wait_products<0>();
         settle(dq);
         store_dq();
         if (leader) kv_ring.release();
         kv_ring.advance();
       }
-      // dK goes where dS was, and dV where dQ was, so that the next keys and values may come.
+      // dK leaves through the memory of dS, dV through that of dQ, so that the next K and V may arrive.
       dq_ring.acquire();
       sync_consumers();
-      // The end of the tile took the place of a step. By now all warps have seen it.
+      // The end of the tile of work took a stage of Q. By now all warps have seen it.
       if (leader) q_ring.release();
       q_ring.advance();
       const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
@@ -750,10 +755,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (leader) work_ring.release();
       work_ring.advance();
     }
-    if (warpgroup == 0) named_sync(Named::kTurn, 0, 128 * kConsumers);  // the last turn, which nobody takes
-    // Tells the warp that adds dQ, and has taken the last one, that there is no more.
+    if (warpgroup == 0) named_sync(Named::kTurn, 0, 128 * kConsumers);  // the last turn, which the other consumer does not take
+    // Tells the warp that adds dQ that there is no other step.
     if (lane == 0) dq_ring.arrive();
-    // No tile of keys is left: helps to round the last heads, straight from L2, where other blocks added them up.
+    // No tile of keys is left: helps to round dQ of the last heads, straight from L2.
     Piece piece;
     while (__any_sync(~0u, take_piece(piece))) {
       const float4* const from = reinterpret_cast<const float4*>(piece.sums);
