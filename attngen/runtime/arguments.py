@@ -11,6 +11,7 @@ import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -240,16 +241,13 @@ def bind(
     v: Any,
     packing: Packing | None,
     *,
-    softmax_scale: Any,
-    seqused_k: Any,
-    return_lse: bool,
-    layout: Any,
-    arguments: Mapping[str, Any],
+    layout: Any = "bshd",
+    **settings: Any,
 ) -> Call:
     """Check a call and resolve its extents. Raises CallError.
 
     Dense: q (b, s, h, d), or (b, h, s, d) with layout 'bhsd'. With a ``packing``: q (total_q, h, d), k and v
-    (total_k, hk, d).
+    (total_k, hk, d). ``settings``: those of ``finish``.
     """
     if packing is None:
         if layout not in LAYOUTS:
@@ -259,7 +257,7 @@ def bind(
         call = _bind_dense(variant, q, k, v, layout)
     else:
         call = _bind_packed(variant, q, k, v, packing)
-    return finish(call, softmax_scale, seqused_k, return_lse, arguments)
+    return finish(call, **settings)
 
 
 def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
@@ -396,7 +394,14 @@ def length_of(name: str, value: Any) -> int:
     return number
 
 
-def finish(call: Call, softmax_scale: Any, seqused_k: Any, return_lse: Any, arguments: Mapping[str, Any]) -> Call:
+def finish(
+    call: Call,
+    *,
+    softmax_scale: Any = None,
+    seqused_k: Any = None,
+    return_lse: Any = False,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> Call:
     """Check what all calls take: scale, lengths, used lengths and what the variant declares; resolve every extent."""
     if not isinstance(return_lse, bool):
         raise CallError(f"return_lse must be True or False, got {return_lse!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,16 +73,13 @@ def bind_paged(
     v: Any,
     paging: Paging,
     *,
-    softmax_scale: Any,
-    seqused_k: Any,
-    return_lse: Any,
-    page_layout: Any,
-    arguments: Mapping[str, Any],
+    page_layout: Any = "NHD",
+    **settings: Any,
 ) -> Call:
     """Check a call with keys in pages and resolve its extents. Raises CallError.
 
     q is (total_q, h, d) with ``cu_seqlens_q``, else (b, s, h, d); k and v are (pages, page_size, hk, d), or
-    (pages, hk, page_size, d) with ``page_layout='HND'``.
+    (pages, hk, page_size, d) with ``page_layout='HND'``. ``settings``: those of ``arguments.finish``.
     """
     if page_layout not in PAGE_LAYOUTS:
         raise CallError(
@@ -132,14 +129,14 @@ def bind_paged(
         call.seqlen_q = q.shape[1]
         if paging.max_seqlen_q is not None and length_of("max_seqlen_q", paging.max_seqlen_q) != call.seqlen_q:
             raise CallError(f"max_seqlen_q is {paging.max_seqlen_q}, but q has {call.seqlen_q} queries a sequence")
-    if seqused_k is None:
+    if settings.get("seqused_k") is None:
         raise CallError("seqused_k is needed: the keys of each sequence, (batch,) int32")
     call.seqlen_k = call.total_k = min(max_pages * page_size if num_pages else 0, MAX_SEQLEN)
     call.num_splits, call.split_size = (_count(name, getattr(paging, name)) for name in ("num_splits", "split_size"))
     if call.num_splits and call.split_size:
         raise CallError("num_splits and split_size say the same in two ways; give one of them")
     call.out = _given_out(paging.out, call, q)
-    return finish(call, softmax_scale, seqused_k, return_lse, arguments)
+    return finish(call, **settings)
 
 
 def _page_table(value: Any, device: torch.device) -> torch.Tensor:
