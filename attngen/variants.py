@@ -10,6 +10,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError
+from attngen.lang.settle import settle
 from attngen.lang.variant import Variant
 from attngen.runtime.registry import registry
 
@@ -137,4 +138,4 @@ def _made(name: str, fields: dict[str, Any]) -> PythonVariant:
         raise SpecError(
             f"making a variant needs {error.name}, which is not installed: pip install 'attngen[build]'"
         ) from None
-    return PythonVariant(declare_variant(name, fields), deepcopy(fields))
+    return PythonVariant(settle(declare_variant(name, fields)), deepcopy(fields))  # as the plan of its kernels has it

@@ -18,7 +18,8 @@ _CONNECTIVES = frozenset({"and", "or", "xor", "not", "select"})
 
 @lru_cache(maxsize=256)  # the kernels of a spec share a few variants
 def settle(variant: Variant) -> Variant:
-    """Return the variant with what its ranges decide put in place; it means the same at every call.
+    """Return the variant with what its ranges decide put in place; it means the same at every call. What was settled
+    stays as it is.
 
     Where no query sees any key, whatever is called, the mask is false and nothing is left of the score: a kernel of it
     multiplies nothing, and gives 0 and a log-sum-exp of -inf.
@@ -32,7 +33,7 @@ def settle(variant: Variant) -> Variant:
         return variant
     present = {node for root in (mask, score) if root is not None for node in walk(root)}
     let = tuple((name, value) for name, value in variant.let if value in present)
-    return replace(variant, mask=mask, score=score, let=let)
+    return settle(replace(variant, mask=mask, score=score, let=let))
 
 
 def reads_products(variant: Variant) -> bool:

@@ -83,7 +83,7 @@ def attention_varlen(
     Sequence i holds rows cu_seqlens[i] to cu_seqlens[i + 1]; both are int32 of shape (batch + 1,), start with 0 and
     never decrease. max_seqlen_q and max_seqlen_k are at least the longest lengths. The log-sum-exp is
     (heads, total_q). What the offsets hold is checked on the CPU and under ``attngen.debug()`` only, since reading
-    it would wait for the GPU. Rows behind the last sequence are unspecified.
+    it would wait for the GPU. Rows after the last sequence are unspecified.
     """
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)

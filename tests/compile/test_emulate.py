@@ -6,10 +6,14 @@ import random
 
 import pytest
 
+from attngen.compile import compile_source
 from attngen.compile.emulate.differential import wrong_products
 from attngen.compile.emulate.launch import LAUNCHES
 from attngen.compile.emulate.program import CannotDecide
 from attngen.compile.emulate.sass_program import sass_program
+from attngen.plan.planner import plan
+from attngen.render.source import render
+from attngen.schema import expand, load_spec_text
 
 #: Where the descriptor of an operand in shared memory says how it lies there: 0x40000040 in the upper word.
 _LAYOUT = 0x4000004000010000
@@ -283,3 +287,18 @@ def test_a_called_function_leaves_what_it_writes_unknown() -> None:
 def test_a_function_that_does_more_is_not_understood(written: str, off: int, reason: str) -> None:
     with pytest.raises(CannotDecide, match=reason):
         wrong_products(PTX, listing(_with_call(written, off)), PARAMETERS, 4)
+
+
+def test_bounds_that_count_heads_are_reached() -> None:
+    """Where few heads leave no tile whole, launches with more of them reach the products of whole tiles."""
+    mask = "kv <= kv_heads * 16 and q + 3 <= kv"
+    spec = f"""
+schema: 1
+arch: [sm90a]
+variants: {{counted: {{mask: "{mask}"}}}}
+kernels:
+  - {{variant: counted, head_dim: 192, layout: varlen, tile: {{m: 64, n: 16}}, backend: triton, loads: descriptor}}
+"""
+    (kernel,) = expand(load_spec_text(spec))
+    planned = plan(kernel)
+    assert compile_source(planned, render(planned)).cubin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import subprocess
@@ -13,7 +14,8 @@ import torch
 
 import attngen
 from attngen.errors import CallError, LoadError, SpecError
-from attngen.lang.check import compile_variant
+from attngen.lang.check import compile_variant, restore_variant
+from attngen.plan.planner import plan
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text, preset, preset_names
 from attngen.schema.presets import declared_preset
@@ -136,6 +138,19 @@ def test_it_goes_wherever_a_name_goes(gpu: FakeDriver) -> None:
     traced = torch.compile(lambda q: attngen.attention(q, q, q, variant=made, **own), backend="eager", fullgraph=True)
     torch.testing.assert_close(traced(q), wanted)
     assert len(gpu.launches) == 2  # of the call, and of the compiled one
+
+
+@pytest.mark.parametrize(
+    "mask",
+    ["True and q >= kv", "kv >= 0 and q >= kv", "q - kv == ((q - kv) // 4 if 4 > 0 else -1)", "min(q // 4, 7) < 9"],
+)
+def test_kernels_of_what_ranges_decide_serve_it(mask: str, gpu: FakeDriver) -> None:
+    """A plan leaves out what is always true, and the kernel's manifest has what is left."""
+    made = attngen.variant(mask, name="decided")
+    spec = load_spec_text(made.to_yaml(arch=["sm90a"], head_dim=64, backend="triton"))
+    (planned,) = [plan(one) for one in expand(spec)]
+    restored = restore_variant(json.loads(json.dumps(planned.variant.to_dict())))
+    assert restored.definition == made.value.definition
 
 
 def test_kernels_of_another_definition_do_not_serve_it(gpu: FakeDriver) -> None:

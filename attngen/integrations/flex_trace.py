@@ -1,0 +1,129 @@
+"""A mask_mod or score_mod of FlexAttention as a graph of aten operations, by torch's own tracer.
+
+The function runs once on indices that are tensors without dimensions. An index into a tensor becomes a gather, where
+torch would read the number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from attngen.errors import CallError
+
+
+class _Gathers(TorchFunctionMode):
+    """Indexing by tensors without dimensions gathers, as FlexAttention has it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            whole = len(indices) == tensor.dim() and not any(i is None or i is Ellipsis for i in indices)
+            if whole and all(isinstance(i, int) or (isinstance(i, Tensor) and not i.dim()) for i in indices):
+                gathered = [torch.as_tensor(i, device=tensor.device) for i in indices]
+                return torch.ops.aten.index(tensor, gathered)
+        return func(*args, **(kwargs or {}))
+
+
+def traced(function: Callable[..., Any], kind: str, device: torch.device) -> GraphModule:
+    """Return the graph of a function of (b, h, q_idx, kv_idx), or with ``kind='score_mod'`` of (score, b, h, …).
+
+    Raises CallError, in one sentence with the place, for a function that cannot be traced.
+    """
+    indices = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)]
+    samples = [torch.ones((), device=device), *indices] if kind == "score_mod" else indices
+
+    def called(*arguments: Tensor) -> Any:
+        with _Gathers():
+            return function(*arguments)
+
+    try:
+        with torch.no_grad():
+            graph = make_fx(called, tracing_mode="real", record_stack_traces=True)(*samples)
+    except Exception as error:
+        raise refusal(function, kind, _reason(error)) from error
+    returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    if not isinstance(returned, Node):
+        raise refusal(function, kind, "it returns no tensor that depends on its arguments")
+    return graph
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "data-dependent" in str(error) or "get value out of a tracing tensor" in str(error):
+        return "it decides by the value of an index, as 'if' and .item() do; torch.where says both arms"
+    return f"it cannot be traced: {text}"
+
+
+def refusal(function: Callable[..., Any], kind: str, reason: str, line: int | None = None) -> CallError:
+    """Return the error that says why a function is not served, and where it stands."""
+    plain = plain_of(function)
+    code = getattr(plain, "__code__", None)
+    place = "" if code is None else f" ({code.co_filename}:{line or code.co_firstlineno})"
+    return CallError(f"{kind} {getattr(plain, '__qualname__', repr(plain))}{place}: {reason}")
+
+
+def plain_of(function: Callable[..., Any]) -> Any:
+    """Return the function under partial objects, methods and objects that are called."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        return function.__func__
+    if isinstance(function, FunctionType):
+        return function
+    call = vars(type(function)).get("__call__")
+    return call if isinstance(call, FunctionType) else function
+
+
+def line_of(node: Node, function: Callable[..., Any]) -> int | None:
+    """Return the line of a function's file at which an operation was written."""
+    code = getattr(plain_of(function), "__code__", None)
+    if code is None or not node.stack_trace:
+        return None
+    found = None
+    for text in node.stack_trace.splitlines():
+        parts = text.strip().split('", line ')
+        if len(parts) == 2 and parts[0] == f'File "{code.co_filename}':
+            found = int(parts[1].split(",")[0])
+    return found
+
+
+def captured_names(function: Callable[..., Any]) -> dict[int, str]:
+    """Return what a function calls the tensors that it captures, by their identity: closures, globals, arguments."""
+    found: dict[int, str] = {}
+
+    def look(value: Any, name: str, depth: int = 0) -> None:
+        if type(value) is ModuleType or isinstance(value, type):
+            return
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), name)
+        elif depth < 3 and isinstance(value, tuple | list):
+            for given in value:
+                look(given, name, depth)
+        elif depth < 3 and isinstance(value, partial):
+            for key, given in value.keywords.items():
+                look(given, key, depth + 1)
+            look(value.func, name, depth + 1)
+        elif depth < 3 and isinstance(value, FunctionType | MethodType):
+            for key, given in inspect.getclosurevars(value).nonlocals.items():
+                look(given, key, depth + 1)
+            for key, given in inspect.getclosurevars(value).globals.items():
+                look(given, key, depth + 1)
+            if isinstance(value, MethodType):
+                look(value.__self__, name, depth + 1)
+        elif depth < 3 and hasattr(value, "__dict__"):
+            for key, given in vars(value).items():
+                look(given, key, depth + 1)
+
+    look(function, "captured")
+    return found

@@ -1,0 +1,184 @@
+"""FlexAttention's functions on attngen beside torch's own, on the CPU in float32; gradients beside dense autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention import flex_attention as theirs
+
+from attngen.errors import CallError
+from attngen.integrations import flex_attention as ours
+from tests.integrations.flex_mods import BATCH, HEADS, LENGTH, MODS, causal_mask
+
+DIM = 8
+
+
+def qkv(kv_heads: int = HEADS, seed: int = 0) -> tuple[Tensor, ...]:
+    torch.manual_seed(seed)
+    return tuple(torch.randn(BATCH, heads, LENGTH, DIM, requires_grad=True) for heads in (HEADS, kv_heads, kv_heads))
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any, score_mod: Any) -> tuple[Tensor, Tensor]:
+    """Return out and lse with all logits as one tensor, by torch's own expansion of the functions over indices."""
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    b, h, m, n = (torch.arange(size, device=q.device) for size in shape)
+    s = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
+    if score_mod is not None:
+        with TransformGetItemToIndex():
+            s = theirs._vmap_for_bhqkv(score_mod, prefix=(0,))(s, b, h, m, n)
+    if mask_mod is not None:
+        s = s.masked_fill(~theirs.create_mask(mask_mod, *shape, device=str(q.device)), float("-inf"))
+    lse = s.logsumexp(-1)
+    return torch.softmax(s, -1).nan_to_num(0.0).to(v.dtype) @ v, lse
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_functions_mean_what_torch_says(name: str) -> None:
+    mask_mod, score_mod = MODS[name]("cpu")
+    q, k, v = qkv()
+    mask = None if mask_mod is None else ours.create_block_mask(mask_mod, BATCH, HEADS, LENGTH, LENGTH, device="cpu")
+    out, lse = ours.flex_attention(q, k, v, score_mod, mask, return_lse=True)
+    with torch.no_grad():
+        blocks = None
+        if mask_mod is not None:
+            blocks = theirs.create_block_mask(mask_mod, BATCH, HEADS, LENGTH, LENGTH, device="cpu")
+        given = [t.detach() for t in (q, k, v)]
+        wanted, wanted_lse = theirs.flex_attention(*given, score_mod, blocks, return_lse=True)
+    assert torch.allclose(out, wanted, atol=2e-5, rtol=1e-4)
+    assert torch.allclose(lse, wanted_lse, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_gradients_are_those_of_dense_attention(name: str) -> None:
+    mask_mod, score_mod = MODS[name]("cpu")
+    q, k, v = qkv()
+    mask = None if mask_mod is None else ours.create_block_mask(mask_mod, BATCH, HEADS, LENGTH, LENGTH, device="cpu")
+    learned = [t for t in ours.meaning(mask_mod, score_mod, torch.device("cpu")).tensors().values() if t.requires_grad]
+    out = ours.flex_attention(q, k, v, score_mod, mask)
+    wanted, _ = dense(q, k, v, mask_mod, score_mod)
+    towards = torch.randn_like(out)
+    found = torch.autograd.grad(out, [q, k, v, *learned], towards)
+    for one, other in zip(found, torch.autograd.grad(wanted, [q, k, v, *learned], towards), strict=True):
+        assert torch.allclose(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_there_are_enough_functions() -> None:
+    assert len(MODS) >= 60
+
+
+def test_masks_of_documents_have_bands() -> None:
+    mask_mod, _ = MODS["causal_document"]("cpu")
+    found = ours.meaning(mask_mod, None, torch.device("cpu"))
+    (declared,) = found.variant.fields["tensors"].values()
+    assert declared["monotone"] == {"axis": 0}
+    mask_mod, _ = MODS["unordered_groups"]("cpu")
+    (declared,) = ours.meaning(mask_mod, None, torch.device("cpu")).variant.fields["tensors"].values()
+    assert "monotone" not in declared
+
+
+def test_the_same_code_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[Any] = []
+    traced = ours.traced
+    monkeypatch.setattr(ours, "traced", lambda *given: traces.append(given) or traced(*given))
+    ours._TRACED.clear()
+
+    def window(size: int) -> Any:
+        return lambda b, h, q, kv: (q >= kv) & (q - kv < size)
+
+    q, k, v = qkv()
+    for size in (5, 5, 6, 5):
+        ours.flex_attention(q, k, v, None, ours.create_block_mask(window(size), None, None, LENGTH, LENGTH, "cpu"))
+    assert len(traces) == 2
+    numbers = torch.arange(LENGTH)
+
+    def by_tensor(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return numbers[q] // 5 == numbers[kv] // 5
+
+    first = ours.flex_attention(q, k, v, None, ours.create_block_mask(by_tensor, None, None, LENGTH, LENGTH, "cpu"))
+    numbers.fill_(0)  # what the tensor holds is looked at again
+    second = ours.flex_attention(q, k, v, None, ours.create_block_mask(by_tensor, None, None, LENGTH, LENGTH, "cpu"))
+    assert len(traces) == 4
+    assert not torch.equal(first, second)
+
+
+def test_the_mask_prints_and_counts() -> None:
+    mask = ours.create_block_mask(causal_mask, None, None, 256, 256, "cpu")
+    other = theirs.create_block_mask(causal_mask, None, None, 256, 256, "cpu")
+    assert mask.shape == tuple(other.shape)
+    assert mask.sparsity() == pytest.approx(other.sparsity())
+    assert torch.equal(mask.to_dense().bool(), other.to_dense().bool())
+    assert "q >= kv" in repr(mask)
+
+
+def test_groups_of_heads_and_scale() -> None:
+    q, k, v = qkv(kv_heads=2)
+    mask = ours.create_block_mask(causal_mask, None, None, LENGTH, LENGTH, "cpu")
+    blocks = theirs.create_block_mask(causal_mask, None, None, LENGTH, LENGTH, "cpu")
+    with torch.no_grad():
+        out, aux = ours.flex_attention(
+            q, k, v, None, mask, 0.3, enable_gqa=True, return_aux=theirs.AuxRequest(lse=True)
+        )
+        given = [t.detach() for t in (q, k, v)]
+        wanted, lse = theirs.flex_attention(*given, None, blocks, 0.3, enable_gqa=True, return_lse=True)
+    assert torch.allclose(out, wanted, atol=2e-5)
+    assert torch.allclose(aux.lse, lse, atol=2e-5)
+
+
+def _decides(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv if h > 1 else q == kv
+
+
+def _sorts(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return torch.stack((q, kv)).sort().values[0] == kv
+
+
+COUNTER = torch.zeros(())
+
+
+def _counts(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    q = q + 0
+    q += 1
+    return q >= kv
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "reason"),
+    [
+        (_decides, "decides by the value of an index"),
+        (_sorts, "has no word in attngen's language"),
+        (_counts, "it changes a tensor"),
+        (lambda b, h, q, kv: q - kv, "a mask is a condition, but it returns int32"),
+        (lambda b, h, q, kv: True, "returns no tensor that depends on its arguments"),
+        (lambda b, h, q, kv: (q / 3.0).to(torch.int32) == kv, "a float made an integer has no word"),
+        (lambda b, h, q, kv: q // (kv - 3) > 0, "divisor"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_with_its_place(mask_mod: Any, reason: str) -> None:
+    with pytest.raises(CallError, match=reason) as caught:
+        ours.create_block_mask(mask_mod, None, None, 8, 8, "cpu")
+    assert "test_flex_attention.py:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_calls_that_disagree_are_refused() -> None:
+    q, k, v = qkv(kv_heads=2)
+    with pytest.raises(CallError, match="enable_gqa=True lets them differ"):
+        ours.flex_attention(q, k, v)
+    mask = ours.create_block_mask(causal_mask, None, None, 8, 8, "cpu")
+    with pytest.raises(CallError, match="block_mask is for 8 queries and 8 keys, but the call has 49 and 49"):
+        ours.flex_attention(q, k, v, None, mask, enable_gqa=True)
+    with pytest.raises(CallError, match="must be made by attngen"):
+        ours.flex_attention(q, k, v, None, theirs.create_block_mask(causal_mask, None, None, 8, 8, "cpu"))
+
+
+def test_the_rest_runs_on_torch_where_the_caller_says_so() -> None:
+    q, k, v = (t.detach() for t in qkv())
+    mask = ours.create_block_mask(_sorts, None, None, LENGTH, LENGTH, "cpu", fallback=True)
+    with pytest.raises(CallError):
+        ours.flex_attention(q, k, v, None, mask)
+    out = ours.flex_attention(q, k, v, None, mask, fallback=True)
+    assert torch.allclose(out, dense(q, k, v, lambda b, h, q, kv: torch.minimum(q, kv) == kv, None)[0], atol=2e-5)
