@@ -416,20 +416,17 @@ def _number(longest: Any) -> Any:
     return int(longest) if isinstance(longest, Tensor) else longest
 
 
+_OF_CACHES = (
+    "k_new", "v_new", "cu_seqlens_k_new", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin",
+    "seqlens_rotary",
+)  # fmt: skip
+
 _REASONS = {
     "qv": "no kernel adds a second product to the logits",
     "q_descale": "no kernel has float8",
     "k_descale": "no kernel has float8",
     "v_descale": "no kernel has float8",
-    "k_new": "write new keys into the cache before the call",
-    "v_new": "write new values into the cache before the call",
-    "cu_seqlens_k_new": "write new keys into the cache before the call",
-    "page_table": "no kernel reads keys through a table of pages; gather them first",
-    "kv_batch_idx": "no kernel reads keys through an index; pass them in q's order",
-    "leftpad_k": "no variant of this integration skips the first keys of a sequence",
-    "rotary_cos": "no kernel rotates q and k; rotate them before the call",
-    "rotary_sin": "no kernel rotates q and k; rotate them before the call",
-    "seqlens_rotary": "no kernel rotates q and k; rotate them before the call",
+    **dict.fromkeys(_OF_CACHES, "this is the pass of training; flash_attn_with_kvcache takes caches"),
 }
 
 

@@ -76,9 +76,9 @@ def _flash_attn_varlen_forward(
     are refused.
     """
     if block_table is not None:
-        raise refused("block_table", "no kernel reads keys through a table of pages; gather them first")
+        raise refused("block_table", "this is the pass of training; flash_attn_varlen_func takes pages")
     if leftpad_k is not None:
-        raise refused("leftpad_k", "no variant of this integration skips the first keys of a sequence")
+        raise refused("leftpad_k", "this is the pass of training; flash_attn_with_kvcache takes padding on the left")
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
     window = (window_size_left, window_size_right)
     state = _state(q, dropout_p)

@@ -1,0 +1,46 @@
+"""A spec from functions that were written for FlexAttention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attngen.errors import SpecError
+from attngen.integrations.flex_attention import meaning
+from attngen.integrations.flex_trace import plain_of
+from attngen.variants import variant
+
+
+def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, Any]) -> str:
+    """Return the YAML of one variant: what a mask_mod, a score_mod, or one of each compute.
+
+    ``kernel`` are the fields of an entry that builds it; empty for none. Raises SpecError for what is no such
+    function, and CallError for one that the language cannot say.
+    """
+    mods: dict[int, Callable[..., Any]] = {}
+    for function in functions:
+        count = _arguments(function)
+        if count in mods:
+            raise SpecError("--from-flex takes one mask_mod and one score_mod at most")
+        mods[count] = function
+    found = meaning(mods.get(4), mods.get(5), torch.device("cpu")).variant
+    told = name or str(getattr(plain_of(functions[0]), "__name__", "flex")).strip("_<>") or "flex"
+    return variant(name=told, **found.fields).to_yaml(package=told if kernel else None, **kernel)
+
+
+def _arguments(function: Any) -> int:
+    """Return how many indices a function takes, with the logit: 4 for a mask_mod, 5 for a score_mod."""
+    if not callable(function):
+        raise SpecError(f"--from-flex takes functions, got {type(function).__name__}")
+    required = [
+        one for one in inspect.signature(function).parameters.values()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if len(required) not in (4, 5):
+        raise SpecError(
+            f"--from-flex takes (b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx), got {len(required)} arguments"
+        )
+    return len(required)
