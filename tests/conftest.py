@@ -1,11 +1,18 @@
-"""Tests marked ``gpu`` run where torch finds one, and are skipped elsewhere. Workers share the cores."""
+"""Tests marked ``gpu`` run where torch finds one, and are skipped elsewhere. Workers share the cores.
+
+Those of ``tests/gpu`` are thousands, which take long to collect and skip: without a GPU they are looked at only where a
+path or ``-m gpu`` asks for them, and ``tests/test_gpu_suite.py`` imports them.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
+
+_GPU = Path(__file__).parent / "gpu"
 
 
 def _share_cores() -> None:
@@ -20,6 +27,18 @@ def _share_cores() -> None:
 
 
 _share_cores()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path != _GPU or "gpu" in str(config.option.markexpr):
+        return None
+    if any(
+        _GPU in (path := Path(argument.split("::")[0]).resolve()).parents or path == _GPU for argument in config.args
+    ):
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else True
 
 
 def pytest_collection_finish() -> None:

@@ -98,7 +98,7 @@ def test_cached_decoding(family: str, padding: str) -> None:
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one mask for all layers; one for each kind of layer
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss"])
 def test_decoding_against_a_static_cache(family: str, padding: str) -> None:
     given = batch(family, padding)
     tokens, found = families.generate(model(family), given, cache_implementation="static")

@@ -1,0 +1,51 @@
+"""The decode loop of docs/serving.md on a GPU, and its graph, replayed while lengths grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen import resources
+from attngen.runtime.module import read_kernel
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.schema import load_spec
+from attngen.store.store import Store
+from attngen.tools.build.pipeline import compile_kernels, prepare
+from tests.docs.blocks import ROOT, blocks
+from tests.gpu.family import for_this_gpu
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """The causal kernels of ``specs/serving.yaml`` that read pages, of head dimension 128."""
+    wanted = [
+        for_this_gpu(kernel) for kernel in prepare(load_spec(resources.specs_dir() / "serving.yaml"))
+        if kernel.plan.layout == "paged" and kernel.plan.variant.name == "causal" and "d128" in kernel.plan.name
+    ]  # fmt: skip
+    assert wanted
+    store = Store()
+    built, failures = compile_kernels(wanted, store=store)
+    assert not failures
+    registry.clear()
+    registry.add(package_of_kernels([read_kernel(store.path(built[k.plan.name].key)) for k in wanted], "tests/gpu"))
+    yield
+    registry.clear()
+
+
+def test_the_loop_and_its_graph(kernels: None) -> None:
+    shown: dict[str, Any] = {}
+    exec(compile(blocks(ROOT / "docs/serving.md", "python")[0].text, "docs/serving.md", "exec"), shown)
+    lengths = shown["lengths"]
+    for turn in range(40):
+        for name in "qkv":
+            shown[name].normal_()
+        shown["graph"].replay()
+        assert lengths.tolist() == [5 + turn] * 4
+        wanted = attngen.attention_paged(
+            shown["q"], *shown["pages"], shown["page_table"], lengths, variant="causal", backend="reference"
+        )
+        torch.testing.assert_close(shown["out"].float(), wanted.float(), rtol=2e-2, atol=2e-2)
