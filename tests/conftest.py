@@ -30,11 +30,9 @@ _share_cores()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if collection_path != _GPU or "gpu" in str(config.option.markexpr):
-        return None
-    if any(
-        _GPU in (path := Path(argument.split("::")[0]).resolve()).parents or path == _GPU for argument in config.args
-    ):
+    paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    asked = "gpu" in str(config.option.markexpr) or any(path.is_relative_to(_GPU) for path in paths)
+    if collection_path != _GPU or asked:
         return None
     import torch
 
