@@ -56,14 +56,17 @@ class Traced:
             assert told is not None
             raise refusal(told, kind, " ".join(str(error).split("\n")[0].split())) from error
         self._captured = captured
-        #: What identities in the key stand for: they must not be given away while it is kept.
-        self.alive = (mask_mod, score_mod, captured)
+
+    def holds(self) -> bool:
+        """Whether all captured tensors are still there; else others may have their identities."""
+        return all(one.find() is not None for one in self._captured)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the arguments of a call."""
         return {one.name: one.given() for one in self._captured}
 
 
+#: Captured tensors are part of a key by identity and version, and are not kept alive by it.
 _TRACED: RecentCache[Traced] = RecentCache(256)
 
 
@@ -71,7 +74,7 @@ def meaning(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -
     """Return what functions mean. The same code over the same captured values is traced once."""
     key = (_identity(mask_mod), _identity(score_mod), device.type)
     found = _TRACED[key]
-    if found is None:
+    if found is None or not found.holds():
         found = Traced(mask_mod, score_mod, device)
         _TRACED.put(key, found)
     return found

@@ -6,7 +6,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from attngen.errors import CallError
 from attngen.integrations.flex_trace import captured_names, line_of, refusal
-from attngen.lang.ir import INDEX_NAMES
+from attngen.lang.declarations import RESERVED
 
 _INDICES = ("b", "h", "q", "kv")
 
@@ -33,12 +35,22 @@ _MOST = 2**24
 
 @dataclass
 class Captured:
-    """A tensor that functions read: its name in the expressions, and what is promised of what it holds."""
+    """A tensor that functions read: its name in the expressions, and what is promised of what it holds.
+
+    ``find`` returns it, or None once it is gone: what a function captures is the function's, and not kept alive here.
+    """
 
     name: str
-    tensor: Tensor
+    find: Callable[[], Tensor | None]
     monotone: bool = False  # along its last axis
     least: int | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor, while it is there."""
+        found = self.find()
+        assert found is not None, "its function has it"
+        return found
 
     def fields(self) -> dict[str, Any]:
         """Return its declaration, as ``attngen.variant`` takes it."""
@@ -66,28 +78,24 @@ class Translation:
 
     tensors: dict[int, Captured] = field(default_factory=dict)
 
-    def captured(self, tensor: Tensor, wanted: str) -> Captured:
-        """Return the entry of a tensor."""
+    def captured(self, tensor: Tensor, wanted: str | None) -> Captured:
+        """Return the entry of a tensor; one that no function captures under a name is kept."""
         entry = self.tensors.get(id(tensor))
         if entry is None:
             taken = {one.name for one in self.tensors.values()}
-            name = _legal(wanted)
+            name = plain = _legal(wanted or "constant")
             number = 2
             while name in taken:
-                name, number = f"{_legal(wanted)}_{number}", number + 1
-            entry = self.tensors[id(tensor)] = Captured(name, tensor)
+                name, number = f"{plain}_{number}", number + 1
+            find = (lambda: tensor) if wanted is None else ref(tensor)
+            entry = self.tensors[id(tensor)] = Captured(name, find)
         return entry
 
 
 def _legal(name: str) -> str:
     """Return a name that a spec may give a tensor."""
-    plain = re.sub(r"\W", "_", name).strip("_").lower()
-    return f"t_{plain}" if not plain or not plain[0].isalpha() or plain in _RESERVED else plain
-
-
-_RESERVED = frozenset(
-    (*INDEX_NAMES, "s", "inf", "variant", "window", "layout", "out", "k", "v", "softmax_scale", "captured", "package")
-)
+    plain = re.sub(r"\W|__+", "_", name).strip("_").lower()
+    return f"t_{plain}" if not plain or not plain[0].isalpha() or plain in RESERVED or iskeyword(plain) else plain
 
 
 class Translator:
@@ -158,7 +166,7 @@ class Translator:
         constant = self._constants[node]
         if constant.dtype not in DTYPES and constant.dtype not in CONVERTED:
             raise self._refuse(node, f"a captured tensor is {_short(constant.dtype)}")
-        return self._into.captured(constant, self._names.get(id(constant), "captured"))
+        return self._into.captured(constant, self._names.get(id(constant)))
 
     # --- operations -----------------------------------------------------------------------------------------
 
@@ -207,7 +215,7 @@ class Translator:
         name = str(operand.target).split(".")[1]
         if name == "index":
             constant = self._constants[operand.args[0]]
-            entry = self._into.captured(constant, "")
+            entry = self._captured(operand.args[0])
             if constant.dtype.is_floating_point or constant.numel() > _MOST or not bool((constant >= 0).all()):
                 return False
             entry.least = entry.least or 0

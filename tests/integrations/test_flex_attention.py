@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -103,6 +105,21 @@ def test_the_same_code_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     second = ours.flex_attention(q, k, v, None, ours.create_block_mask(by_tensor, None, None, LENGTH, LENGTH, "cpu"))
     assert len(traces) == 4
     assert not torch.equal(first, second)
+
+
+def test_captured_tensors_are_not_kept_alive() -> None:
+    def made() -> tuple[Any, weakref.ref[Tensor]]:
+        table = torch.randn(LENGTH)
+        return (lambda b, h, q, kv: table[kv] > 0), weakref.ref(table)
+
+    q, k, v = (t.detach() for t in qkv())
+    for _ in range(3):  # the next one may lie where the last one lay
+        mask_mod, table = made()
+        found = ours.flex_attention(q, k, v, None, ours.create_block_mask(mask_mod, None, None, LENGTH, LENGTH, "cpu"))
+        assert torch.allclose(found, dense(q, k, v, mask_mod, None)[0], atol=2e-5)
+        del mask_mod, found
+        gc.collect()
+        assert table() is None
 
 
 def test_the_mask_prints_and_counts() -> None:
