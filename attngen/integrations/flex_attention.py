@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import attngen
 from attngen.errors import AttngenError, CallError, SpecError
 from attngen.integrations.flex_trace import refusal, traced
 from attngen.integrations.flex_translate import Translation, Translator
 from attngen.runtime import calls
 from attngen.runtime.cache import RecentCache
-from attngen.variants import PythonVariant, variant
 
 __all__ = ["BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks"]
 
@@ -49,7 +49,7 @@ class Traced:
             fields["tensors"] = {one.name: one.fields() for one in captured}
         digest = sha256(repr(sorted(fields.items())).encode()).hexdigest()[:8]
         try:
-            self.variant: PythonVariant = variant(**fields, name=f"flex_{digest}")
+            self.variant = attngen.variant(**fields, name=f"flex_{digest}")
         except SpecError as error:
             told = score_mod if mask_mod is None else mask_mod
             kind = "score_mod" if mask_mod is None else "mask_mod"

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+import attngen
 from attngen.errors import SpecError
 from attngen.integrations.flex_attention import meaning
 from attngen.integrations.flex_trace import plain_of
-from attngen.variants import variant
 
 
 def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, Any]) -> str:
@@ -28,7 +28,7 @@ def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, A
         mods[count] = function
     found = meaning(mods.get(4), mods.get(5), torch.device("cpu")).variant
     told = name or str(getattr(plain_of(functions[0]), "__name__", "flex")).strip("_<>") or "flex"
-    return variant(name=told, **found.fields).to_yaml(package=told if kernel else None, **kernel)
+    return attngen.variant(name=told, **found.fields).to_yaml(package=told if kernel else None, **kernel)
 
 
 def _arguments(function: Any) -> int:
