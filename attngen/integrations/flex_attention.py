@@ -10,10 +10,10 @@ place of lists of blocks, so that making a mask costs a trace and no more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from hashlib import sha256
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def _identity(value: Any, depth: int = 0) -> Any:
         cells = tuple(_identity(cell.cell_contents, depth + 1) for cell in value.__closure__ or () if _filled(cell))
         seen = tuple(
             _identity(value.__globals__[name], depth + 1)
-            for name in value.__code__.co_names
+            for name in _names(value.__code__)
             if name in value.__globals__ and value.__globals__[name] is not value
         )
         given = tuple(_identity(one, depth + 1) for one in value.__defaults__ or ())
@@ -112,6 +112,14 @@ def _identity(value: Any, depth: int = 0) -> Any:
         else ()
     )
     return "object", id(value), fields
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function looks up, and those of functions that are written inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _filled(cell: Any) -> bool:

@@ -406,7 +406,7 @@ def _filled(value: float) -> Callable[[Translator, Node], str]:
 #: What each operation is in the language.
 _RULES: Mapping[str, Callable[[Translator, Node], str]] = {
     "add": _infix("+"), "sub": _infix("-"), "mul": _infix("*"),
-    "rsub": lambda self, node: f"({self._of(node.args[1])} - {self._of(node.args[0])})",
+    "rsub": lambda self, node: f"({self._of(node.args[1])} - {self._of(node.args[0])})",  # of numbers: alpha is 1
     "neg": lambda self, node: f"(-{self._of(node.args[0])})",
     "reciprocal": lambda self, node: f"(1.0 / {self._divisor(node, node.args[0])})",
     "square": lambda self, node: f"({self._of(node.args[0])} ** 2)",

@@ -107,6 +107,19 @@ def test_the_same_code_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(first, second)
 
 
+REACH = 4
+
+
+def _by_global(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (lambda apart: apart < REACH)((q - kv).abs())
+
+
+def test_a_global_that_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ours.create_block_mask(_by_global, None, None, 16, 16, "cpu").visible()
+    monkeypatch.setitem(globals(), "REACH", 2)
+    assert ours.create_block_mask(_by_global, None, None, 16, 16, "cpu").visible().sum() < before.sum()
+
+
 def test_captured_tensors_are_not_kept_alive() -> None:
     def made() -> tuple[Any, weakref.ref[Tensor]]:
         table = torch.randn(LENGTH)
