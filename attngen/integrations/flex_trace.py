@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen.errors import CallError
 
@@ -35,6 +36,19 @@ class _Gathers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _WriteError(Exception):
+    """A function changes a tensor."""
+
+
+class _ReadsOnly(TorchDispatchMode):
+    """Refuses what would change a tensor, before it does: captured tensors are the caller's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            raise _WriteError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def traced(function: Callable[..., Any], kind: str, device: torch.device) -> GraphModule:
     """Return the graph of a function of (b, h, q_idx, kv_idx), or with ``kind='score_mod'`` of (score, b, h, …).
 
@@ -44,7 +58,7 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device) -> Gra
     samples = [torch.ones((), device=device), *indices] if kind == "score_mod" else indices
 
     def called(*arguments: Tensor) -> Any:
-        with _Gathers():
+        with _Gathers(), _ReadsOnly():
             return function(*arguments)
 
     try:
@@ -59,6 +73,8 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device) -> Gra
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, _WriteError):
+        return f"it changes a tensor ({error}); a function may only compute"
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "data-dependent" in str(error) or "get value out of a tracing tensor" in str(error):
         return "it decides by the value of an index, as 'if' and .item() do; torch.where says both arms"

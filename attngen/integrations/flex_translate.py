@@ -173,8 +173,6 @@ class Translator:
     def _call(self, node: Node) -> None:
         overload = str(node.target)
         name = overload.split(".")[1] if overload.startswith("aten.") else overload
-        if name.endswith("_") and not name.startswith("_"):
-            raise self._refuse(node, f"it changes a tensor ({overload}); a function may only compute")
         if name in ("lift_fresh_copy", "detach", "alias", "clone", "view", "expand", "contiguous") and (
             node.args[0] in self._constants
         ):

@@ -194,6 +194,25 @@ def test_what_cannot_be_said_is_refused_with_its_place(mask_mod: Any, reason: st
     assert "\n" not in str(caught.value)
 
 
+def test_a_function_that_is_refused_has_changed_nothing() -> None:
+    counted = torch.zeros(LENGTH)
+
+    def counts(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        counted.add_(1)
+        return q >= kv
+
+    with pytest.raises(CallError, match=r"it changes a tensor \(aten.add_.Tensor\)"):
+        ours.create_block_mask(counts, None, None, 8, 8, "cpu")
+    assert not counted.any()
+
+
+def test_numbers_made_inside_a_function_are_constants() -> None:
+    def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q - kv).abs() < torch.tensor(3)
+
+    assert int(ours.create_block_mask(window, None, None, 8, 8, "cpu").visible().sum()) == 34
+
+
 def test_calls_that_disagree_are_refused() -> None:
     q, k, v = qkv(kv_heads=2)
     with pytest.raises(CallError, match="enable_gqa=True lets them differ"):
