@@ -88,11 +88,10 @@ def attend_cached(call: CachedCall) -> Any:
         call, used = _with_new_keys(call, used)
     elif call.rotary_cos is not None or call.rotary_sin is not None:
         raise CallError("rotary_cos rotates new keys, and queries with them; k and v are not given")
-    in_order = call.page_table is None and call.batch_index is None and call.cu_seqlens_q is None
     options: dict[str, Any] = {
         "spec": SPEC, "softmax_scale": call.softmax_scale, "return_lse": call.return_lse, "seqused_k": used
     }  # fmt: skip
-    if in_order and call.out is None:
+    if _in_order(call):
         k, v = (cache[:batch] if cache.shape[0] > batch else cache for cache in (call.k_cache, call.v_cache))
         return attend(candidates, call.q, k, v, **options)
     if call.page_table is not None:
@@ -103,6 +102,12 @@ def attend_cached(call: CachedCall) -> Any:
         table = torch.arange(batch, dtype=torch.int32, device=call.q.device)[:, None]
     pages = Pages(table, call.cu_seqlens_q, call.max_seqlen_q, 1 if call.num_splits == 1 else None, call.out)
     return attend(candidates, call.q, call.k_cache, call.v_cache, pages=pages, **options)
+
+
+def _in_order(call: CachedCall) -> bool:
+    """Whether the cache is read as it lies, by a kernel that may share keys; else as pages."""
+    elsewhere = (call.page_table, call.batch_index, call.cu_seqlens_q, call.out)
+    return call.num_splits != 1 and all(given is None for given in elsewhere)
 
 
 def _batch(call: CachedCall) -> int:
@@ -141,7 +146,7 @@ def _lengths(call: CachedCall, batch: int) -> Tensor | None:
     if lengths is None:
         if call.k is not None:
             raise CallError("new keys need cache_seqlens, which says where they go")
-        if table is None and call.batch_index is None and call.cu_seqlens_q is None:
+        if _in_order(call):
             return None
         return torch.full((batch,), room, dtype=torch.int32, device=device)
     if isinstance(lengths, int):

@@ -7,7 +7,7 @@ torch would read the number.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,35 +18,63 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attngen.errors import CallError
 
 
 class _Gathers(TorchFunctionMode):
-    """Indexing by tensors without dimensions gathers, as FlexAttention has it."""
+    """Indexing by tensors without dimensions gathers, as FlexAttention has it.
+
+    A number as an index of what wants a gradient depends on an argument, too, so that the trace has the gather.
+    """
+
+    def __init__(self, argument: Tensor) -> None:
+        super().__init__()
+        self._argument = argument
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = index if isinstance(index, tuple) else (index,)
-            whole = len(indices) == tensor.dim() and not any(i is None or i is Ellipsis for i in indices)
-            if whole and all(isinstance(i, int) or (isinstance(i, Tensor) and not i.dim()) for i in indices):
+            numbers = all(isinstance(i, int) or (isinstance(i, Tensor) and not i.dim()) for i in indices)
+            if numbers and 0 < len(indices) <= tensor.dim():
                 gathered = [torch.as_tensor(i, device=tensor.device) for i in indices]
+                if tensor.requires_grad and not any(isinstance(i, Tensor) for i in indices):
+                    gathered = [0 * self._argument + i for i in indices]
                 return torch.ops.aten.index(tensor, gathered)
         return func(*args, **(kwargs or {}))
 
 
-class _WriteError(Exception):
-    """A function changes a tensor."""
+class _OperationError(Exception):
+    """An operation that no function of indices may have; the text says why."""
 
 
-class _ReadsOnly(TorchDispatchMode):
-    """Refuses what would change a tensor, before it does: captured tensors are the caller's."""
+class _Watch(TorchDispatchMode):
+    """Refuses operations before they run: those that change a tensor, since captured tensors are the caller's, and
+    those of captured tensors alone that want a gradient, since a trace has only their result."""
+
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._depend = {id(argument) for argument in arguments}
+        self._alive: list[Any] = []  # so that nothing else gets the identity of what depends on the arguments
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
-            raise _WriteError(str(func))
-        return func(*args, **(kwargs or {}))
+            raise _OperationError(f"it changes a tensor ({func}); a function may only compute")
+        given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        depends = any(id(leaf) in self._depend for leaf in given)
+        learned = any(leaf.requires_grad for leaf in given)
+        if learned and not depends and func is not torch.ops.aten.detach.default:
+            raise _OperationError(
+                f"it computes {func} of a captured tensor that wants a gradient, which would be lost; index the tensor "
+                "first, or compute that outside of the function"
+            )
+        result = func(*args, **(kwargs or {}))
+        if depends:
+            self._alive.append(result)
+            self._depend.update(id(leaf) for leaf in tree_leaves(result))
+        return result
 
 
 def traced(function: Callable[..., Any], kind: str, device: torch.device) -> GraphModule:
@@ -58,7 +86,7 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device) -> Gra
     samples = [torch.ones((), device=device), *indices] if kind == "score_mod" else indices
 
     def called(*arguments: Tensor) -> Any:
-        with _Gathers(), _ReadsOnly():
+        with _Gathers(arguments[-1]), _Watch(arguments):
             return function(*arguments)
 
     try:
@@ -73,8 +101,8 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device) -> Gra
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, _WriteError):
-        return f"it changes a tensor ({error}); a function may only compute"
+    if isinstance(error, _OperationError):
+        return str(error)
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "data-dependent" in str(error) or "get value out of a tracing tensor" in str(error):
         return "it decides by the value of an index, as 'if' and .item() do; torch.where says both arms"

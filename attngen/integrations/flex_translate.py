@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from attngen.errors import CallError
 from attngen.integrations.flex_trace import captured_names, line_of, refusal
@@ -107,6 +108,9 @@ class Translator:
         self._text: dict[Node, str] = {}
         self._constants: dict[Node, Tensor] = {}
         self._sources: dict[Node, frozenset[int]] = {}  # captured tensors that a node is an element of
+        self._rows: dict[
+            Node, tuple[Node, list[Any]]
+        ] = {}  # tensors of which some indices are given: row[h] of row[h][q]
 
     def expression(self) -> str:
         """Return the expression of what the function returns. Raises CallError for what cannot be said."""
@@ -115,7 +119,7 @@ class Translator:
             if node.op == "placeholder":
                 self._text[node] = inputs.pop(0)
             elif node.op == "get_attr":
-                self._constants[node] = getattr(self._graph, str(node.target))
+                self._constants[node] = node.meta["val"] = getattr(self._graph, str(node.target))
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
@@ -151,6 +155,8 @@ class Translator:
             return repr(operand) if operand >= 0 else f"(-{-operand!r})"
         if operand in self._constants:
             return self._number(operand)
+        if operand in self._rows:
+            raise self._refuse(operand, "a row of a captured tensor stands where a number belongs")
         return self._text[operand]
 
     def _number(self, node: Node) -> str:
@@ -173,10 +179,12 @@ class Translator:
     def _call(self, node: Node) -> None:
         overload = str(node.target)
         name = overload.split(".")[1] if overload.startswith("aten.") else overload
-        if name in ("lift_fresh_copy", "detach", "alias", "clone", "view", "expand", "contiguous") and (
-            node.args[0] in self._constants
-        ):
-            self._constants[node] = self._constants[node.args[0]]
+        inputs = node.all_input_nodes
+        if inputs and name != "index" and all(one in self._constants for one in inputs):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda one: self._constants[one])
+            assert callable(node.target)
+            with torch.no_grad():
+                self._constants[node] = node.target(*args, **kwargs)
             return
         own, rule = getattr(self, f"_aten_{name}", None), _RULES.get(name)
         if own is None and rule is None:
@@ -186,11 +194,15 @@ class Translator:
     def _aten_index(self, node: Node) -> str:
         tensor, indices = node.args[0], node.args[1]
         assert isinstance(indices, Sequence)
+        tensor, before = self._rows.get(tensor, (tensor, []))
         if tensor not in self._constants:
             raise self._refuse(node, "only captured tensors have indices")
-        constant = self._constants[tensor]
-        if len(indices) != constant.dim() or any(i is None for i in indices):
+        constant, indices = self._constants[tensor], [*before, *indices]
+        if len(indices) > constant.dim() or any(i is None for i in indices):
             raise self._refuse(node, f"a tensor of {constant.dim()} dimensions has {len(indices)} indices")
+        if len(indices) < constant.dim():
+            self._rows[node] = tensor, indices
+            return ""
         entry = self._captured(tensor)
         self._sources[node] = frozenset({id(constant)})
         return f"{entry.name}[{', '.join(self._index(i, n) for i, n in zip(indices, constant.shape, strict=True))}]"
@@ -212,8 +224,8 @@ class Translator:
             return True
         name = str(operand.target).split(".")[1]
         if name == "index":
-            constant = self._constants[operand.args[0]]
-            entry = self._captured(operand.args[0])
+            source, _ = self._rows.get(operand.args[0], (operand.args[0], []))
+            constant, entry = self._constants[source], self._captured(source)
             if constant.dtype.is_floating_point or constant.numel() > _MOST or not bool((constant >= 0).all()):
                 return False
             entry.least = entry.least or 0

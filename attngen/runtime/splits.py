@@ -13,7 +13,7 @@ from attngen.runtime.module import Kernel, Launch
 #: What a block of such a launch is called in manifests.
 GRID = "splits"
 
-#: Tiles of keys for which one more cluster pays: a few for each block.
+#: Tiles of keys for which one more cluster pays: those of each block that the plan calls ``least_tiles``.
 _LEAST_TILES_OF_BLOCK = 8
 
 #: Blocks that are enough to keep memory busy, and tiles of the longest sequence which are read so soon that this does

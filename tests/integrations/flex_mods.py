@@ -467,6 +467,18 @@ def penalty_across_documents(device: str) -> Pair:
 
 
 @mod
+def row_by_row(device: str) -> Pair:
+    table = numbers(HEADS, LENGTH, device=device)
+    return None, lambda s, b, h, q, kv: s + table[h][kv]
+
+
+@mod
+def learned_number(device: str) -> Pair:
+    gain = numbers(2, device=device, grad=True)
+    return None, lambda s, b, h, q, kv: s * torch.sigmoid(gain[1])
+
+
+@mod
 def gated(device: str) -> Pair:
     gate = numbers(LENGTH, device=device)
     return None, lambda s, b, h, q, kv: s * torch.sigmoid(gate[kv])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attngen.errors import CallError
-from attngen.integrations import flash_attn
+from attngen.integrations import flash_attn, flash_cache
 from tests.integrations.oracles import flash_attention
 from tests.integrations.shipped import known
 
@@ -281,6 +281,23 @@ def test_what_is_refused(options: dict[str, Any], reason: str) -> None:
 def test_what_a_cache_call_refuses(options: dict[str, Tensor], reason: str) -> None:
     with pytest.raises(CallError, match=reason):
         flash_attn.flash_attn_with_kvcache(*qkv(), **options)
+
+
+def test_one_split_of_a_cache_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that asks for it goes by pages, whose calls can say so; results are the same."""
+    asked: list[Any] = []
+    attend = flash_cache.attend
+    monkeypatch.setattr(
+        flash_cache, "attend", lambda *given, **options: asked.append(options.get("pages")) or attend(*given, **options)
+    )
+    q, k, v = qkv()
+    for lengths in (None, 7):
+        plain, one = (
+            flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, num_splits=n)
+            for n in (0, 1)
+        )
+        near(one, (plain,))
+    assert [pages and pages.num_splits for pages in asked] == [None, 1, None, 1]
 
 
 def test_half_of_a_cache_update_is_refused() -> None:

@@ -206,6 +206,36 @@ def test_a_function_that_is_refused_has_changed_nothing() -> None:
     assert not counted.any()
 
 
+@pytest.mark.parametrize("shape", [(), (HEADS,)])
+def test_a_gradient_that_would_be_lost_is_refused(shape: tuple[int, ...]) -> None:
+    gate = torch.ones(shape, requires_grad=True)
+    learned = {
+        (): lambda s, b, h, q, kv: s * torch.tanh(gate), (HEADS,): lambda s, b, h, q, kv: s * torch.tanh(gate)[h]
+    }  # fmt: skip
+    with pytest.raises(CallError, match="of a captured tensor that wants a gradient, which would be lost"):
+        ours.flex_attention(*qkv(), learned[shape])
+    constant = {
+        (): lambda s, b, h, q, kv: s * torch.tanh(gate.detach()),
+        (HEADS,): lambda s, b, h, q, kv: s * torch.tanh(gate.detach())[h],
+    }
+    assert ours.flex_attention(*qkv(), constant[shape]).requires_grad
+
+
+def test_a_row_is_no_number() -> None:
+    table = torch.ones(HEADS, LENGTH)
+    with pytest.raises(CallError, match=r"returns a tensor of shape|a row of a captured tensor"):
+        ours.flex_attention(*qkv(), lambda s, b, h, q, kv: s + table[h])
+
+
+def test_logic_of_captured_numbers() -> None:
+    on = torch.tensor(True)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.logical_and(q >= kv, on)
+
+    assert int(ours.create_block_mask(mask, None, None, 8, 8, "cpu").visible().sum()) == 36
+
+
 def test_numbers_made_inside_a_function_are_constants() -> None:
     def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q - kv).abs() < torch.tensor(3)
