@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attngen.runtime import counters
+from attngen.runtime import counters, splits
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call, bind
 from attngen.runtime.splits import Capacity, reciprocal, split_sizes
+from tests.plan.specs import planned
 from tests.runtime.support import FakeDriver, variant
 
 
@@ -145,3 +146,9 @@ def test_a_packed_group_of_any_size_is_taken(memory: FakeDriver) -> None:
     assert _against_group(made, call(heads=6, kv_heads=2)) is None
     made.split_kv = False
     assert "which 3 heads do not fill" in str(_against_group(made, call(heads=6, kv_heads=2)))
+
+
+def test_the_runtime_counts_by_the_least_share_of_the_plan() -> None:
+    """A runtime that is shipped imports no plan, so that the number stands in both."""
+    structure = planned(head_dim=128, backend="cuda", split_kv="true").structure
+    assert structure.least_tiles == splits._LEAST_TILES_OF_BLOCK
