@@ -24,7 +24,7 @@ class DType:
     torch: str
     triton: str  # as in a Triton signature; also the attribute of triton.language, save for i1/iN/uN/fpN
     triton_language: str
-    cuda: str  # bf16 and fp16 are those of templates/cuda/include/types.cuh
+    cuda: str  # bf16, fp16 and e4m3 are those of templates/cuda/include/types.cuh
     bytes: int
     kind: str
     mma: str | None = None
@@ -55,6 +55,7 @@ _ROWS = (
     DType("bf16", "bfloat16", "bf16", "bfloat16", "bf16", 2, "float", "bf16", "BFLOAT16"),
     DType("fp16", "float16", "fp16", "float16", "fp16", 2, "float", "f16", "FLOAT16"),
     DType("fp32", "float32", "fp32", "float32", "float", 4, "float", None, "FLOAT32"),
+    DType("fp8_e4m3", "float8_e4m3fn", "fp8e4nv", "float8e4nv", "e4m3", 1, "float", "e4m3", "UINT8"),
     DType("bool", "bool", "i8", "int8", "unsigned char", 1, "bool"),
     DType("int8", "int8", "i8", "int8", "signed char", 1, "int"),
     DType("uint8", "uint8", "u8", "uint8", "unsigned char", 1, "int"),
@@ -66,10 +67,19 @@ _ROWS = (
 DTYPES: dict[str, DType] = {row.name: row for row in _ROWS}
 
 #: Other spellings accepted in specs.
-ALIASES: dict[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "int": "int32"}
+ALIASES: dict[str, str] = {"fp8": "fp8_e4m3", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "int": "int32"}
+
+#: Element types of q, k and v that come with scales, and that of the output beside each.
+QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16"}
+
+#: What brings each quantized operand back to its units, as arguments of calls and kernels name it.
+DESCALES = ("q_descale", "k_descale", "v_descale")
+
+#: Element types of q, k and v that are also that of the output.
+PLAIN_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 #: Element types of q, k and v.
-ATTENTION_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
+ATTENTION_DTYPES: tuple[str, ...] = (*PLAIN_DTYPES, *QUANTIZED_DTYPES)
 
 #: Head dimensions that kernels are made for; a schedule may take fewer. Rows of 8 elements of 16 bits are the 16 bytes
 #: that descriptors and wide loads step by.
@@ -77,7 +87,7 @@ HEAD_DIM_STEP = 8
 HEAD_DIMS: tuple[int, ...] = tuple(range(HEAD_DIM_STEP, 257, HEAD_DIM_STEP))
 
 #: Element types of a variant's tensors.
-TENSOR_DTYPES: tuple[str, ...] = tuple(DTYPES)
+TENSOR_DTYPES: tuple[str, ...] = tuple(name for name in DTYPES if name not in QUANTIZED_DTYPES)
 
 #: Types of a variant's scalars.
 SCALAR_DTYPES: tuple[str, ...] = ("int32", "int64", "fp32", "bool")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from attngen.dtypes import dtype
+from attngen.dtypes import DESCALES, dtype
 from attngen.lang.variant import Variant
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan
@@ -86,6 +86,18 @@ def pointer(plan: Plan, of: str) -> Argument:
 def row_pointer(of: str) -> Argument:
     """Return the address of one float32 number for each query row."""
     return Argument(f"{of}_ptr", "pointer", "*fp32", of=of, divisibility=4)
+
+
+def descales(plan: Plan) -> Iterator[Argument]:
+    """Yield the addresses of the scales of quantized operands, one for each batch entry and KV head, and their strides;
+    nothing where operands are what they stand for."""
+    if not plan.descaled:
+        return
+    for name in DESCALES:
+        yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+    for name in DESCALES:
+        for axis in ("b", "h"):
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
 
 
 def descriptor(plan: Plan, of: str, name: str, rows: int, block: Columns, window: int | None = None) -> Argument:

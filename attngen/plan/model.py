@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from attngen.arch import ARCHES, Arch
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.bands import Heads
 from attngen.lang.variant import Variant
@@ -245,6 +246,11 @@ class Plan:
     def approximate(self) -> bool:
         """Whether functions of mask and score may be the hardware's, which are coarser than float32."""
         return self.fast_math and self.operands.out.bytes < self.operands.accumulator.bytes
+
+    @property
+    def descaled(self) -> bool:
+        """Whether q, k and v come with scales."""
+        return self.dtype_name in QUANTIZED_DTYPES
 
     @property
     def varlen(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from attngen.dtypes import REGISTER_BYTES, DType, dtype
+from attngen.dtypes import QUANTIZED_DTYPES, REGISTER_BYTES, DType, dtype
 from attngen.schema.expand import KernelSpec
 
 _WARPGROUP_ROWS_PER_THREAD = 2  # 64 rows x n columns over 128 threads: n / 2 elements of each
@@ -49,10 +49,10 @@ class Operands:
 
 def operands_of(spec: KernelSpec) -> Operands:
     """Return the dtypes of a spec's kernel; KeyError for one that attngen does not know."""
-    element = dtype(spec.dtype)
+    element, out = dtype(spec.dtype), dtype(QUANTIZED_DTYPES.get(spec.dtype, spec.dtype))
     return Operands(
-        q=element, k=element, v=element, p=element, out=element, dout=element, ds=element, dq=element, dk=element,
-        dv=element, accumulator=dtype("fp32"),
+        q=element, k=element, v=element, p=element, out=out, dout=out, ds=out, dq=out, dk=out, dv=out,
+        accumulator=dtype("fp32"),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attngen.arch import Arch
-from attngen.dtypes import ATTENTION_DTYPES
+from attngen.dtypes import PLAIN_DTYPES
 from attngen.plan.choices import check_head_dims, refuse
 from attngen.schema.expand import KernelSpec
 
@@ -13,8 +13,8 @@ LABELS = {"descriptor": "tma", "pointer": "ptr"}
 
 def loads_of(spec: KernelSpec, arch: Arch) -> str:
     """Return through what a kernel loads, a descriptor if it can; PlanError for what Triton kernels cannot do."""
-    if spec.dtype not in ATTENTION_DTYPES:
-        raise refuse(spec, "dtype", f"{spec.dtype} kernels do not exist yet; allowed: {', '.join(ATTENTION_DTYPES)}")
+    if spec.dtype not in PLAIN_DTYPES:
+        raise refuse(spec, "dtype", f"Triton kernels take {', '.join(PLAIN_DTYPES)}, not {spec.dtype}")
     if spec.softmax not in (None, "exact_max"):
         raise refuse(spec, "softmax", f"'{spec.softmax}' does not exist in Triton kernels; allowed: exact_max")
     if spec.roles:

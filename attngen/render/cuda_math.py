@@ -33,6 +33,7 @@ from attngen.render.cuda_statements import (
     constant,
     int_constant,
     int_constants,
+    log2_scale,
     number_queries,
     words_of_map,
     words_of_votes,
@@ -41,6 +42,7 @@ from attngen.render.expressions import (
     CUDA,
     KEYS,
     KV_FIRST,
+    LOGIT_SCALE,
     QUERIES,
     SEQLEN_K,
     Along,
@@ -147,7 +149,7 @@ def logits(plan: Plan) -> Logits:
             multiplier = scored.results[1]
     statements = list(work)
     if variant.score is None:
-        statements.insert(0, SCALE)
+        statements.insert(0, log2_scale(LOGIT_SCALE) if plan.descaled else SCALE)
     elif not _is_leaf(multiplier):
         statements.append(constant("float", "scale_log2e", multiplier))
         multiplier = leaf("scale_log2e")

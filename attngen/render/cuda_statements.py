@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from attngen.lang.statements import Piece, Statement, joined, statement, written
 
-#: Units of log2 where the score is the scaled product.
-SCALE = statement("const float scale_log2e = {softmax_scale} * kLog2e;", declares="scale_log2e", type="float")
 _TILE_MAP = "const int* tile_map = {tile_map_ptr} + {b} * {stride_tile_map_b} + {h} * {stride_tile_map_h} + {};"
 
 
@@ -16,6 +14,15 @@ def constant(kind: str, name: str, value: Piece | str, *, comment: str = "") -> 
     value = written(value) if isinstance(value, str) else value
     behind = f"  // {comment}" if comment else ""
     return statement(f"const {kind} {name} = {{}};{behind}", value, declares=name, type=kind)
+
+
+def log2_scale(scale: str) -> Statement:
+    """Return what leads to units of log2 where the score is the product times ``scale``."""
+    return statement(f"const float scale_log2e = {{{scale}}} * kLog2e;", declares="scale_log2e", type="float")
+
+
+#: The same where nothing else stands between products and logits.
+SCALE = log2_scale("softmax_scale")
 
 
 def int_constant(name: str, value: Piece | str, *, comment: str = "") -> Statement:

@@ -10,7 +10,7 @@ from typing import Literal
 from attngen.lang.bands import Bands, Interval
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.facts import KV_START, Q_START, Facts
-from attngen.lang.folding import LOG2E
+from attngen.lang.folding import LOG2E, SOFTMAX_SCALE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, own, spelled, tensors
 from attngen.lang.languages import Target
@@ -73,6 +73,9 @@ TRITON = Language(
 CUDA = Language(Target.CUDA, "kBlockM", "kBlockN", "kLog2e", lambda value: written("static_cast<int>({})", value))
 
 
+#: What the products of quantized operands are multiplied by: the softmax scale, and those of Q and K.
+LOGIT_SCALE = "logit_scale"
+
 #: Lengths that may be 0 while a block is at work, by the axis along which it goes.
 _LENGTHS = {"kv": ("seqlen_k",), "q": ("seqlen_q", "seqlen_k")}
 
@@ -81,6 +84,8 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
     """Return the bindings of what is the same for a whole block."""
     plain = ("b", "h", "hk", "heads", "kv_heads", "seqlen_q", "seqlen_k", "total_q", "total_k", "softmax_scale")
     bound = {name: Binding(name) for name in plain}
+    if plan.descaled:
+        bound[SOFTMAX_SCALE.name] = Binding(LOGIT_SCALE)
     bound[LOG2E.name] = Binding(language.log2e)
     for tensor in plan.variant.tensors:  # an extent that nobody declares is what the first tensor that names it has
         for axis, extent in enumerate(tensor.shape):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import RNG_STATE
@@ -33,6 +34,13 @@ ATTENTION_DTYPES: dict[torch.dtype, str] = {
 
 #: The same the other way round.
 TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION_DTYPES.items()}
+
+
+def out_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the output of a call whose q has ``dtype``: the same, or what goes with a quantized one."""
+    name = ATTENTION_DTYPES.get(dtype)
+    return TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
+
 
 LAYOUTS = ("bshd", "bhsd")
 #: Orders of the axes of a cache: (pages, page_size, kv_heads, head_dim) or (pages, kv_heads, page_size, head_dim).
@@ -157,6 +165,7 @@ class Call:
     num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
     split_size: int = 0  # keys of each; 0: the kernel's choice
     out: View | None = None  # of a result that the caller allocated
+    descales: dict[str, torch.Tensor] = field(default_factory=dict)  # of quantized q, k and v, (batch, kv_heads)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Number] = field(default_factory=dict)
     extents: dict[str, int] = field(default_factory=dict)
@@ -171,14 +180,20 @@ class Call:
     def without_tensors(self) -> Call:
         """Return the same call without what it was called with, so that a cache keeps no memory alive."""
         return replace(
-            self, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, tensors={}, scalars={}
-        )
+            self, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, descales={}, tensors={},
+            scalars={},
+        )  # fmt: skip
 
     def with_tensors(
         self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Number], cu_seqlens_q: torch.Tensor | None
     ) -> Call:
         """Return a call without tensors with those of another one, which fit it."""
         return replace(self, tensors=dict(tensors), scalars=dict(scalars), cu_seqlens_q=cu_seqlens_q)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of the output: that of q, or what goes with it if q is quantized."""
+        return out_dtype_of(TORCH_DTYPES[self.dtype])
 
     @property
     def ragged(self) -> bool:

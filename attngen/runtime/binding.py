@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
-from attngen.dtypes import HEAD_DIMS
+from attngen.dtypes import DESCALES, HEAD_DIMS
 from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime.arguments import ATTENTION_DTYPES, Call, Packing, bind
+from attngen.runtime.descales import check_descales
 from attngen.runtime.given import Given
 from attngen.runtime.paging import Paging, bind_paged
 from attngen.runtime.registry import Found, registry
@@ -71,6 +72,7 @@ def bind_call(given: Given) -> tuple[Call, Found]:
         if given.form == "varlen":
             packing = Packing(given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
         call = bind(found.variant, q, k, v, packing, layout=given.layout, **settings)
+    call.descales = check_descales(call, {name: getattr(given, name) for name in DESCALES})
     if call.device.type == "cpu":
         debugging.check_lengths(call)
     return call, found

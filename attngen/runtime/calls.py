@@ -28,6 +28,9 @@ def attention(
     package: str | None = None,
     tile_map: TileMap | None = None,
     deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
@@ -41,6 +44,10 @@ def attention(
     With ``deterministic`` its gradients have the same bits on every run, as under
     ``torch.use_deterministic_algorithms``; the output has them in any case.
 
+    Quantized q, k and v (float8_e4m3fn) come with ``q_descale``, ``k_descale`` and ``v_descale``, float32 of shape ()
+    or (batch, kv_heads): what an element stands for is the element times its scale, and query heads share that of
+    their KV head. The output is bfloat16. ``attngen.quantize`` makes such tensors and scales.
+
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
 
@@ -53,8 +60,8 @@ def attention(
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
     given = make(Given, (
-        q, k, v, seqused_k, None, None, None, None, arguments, tile_map, variant, softmax_scale, return_lse,
-        deterministic, "dense", layout, backend, package, None, None, None, None,
+        q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
+        softmax_scale, return_lse, deterministic, "dense", layout, backend, package, None, None, None, None,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 
@@ -76,6 +83,9 @@ def attention_varlen(
     package: str | None = None,
     tile_map: TileMap | None = None,
     deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for sequences packed one after the other: q (total_q, heads, head_dim), k and v (total_k, …).
@@ -88,8 +98,8 @@ def attention_varlen(
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
     given = make(Given, (
-        q, k, v, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments, tile_map, variant, softmax_scale,
-        return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q, max_seqlen_k, None, None,
+        q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments, tile_map,
+        variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q, max_seqlen_k, None, None,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 
@@ -146,7 +156,7 @@ def attention_paged(
     ``attention`` does, and CallError where a gradient is wanted and a kernel would run: the reference has gradients.
     """
     given = make(Given, (
-        q, k_pages, v_pages, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant, softmax_scale,
+        q, k_pages, v_pages, None, None, None, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant, softmax_scale,
         return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None, num_splits, split_size,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)

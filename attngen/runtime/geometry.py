@@ -218,6 +218,8 @@ class Geometry:
             return 0 if one else seen.stride(name)
         if of == "lse":
             return self._lse_stride(str(axis))
+        if of in self.call.descales:
+            return self.call.descales[of].stride(("b", "h").index(str(axis)))
         if of == "page_table" and self.call.page_table is not None:
             return self.call.page_table.stride(0)
         if of == "tile_map" and self.map is not None:

@@ -25,6 +25,9 @@ class Given(NamedTuple):
     q: Any
     k: Any  # of a paged call the pages of keys, and those of values
     v: Any
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
     seqused_k: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None

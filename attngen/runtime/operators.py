@@ -19,7 +19,7 @@ from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime import dispatch, paged_operators, training
-from attngen.runtime.arguments import hint_for
+from attngen.runtime.arguments import hint_for, out_dtype_of
 from attngen.runtime.dropout import check_rate, draw
 from attngen.runtime.given import Given
 from attngen.runtime.paged_operators import INTO
@@ -104,7 +104,7 @@ class _Calls:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
         given = self.given(arguments)
         q = given.q
-        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]))
+        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype))
         lse_shape: tuple[int, ...]
         if given.form == "varlen":
             lse_shape = (q.shape[1], q.shape[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.addresses import LSE, OUT
-from attngen.runtime.arguments import TORCH_DTYPES, Call, Number, default_scale, softmax_scale_of
+from attngen.runtime.arguments import Call, Number, default_scale, softmax_scale_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.given import Given
 from attngen.runtime.launch import PreparedLaunch, PreparedLaunches, laid_out
@@ -70,7 +70,7 @@ class PreparedCall:
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
         self.sinks_only = kernel is None and call.return_lse and call.variant.sink is not None
         self._device, self._scale = call.device, default_scale(call.head_dim_qk)
-        self._dtype = TORCH_DTYPES[call.dtype]
+        self._dtype = call.out_dtype
         self.scalars = Scalars(call)
         self._call = call.without_tensors()
         self._launch: PreparedLaunches | None = None
@@ -80,7 +80,7 @@ class PreparedCall:
         self._workspace_words = 0
         if kernel is None:
             return
-        self._like_q = call.q == call.out_view()
+        self._like_q = call.q == call.out_view() and not call.descales
         self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
         self._enqueue = launch.direct or launch
         self._map_shape = next(iter(launch.maps.values()), None)

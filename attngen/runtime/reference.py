@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from attngen.lang.eager import evaluate
 from attngen.lang.variant import Variant
 from attngen.runtime.anchor import with_zero_gradients
 from attngen.runtime.arguments import Call
+from attngen.runtime.descales import dequantized
 from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.sinks import sinks
 
@@ -54,9 +55,11 @@ def reference(
     load out of extent that nothing guards.
     """
     compute = compute or (torch.float64 if q.dtype == torch.float64 else torch.float32)
-    out_dtype = torch.float64 if compute == torch.float64 else q.dtype
+    out_dtype = torch.float64 if compute == torch.float64 else call.out_dtype
     outs, lses = [], []
     for sequence in _sequences(call, q, k, v):
+        if call.descales:
+            sequence = _dequantized(call, sequence, compute)
         out, lse = _attend(call, sequence, compute)
         outs.append(out.to(out_dtype))
         lses.append(lse)
@@ -64,6 +67,12 @@ def reference(
     out, lse = join(call, q, outs, lses, out_dtype, compute)
     out, anchored = with_zero_gradients(out, lse, (q, k, v, *call.tensors.values()))
     return out, lse if anchored is None else anchored
+
+
+def _dequantized(call: Call, sequence: OneSequence, compute: torch.dtype) -> OneSequence:
+    """Return a sequence with what its quantized elements stand for."""
+    in_units = {name: dequantized(call, name, getattr(sequence, name), sequence.index, compute) for name in "qkv"}
+    return replace(sequence, **in_units)
 
 
 def lengths(call: Call) -> list[tuple[int, int, int, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attngen.dtypes import DESCALES
 from attngen.lang.variant import Variant
 from attngen.runtime.given import Given
 from attngen.runtime.tile_map import TileMap
@@ -26,9 +27,10 @@ LEADING = {
         "Tensor? cu_seqlens_q", "SymInt? max_seqlen_q",
     ),
 }  # fmt: skip
+_DESCALES = tuple(f"Tensor? {name}=None" for name in DESCALES)
 _TRAILING = (
     "float? softmax_scale", "Tensor? seqused_k", "Tensor? tile_map", "str layout", "str? backend",
-    "bool deterministic=False",
+    "bool deterministic=False", *_DESCALES,
 )  # fmt: skip
 TRAILING = {
     "dense": _TRAILING,

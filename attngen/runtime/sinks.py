@@ -77,7 +77,7 @@ def _gradients_of_heads(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
 
 def without_keys(call: Call) -> tuple[Tensor, Tensor]:
     """Return out and the log-sum-exp of a call that has queries and no keys, which a sink makes: 0, and the sink."""
-    out = torch.zeros(call.out_shape(), dtype=TORCH_DTYPES[call.dtype], device=call.device)
+    out = torch.zeros(call.out_shape(), dtype=call.out_dtype, device=call.device)
     sink = sinks_of_kernels(call, call.tensors, call.scalars)
     if call.order == "thd" and call.batch:
         return out, sink[_sequences_of_rows(call)[0]].T.contiguous()

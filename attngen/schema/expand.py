@@ -324,7 +324,7 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 
 def _element_bytes(dtype: str) -> int:
-    return DTYPES[dtype].bytes if dtype in DTYPES else 1  # fp8, which no tensor of a variant has
+    return DTYPES[dtype].bytes
 
 
 def _roles(warps: WarpsModel) -> Roles | None:

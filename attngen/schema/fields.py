@@ -80,8 +80,7 @@ def _dtype_choice(allowed: tuple[str, ...]) -> Choice:
 
 
 ArchName = Annotated[str, Choice(tuple(arch.ARCHES))]
-#: fp8 (e4m3) is a legal thing to ask for; the plan says whether it can be built.
-AttentionDType = Annotated[str, _dtype_choice((*dtypes.ATTENTION_DTYPES, "fp8"))]
+AttentionDType = Annotated[str, _dtype_choice(dtypes.ATTENTION_DTYPES)]
 TensorDType = Annotated[str, _dtype_choice(dtypes.TENSOR_DTYPES)]
 ScalarDType = Annotated[str, _dtype_choice(dtypes.SCALAR_DTYPES)]
 

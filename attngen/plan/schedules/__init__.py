@@ -13,6 +13,7 @@ from attngen.plan.schedules import (
     hopper_cluster,
     hopper_decode,
     hopper_forward,
+    hopper_fp8,
     hopper_unified,
     triton_backward,
     triton_forward,
@@ -21,6 +22,7 @@ from attngen.schema.expand import KernelSpec
 
 #: In the order in which they are asked: the fastest first (docs/performance.md has the figures).
 _ROWS: list[Schedule] = [
+    hopper_fp8.SCHEDULE,
     hopper_forward.SCHEDULE,
     hopper_unified.SCHEDULE,
     hopper_decode.SCHEDULE,

@@ -13,7 +13,7 @@ WORK_BYTES = 320
 _TILE_INFO_BYTES = 4
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("q", "k", "v", "out", "work", "barriers", "tile_info")
+_ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_info")
 
 
 def forward_pipes(
@@ -37,6 +37,8 @@ def forward_pipes(
     told = ", and what each consumer does with it is written" if roles.specialized else ""
     scheduler = roles.consumers + 1 if driver == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
+    if roles.transposes:
+        others += " and the transposer"
     q = Ring(
         "q", roles.q_stages, by_q, each,
         guards="a tile of Q stays until it is multiplied with every tile of K of its tile of work",
@@ -55,21 +57,35 @@ def forward_pipes(
         empty=Signal(consumers, each, f"{done} K"),
         stored=(("k", tile_n * qk * operands.k.bytes), *tile_info),
     )  # fmt: skip
+    v_bytes, v_rows = tile_n * v * operands.v.bytes, []
+    landed = Signal(1, by_v, "a tile of V has landed", bytes=True)
+    if roles.transposes:
+        by_rows, by_v = by_v, "the transposer"
+        v_rows.append(
+            Ring(
+                "v_rows", stages, by_rows, by_v,
+                guards="a tile of V as it lies in memory, a row for each key, stays until it is transposed",
+                full=landed,
+                empty=Signal(1, by_v, "a tile of V has been read"),
+                stored=(("v_rows", v_bytes),),
+            )  # fmt: skip
+        )
+        landed = Signal(1, by_v, "a tile of V is written, a row for each column")
     of_v = Ring(
-        "v", stages, by_v, each,
+        "v", roles.v_stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step after K",
-        full=Signal(1, by_v, "a tile of V has landed", bytes=True),
+        full=landed,
         empty=Signal(consumers, each, f"{done} V"),
-        stored=(("v", tile_n * v * operands.v.bytes),),
+        stored=(("v", v_bytes),),
     )  # fmt: skip
     work = Ring(
-        "work", _SLOTS, "the scheduler", f"the consumers and {'all' if roles.value_loader else 'both'} loaders",
+        "work", _SLOTS, "the scheduler", _readers_of_work(roles),
         guards=f"the record of a tile of work stays until all have read it; {by_k} need not say so: the "
         "scheduler takes another tile after its request, which follows its read, and a block with one tile has a stage "
         "for each record",
         full=Signal(scheduler, "the scheduler's lanes that write the record", "a record is written"),
         empty=Signal(
-            warps * consumers + 1 + roles.value_loader, f"each warp of the consumers, and {others}",
+            warps * consumers + 1 + roles.value_loader + roles.transposes, f"each warp of the consumers, and {others}",
             f"the warps of consumers, and {others}, have read a record",
         ),
         stored=(("work", WORK_BYTES),),
@@ -80,7 +96,7 @@ def forward_pipes(
         Signal(1, by_k, "the loader nears the end of a tile of work: the scheduler may take the next one"),
     )
     return Pipes(
-        (q, k, of_v, *([work] if roles.specialized else []), *([asked] if roles.persistent else [])),
+        (q, k, *v_rows, of_v, *([work] if roles.specialized else []), *([asked] if roles.persistent else [])),
         named=_named(roles, each),
         roles=roles.warp_roles,
         order=_ORDER,
@@ -112,12 +128,22 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
     return tuple(found)
 
 
-def forward_roles(consumers: int, producer: int, consumer: int, *, value_loader: bool = False) -> tuple[Role, ...]:
+def _readers_of_work(roles: HopperForward) -> str:
+    """Return who reads the record of a tile of work, in words."""
+    loaders = f"{'all' if roles.value_loader else 'both'} loaders"
+    return f"the consumers, {loaders} and the transposer" if roles.transposes else f"the consumers and {loaders}"
+
+
+def forward_roles(
+    consumers: int, producer: int, consumer: int, *, value_loader: bool = False, transposes: bool = False
+) -> tuple[Role, ...]:
     """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
-    producer's, of which the last has nothing to do unless it is a loader of V."""
+    producer's, of which the last has nothing to do unless it is a loader of V or turns it."""
     first, producers = WARPGROUP * consumers, ["scheduler", "loader", "query_loader"]
     if value_loader:
         producers.append("value_loader")
+    if transposes:
+        producers.append("transposer")
     alone = (Role(name, first + i, 1, producer) for i, name in enumerate(producers))
     return Role("consumers", 0, first, consumer), *alone
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from attngen.arch import Arch
-from attngen.dtypes import SWIZZLE_BYTES, DType
+from attngen.dtypes import QUANTIZED_DTYPES, SWIZZLE_BYTES, DType
 from attngen.errors import PlanError
 from attngen.lang.simplify import TRUE
 from attngen.plan import arguments
@@ -48,7 +48,7 @@ _TILE_TIMES = {1: 1.0, 2: 1.25, 3: 1.75}
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class Choice:
     """What kernels of a family get, up to ``head_dim``."""
 
     family: str
@@ -63,24 +63,34 @@ class _Choice:
 #: three consumers hide better than two; a "listed" mask loads a value for each key; a "window" is light and ends on the
 #: left, so that small tiles save much. Measured on an H200 where docs/performance.md says so; the rest follows from
 #: budgets.
-_TABLE = (
-    _Choice("light", 64, 3, 128, "pingpong"),
-    _Choice("gather", 128, 2, 64, "pingpong"),
-    _Choice("gather", 256, 2, 32, "pingpong"),
-    _Choice("score", 128, 3, 64, "pingpong"),
-    _Choice("listed", 128, 3, 64, "pingpong"),
-    _Choice("window", 128, 3, 64, "pingpong"),
-    _Choice("any", 128, 2, 128, "pingpong"),
-    _Choice("any", 192, 2, 96, "pingpong"),
-    _Choice("any", 256, 2, 64, "pingpong"),
+TABLE = (
+    Choice("light", 64, 3, 128, "pingpong"),
+    Choice("gather", 128, 2, 64, "pingpong"),
+    Choice("gather", 256, 2, 32, "pingpong"),
+    Choice("score", 128, 3, 64, "pingpong"),
+    Choice("listed", 128, 3, 64, "pingpong"),
+    Choice("window", 128, 3, 64, "pingpong"),
+    Choice("any", 128, 2, 128, "pingpong"),
+    Choice("any", 192, 2, 96, "pingpong"),
+    Choice("any", 256, 2, 64, "pingpong"),
 )
 
 #: Keys of a tile that are tried where those of the table take too many registers, or too much memory.
 _FEWER_KEYS = (64, 32, 16)
 
-#: Sum of a lane's probabilities that asks for a new reference: far below the largest float16, and below float32's
-#: square root for the sake of the sums.
-_REDO_ABOVE = {"bf16": "0x1p40f", "fp16": "0x1p14f"}
+
+@dataclass(frozen=True, slots=True)
+class Probabilities:
+    """How P stays within its dtype: the sum of a lane's probabilities that asks for a new reference, the growth of the
+    running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set."""
+
+    redo_above: str
+    raise_above: str = "8.0f"
+    peak: int = 0
+
+
+#: Sums stay far below the largest float16, and below float32's square root for their own sake.
+PROBABILITIES = {"bf16": Probabilities("0x1p40f"), "fp16": Probabilities("0x1p14f")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +109,8 @@ class Form:
 
     ``check`` refuses what the roles of a spec and the driver of its tiles do not allow. ``warp_roles`` returns the
     roles with their registers, for a number of consumers, keys of a tile and columns of V. ``products`` counts the
-    wgmma instructions of a kernel, from those of one Q K^T and of one P V.
+    wgmma instructions of a kernel, from those of one Q K^T and of one P V. ``numbers`` says by dtype how probabilities
+    are kept within it. ``transposes``: V has to be turned before its product.
     """
 
     schedule: str
@@ -108,6 +119,9 @@ class Form:
     check: Callable[[KernelSpec, Roles, str], None]
     warp_roles: Callable[[KernelSpec, Roles, int, int, int], tuple[Role, ...]]
     products: Callable[[HopperForward, int, int], int]
+    numbers: Mapping[str, Probabilities]
+    table: tuple[Choice, ...]
+    transposes: bool = False
 
 
 def widths(head_dim: int, element: DType, parts: int = 1) -> Columns:
@@ -134,7 +148,7 @@ def widest_box(*row_bytes: int) -> int:
 
 def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     """Return the plan of a Hopper forward of that form."""
-    if refused := refusal(spec, arch):
+    if refused := refusal(spec, arch, form.numbers):
         raise refused
     if spec.softmax_scale is not None:
         raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
@@ -208,7 +222,7 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n),
         boxes("v", plan.tile_n, window=plan.tile_n), *staged, arguments.pointer(plan, "out"),
-        arguments.row_pointer("lse"),
+        arguments.row_pointer("lse"), *arguments.descales(plan),
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="q_tiles", strided=("out",), promised=False, counted=roles.persistent,
@@ -222,7 +236,7 @@ def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
     return form.products(roles, qk, pv)
 
 
-def _products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
+def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
     """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
     in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
     Q K^T of its own."""
@@ -236,8 +250,9 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     """
     qk, v = (columns.width for columns in _widths(spec, operands_of(spec)))
     families = _families(spec)
-    choice = next(row for row in _TABLE if row.family in families and max(qk, v) <= row.head_dim)
-    fewer = [n for n in _FEWER_KEYS if n < choice.tile_n] if spec.roles and not spec.tile_n else []
+    choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
+    step = _key_step(operands_of(spec))
+    fewer = [n for n in _FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
     *larger, least = spec.tile_n or choice.tile_n, *fewer
     for tile_n in larger:
         with suppress(PlanError):
@@ -245,7 +260,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     return _tile(spec, arch, driver, form, choice, least)
 
 
-def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice, tile_n: int) -> HopperTile:
+def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int) -> HopperTile:
     """Return the tile of ``tile_n`` keys."""
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "p")
@@ -253,7 +268,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
-    step = max(_LEAST_KEYS, element.mma_k)
+    step = _key_step(operands)
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
         raise refuse(spec, "tile.n", f"{tile_n} is no multiple of {step} from {step} to 256; nearest: {nearest}")
@@ -267,7 +282,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * element.bytes, v * element.bytes)
-    softmax = spec.softmax or _SOFTMAXES[0]
+    softmax, numbers = spec.softmax or _SOFTMAXES[0], form.numbers[spec.dtype]
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -284,8 +299,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: _Choice
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
         value_loader=_is_paged(spec),  # pages take many small copies
-        redo_above=_REDO_ABOVE[spec.dtype],
+        transposes=form.transposes,
+        v_stages=stages,
+        redo_above=numbers.redo_above,
         redo_growth="4.0f",
+        raise_above=numbers.raise_above,
+        peak=numbers.peak,
         softmax=softmax,
         shared=(),
     )
@@ -299,7 +318,8 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     narrower tiles, then fewer consumers, which have more registers each, then probabilities that wait for V."""
     given, most = spec.roles or Roles(), first.structure.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
-    narrower = [n for n in _FEWER_KEYS if n < first.tile_n] if spec.tile_n is None else []
+    step = _key_step(first.operands)
+    narrower = [n for n in _FEWER_KEYS if n < first.tile_n and n % step == 0] if spec.tile_n is None else []
     tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
     if not fixed:
         tiles += [(n_consumers, n) for n_consumers in range(most - 1, 0, -1) for n in (first.tile_n, *narrower)]
@@ -327,12 +347,17 @@ def _families(spec: KernelSpec) -> frozenset[str]:
     return frozenset(found)
 
 
-def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
-    """Return why the schedule cannot serve a spec at all, or None."""
+def _key_step(operands: Operands) -> int:
+    """Return what the keys of a tile are a multiple of; those of 8 bits become rows of whole copies."""
+    return BOX_BYTES[-1] if operands.p.bytes == 1 else max(_LEAST_KEYS, operands.p.mma_k)
+
+
+def refusal(spec: KernelSpec, arch: Arch, numbers: Mapping[str, Probabilities]) -> PlanError | None:
+    """Return why a schedule cannot serve a spec at all, or None."""
     if not arch.wgmma:
         return refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
-    if spec.dtype not in _REDO_ABOVE:
-        return refuse(spec, "dtype", f"cuda kernels take {' and '.join(_REDO_ABOVE)}, not {spec.dtype}")
+    if spec.dtype not in numbers:
+        return refuse(spec, "dtype", f"cuda kernels take {' and '.join(numbers)}, not {spec.dtype}")
     if spec.loads == "pointer":
         return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
     if spec.alignment not in (None, 16):
@@ -346,7 +371,7 @@ def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
+def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
     """Return the number of consumers, which the rows of the tile and the roles must agree on."""
     if roles.producer not in (None, 0, 1):
         raise refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 0, 1")
@@ -370,7 +395,9 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: _Choice) -> int:
     return consumers
 
 
-def _warp_roles(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[Role, ...]:
+def warp_roles(
+    spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int, *, transposes: bool = False
+) -> tuple[Role, ...]:
     """Return the roles with the registers per thread of the producer and of a consumer."""
     default = _REGISTERS[consumers]
     busy = _searches(spec) or spec.pack_gqa is True
@@ -399,7 +426,7 @@ def _warp_roles(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, wid
             f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
             f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
         )
-    return forward_roles(consumers, producer, consumer, value_loader=_is_paged(spec))
+    return forward_roles(consumers, producer, consumer, value_loader=_is_paged(spec), transposes=transposes)
 
 
 def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:
@@ -445,12 +472,17 @@ def _with_memory(
     v: int,
     operands: Operands,
 ) -> HopperForward:
-    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
+    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O, then one
+    tile of V that is ready beside those that are to be transposed."""
     box = draft.box_bytes // operands.out.bytes
     parts = [columns for columns in (v // 2, 64, 32) if columns % box == 0 and v % columns == 0]
-    choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
-    for q_stages, out_columns in choices:
-        roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
+    choices = [(2, v, stages), (1, v, stages), *((1, columns, stages) for columns in parts)]
+    if not draft.specialized:
+        choices = choices[1:2]
+    if draft.transposes:
+        choices += [(1, columns, 1) for columns in (v, *parts)]
+    for q_stages, out_columns, v_stages in choices:
+        roles = replace(draft, q_stages=q_stages, out_columns=out_columns, v_stages=v_stages)
         pipes = forward_pipes(
             roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands
         )
@@ -481,8 +513,10 @@ FORM = Form(
     label="wgmma",
     specialized=True,
     check=lambda spec, roles, driver: None,
-    warp_roles=_warp_roles,
-    products=_products_with_roles,
+    warp_roles=warp_roles,
+    products=products_with_roles,
+    numbers=PROBABILITIES,
+    table=TABLE,
 )
 
 SCHEDULE = Schedule(
@@ -492,7 +526,7 @@ SCHEDULE = Schedule(
     template="cuda/forward/kernel.cu.j2",
     view="attngen.render.views.hopper_forward:cuda_view",
     supports=lambda arch: arch.wgmma,
-    suits=lambda spec: spec.roles is None or spec.roles.producer != 0,
+    suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES and (spec.roles is None or spec.roles.producer != 0),
     plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,
     keep_promises=keep_promises,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.plan.choices import refuse
 from attngen.plan.model import Role
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import alike, forward_pipes_of
 from attngen.plan.schedules.hopper_forward import (
+    PROBABILITIES,
+    TABLE,
     Form,
     alternatives,
     check_registers,
@@ -50,6 +53,8 @@ FORM = Form(
     check=_check,
     warp_roles=_warp_roles,
     products=lambda roles, qk, pv: 2 * qk + 2 * pv,  # the first tile and the loop; the loop and after it
+    numbers=PROBABILITIES,
+    table=TABLE,
 )
 
 SCHEDULE = Schedule(
@@ -59,7 +64,7 @@ SCHEDULE = Schedule(
     template="cuda/forward/unified.cu.j2",
     view="attngen.render.views.hopper_unified:unified_view",
     supports=lambda arch: arch.wgmma,
-    suits=lambda spec: spec.roles is not None and spec.roles.producer == 0,
+    suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES and spec.roles is not None and spec.roles.producer == 0,
     plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,
     keep_promises=keep_promises,

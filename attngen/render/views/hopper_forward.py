@@ -11,15 +11,17 @@ from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
+from attngen.plan.schedules.hopper_forward import widest_box
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
+from attngen.render.cuda_statements import constant as constant_of
 from attngen.render.cuda_statements import int_constant
-from attngen.render.expressions import CUDA, in_product
+from attngen.render.expressions import CUDA, LOGIT_SCALE, in_product
 from attngen.render.header import argument_groups, command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 
 _REGION_TEXTS = {
-    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
+    "v_rows": "V as it lies in memory, a tile per stage", "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
@@ -66,6 +68,10 @@ class CudaView:
     padding_v: str
     regions: tuple[RegionView, ...]
     swizzle: int
+    v_box_bytes: int
+    v_swizzle: int
+    loaded_v: str
+    loaded_ring: str
     region_bytes: Mapping[str, int]
     pipes: PipesView
     tile_bits: int
@@ -137,6 +143,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
     kv_first = f"{tile} * kBlockN + 2 * (lane % 4)"
+    v_box = widest_box(plan.tile_n * plan.operands.v.bytes) if hopper.transposes else hopper.box_bytes
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     return CudaView(
         template=template,
@@ -153,6 +160,10 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
             for region in hopper.shared
         ),
         swizzle=SWIZZLES[hopper.box_bytes],
+        v_box_bytes=v_box,
+        v_swizzle=SWIZZLES[v_box],
+        loaded_v="kVRows" if hopper.transposes else "kV",
+        loaded_ring="VRowsRing" if hopper.transposes else "VRing",
         region_bytes={region.name: region.bytes for region in hopper.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
         tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
@@ -257,6 +268,8 @@ def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str
 def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
     """Return the statements that name what expressions read of a tile of work, before those of their ``own``."""
     lines = [int_constant("seqlen_k", "{work.seqlen_k}")]
+    if plan.descaled:
+        lines.append(constant_of("float", LOGIT_SCALE, "{scales.logit}"))
     if plan.ragged_queries and "seqlen_q" in read:
         lines.append(int_constant("seqlen_q", "{work.seqlen_q}"))
     own_head, other_head = ("hk", "h") if plan.pack_gqa else ("h", "hk")

@@ -1,9 +1,10 @@
-// Matrix products of a warp (PTX ISA, "mma.m16n8k16" and "ldmatrix").
+// Matrix products of a warp (PTX ISA, "mma.m16n8k16").
 //
 // D (16 x 8, float32) += A (16 x 16) * B (16 x 8). A lane holds four elements of D: element i of lane l is row
 // l / 4 + 8 * (i / 2), column 2 * (l % 4) + i % 2. So D of two products side by side is A of the next one, once packed.
 #pragma once
 
+#include "ldmatrix.cuh"
 #include "types.cuh"
 
 constexpr int kMmaN = 8, kMmaK = 16;
@@ -23,22 +24,3 @@ __device__ __forceinline__ void multiply(float* d, const uint32_t* a, uint32_t b
 
 DEFINE_MULTIPLY(bf16, "bf16")
 DEFINE_MULTIPLY(fp16, "f16")
-
-// Four 8 x 8 blocks of 16-bit elements: lane l gives the address of row l % 8 of block l / 8, and gets two elements of
-// row l / 4 of each.
-__device__ __forceinline__ void load_blocks(uint32_t (&blocks)[4], uint32_t from) {
-  asm volatile(
-      "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
-      : "r"(from)
-      : "memory");
-}
-
-// The same, each block transposed.
-__device__ __forceinline__ void load_blocks_transposed(uint32_t (&blocks)[4], uint32_t from) {
-  asm volatile(
-      "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
-      : "r"(from)
-      : "memory");
-}

@@ -37,10 +37,12 @@ __device__ __forceinline__ void find_maximum(const float (&s)[kCount], float sca
 }
 
 // Raises the references to the running max, and returns in `alpha` = exp2(old - new) what rescales O and the row sum.
+// With `kPeak` they stay that much below it: P of the largest logit is 2^kPeak.
+template <int kPeak = 0>
 __device__ __forceinline__ void raise_reference(const float (&maximum)[2], float (&reference)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const float raised = fmaxf(reference[row], maximum[row]);
+    const float raised = fmaxf(reference[row], kPeak == 0 ? maximum[row] : maximum[row] - kPeak);
     alpha[row] = exp2_approx(reference[row] - raised);
     reference[row] = raised;
   }
@@ -69,6 +71,26 @@ __device__ __forceinline__ void exponentiate(
     const float high = exp2_approx(fmaf(s[i + 1], scale, -reference[row_of(i)]));
     sum[row_of(i)] += low + high;
     p[i / 2] = pack<Element>(low, high);
+  }
+}
+
+// The same in 8 bits. A register holds the two columns of a lane in one block of 8, and those in the next: V has its keys
+// in that order (transpose.cuh).
+template <typename Element, int kCount>
+__device__ __forceinline__ void exponentiate(
+    const float (&s)[kCount], float scale, const float (&reference)[2], uint32_t (&p)[kCount / 4], float (&sum)[2]) {
+  static_assert(sizeof(Element) == 1);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 8) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float x0 = exp2_approx(fmaf(s[i + 2 * row], scale, -reference[row]));
+      const float x1 = exp2_approx(fmaf(s[i + 2 * row + 1], scale, -reference[row]));
+      const float x2 = exp2_approx(fmaf(s[i + 2 * row + 4], scale, -reference[row]));
+      const float x3 = exp2_approx(fmaf(s[i + 2 * row + 5], scale, -reference[row]));
+      sum[row] += (x0 + x1) + (x2 + x3);
+      p[i / 4 + row] = pack<Element>(x0, x1, x2, x3);
+    }
   }
 }
 

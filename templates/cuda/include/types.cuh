@@ -17,6 +17,10 @@ struct fp16 {
   uint16_t bits;
 };
 
+struct e4m3 {
+  unsigned char bits;
+};
+
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 
 __device__ __forceinline__ float to_float(fp16 x) {
@@ -41,6 +45,20 @@ __device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
   uint32_t both;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
+}
+
+// Four floats, each rounded to nearest even and no further than the largest finite number, the first one lowest.
+template <typename Element>
+__device__ __forceinline__ uint32_t pack(float x0, float x1, float x2, float x3);
+
+template <>
+__device__ __forceinline__ uint32_t pack<e4m3>(float x0, float x1, float x2, float x3) {
+  uint32_t all;
+  asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
+      " mov.b32 %0, {low, high};}"
+      : "=r"(all)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return all;
 }
 
 // The two floats of a pair.

@@ -102,9 +102,36 @@ struct Product;
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));               \
     }                                                                                                             \
   };
+// The same of operands of 8 bits, which are K-major alone.
+#define DEFINE_PRODUCT_OF_BYTES(Element, TYPE, N, D, OUT, X0, X1, X2, X3, X4, X5)                                 \
+  template <>                                                                                                     \
+  struct Product<Element, N> {                                                                                    \
+    static constexpr int kK = 32;                                                                                 \
+    template <int kTransposeB, int kTransposeA = 0>                                                               \
+    static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {        \
+      static_assert(kTransposeB == 0 && kTransposeA == 0);                                                        \
+      asm volatile(                                                                                               \
+          "{.reg .pred p; setp.ne.b32 p, " X2 ", 0;"                                                              \
+          " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE                                        \
+          " {" D "}, " X0 ", " X1 ", p, 1, 1;}"                                                                   \
+          : OUT(d)                                                                                                \
+          : "l"(a), "l"(b), "r"(accumulate));                                                                     \
+    }                                                                                                             \
+    template <int kTransposeB>                                                                                    \
+    static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) { \
+      static_assert(kTransposeB == 0);                                                                            \
+      asm volatile(                                                                                               \
+          "{.reg .pred p; setp.ne.b32 p, " X5 ", 0;"                                                              \
+          " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE                                        \
+          " {" D "}, {" X0 ", " X1 ", " X2 ", " X3 "}, " X4 ", p, 1, 1;}"                                         \
+          : OUT(d)                                                                                                \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                 \
+    }                                                                                                             \
+  };
 #define DEFINE_PRODUCTS(N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
   DEFINE_PRODUCT(bf16, "bf16", 16, N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
-  DEFINE_PRODUCT(fp16, "f16", 16, N, D, OUT, X0, X1, X2, X3, X4, X5, X6)
+  DEFINE_PRODUCT(fp16, "f16", 16, N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
+  DEFINE_PRODUCT_OF_BYTES(e4m3, "e4m3", N, D, OUT, X0, X1, X2, X3, X4, X5)
 
 DEFINE_PRODUCTS(16, D1, OUT1, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 DEFINE_PRODUCTS(32, D2, OUT2, "%16", "%17", "%18", "%19", "%20", "%21", "%22")

@@ -1,0 +1,79 @@
+"""The Hopper forward in CUDA of operands of 8 bits: that with warp roles, and a warp that transposes V on the way.
+
+wgmma takes operands of 8 bits K-major alone (PTX ISA, "wgmma.mma_async"), and V, whose products sum over keys, lies in
+memory as rows of keys. Registers of an accumulator are those of the next product's A after a permutation of keys within
+groups of 16, which costs nothing where V has the same one (FlashAttention-3, arXiv 2407.08608, section 3.3).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from attngen.arch import Arch
+from attngen.errors import PlanError
+from attngen.plan.choices import refuse
+from attngen.plan.model import Plan
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.forward_pipes import forward_pipes_of
+from attngen.plan.schedules.hopper_forward import (
+    Choice,
+    Form,
+    Probabilities,
+    alternatives,
+    keep_promises,
+    plan_forward,
+    products_with_roles,
+    warp_roles,
+)
+from attngen.schema.expand import KernelSpec, Roles
+
+#: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the reference is set, and may
+#: grow until a lane's sum, and so each of its terms, could exceed 448.
+PROBABILITIES = {"fp8_e4m3": Probabilities("448.0f", raise_above="4.0f", peak=4)}
+
+TABLE = (
+    Choice("any", 64, 3, 128, "pingpong"),
+    Choice("any", 128, 2, 128, "pingpong"),
+    Choice("any", 256, 2, 128, "pingpong"),
+)
+
+
+def _check(spec: KernelSpec, roles: Roles, driver: str) -> None:
+    """Refuse what probabilities of 8 bits cannot do."""
+    if roles.producer == 0:
+        raise refuse(spec, "warps", f"{spec.dtype} needs a producer, which transposes V; allowed: producer 1")
+    if spec.variant.dropout:
+        raise refuse(spec, "dtype", f"{spec.dtype} has no dropout; allowed: bf16, fp16")
+
+
+FORM = Form(
+    schedule="hopper_fp8",
+    label="wgmma",
+    specialized=True,
+    check=_check,
+    warp_roles=partial(warp_roles, transposes=True),
+    products=products_with_roles,
+    numbers=PROBABILITIES,
+    table=TABLE,
+    transposes=True,
+)
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    return plan_forward(spec, arch, FORM)
+
+
+SCHEDULE = Schedule(
+    name="hopper_fp8",
+    backend="cuda",
+    direction="forward",
+    template="cuda/forward/kernel.cu.j2",
+    view="attngen.render.views.hopper_forward:cuda_view",
+    supports=lambda arch: arch.wgmma,
+    suits=lambda spec: spec.dtype in PROBABILITIES,
+    plan=_plan,
+    alternatives=alternatives,
+    keep_promises=keep_promises,
+    pipes=forward_pipes_of,
+    explanation="attngen.tools.explain.hopper_forward:explain",
+)
