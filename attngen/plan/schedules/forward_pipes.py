@@ -11,6 +11,7 @@ _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES = 4
+_TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_info")
@@ -38,7 +39,8 @@ def forward_pipes(
     scheduler = roles.consumers + 1 if driver == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
     if roles.transposes:
-        others += " and the transposer"
+        by_q, others = "the scheduler", "the transposers"
+    transposers = _TRANSPOSERS if roles.transposes else 0
     q = Ring(
         "q", roles.q_stages, by_q, each,
         guards="a tile of Q stays until it is multiplied with every tile of K of its tile of work",
@@ -60,17 +62,17 @@ def forward_pipes(
     v_bytes, v_rows = tile_n * v * operands.v.bytes, []
     landed = Signal(1, by_v, "a tile of V has landed", bytes=True)
     if roles.transposes:
-        by_rows, by_v = by_v, "the transposer"
+        by_rows, by_v = by_v, "the transposers"
         v_rows.append(
             Ring(
                 "v_rows", stages, by_rows, by_v,
                 guards="a tile of V as it lies in memory, a row for each key, stays until it is transposed",
                 full=landed,
-                empty=Signal(1, by_v, "a tile of V has been read"),
+                empty=Signal(transposers, by_v, "a tile of V has been read"),
                 stored=(("v_rows", v_bytes),),
             )  # fmt: skip
         )
-        landed = Signal(1, by_v, "a tile of V is written, a row for each column")
+        landed = Signal(transposers, by_v, "a tile of V is written, a row for each column")
     of_v = Ring(
         "v", roles.v_stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step after K",
@@ -85,7 +87,7 @@ def forward_pipes(
         "for each record",
         full=Signal(scheduler, "the scheduler's lanes that write the record", "a record is written"),
         empty=Signal(
-            warps * consumers + 1 + roles.value_loader + roles.transposes, f"each warp of the consumers, and {others}",
+            warps * consumers + (transposers or 1 + roles.value_loader), f"each warp of the consumers, and {others}",
             f"the warps of consumers, and {others}, have read a record",
         ),
         stored=(("work", WORK_BYTES),),
@@ -130,21 +132,25 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
 
 def _readers_of_work(roles: HopperForward) -> str:
     """Return who reads the record of a tile of work, in words."""
-    loaders = f"{'all' if roles.value_loader else 'both'} loaders"
-    return f"the consumers, {loaders} and the transposer" if roles.transposes else f"the consumers and {loaders}"
+    if roles.transposes:
+        return "the consumers, the loader and the transposers"
+    return f"the consumers and {'all' if roles.value_loader else 'both'} loaders"
 
 
 def forward_roles(
     consumers: int, producer: int, consumer: int, *, value_loader: bool = False, transposes: bool = False
 ) -> tuple[Role, ...]:
     """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
-    producer's, of which the last has nothing to do unless it is a loader of V or turns it."""
+    producer's, of which the last has nothing to do unless it is a loader of V. Where two of them transpose V, the
+    scheduler loads Q."""
     first, producers = WARPGROUP * consumers, ["scheduler", "loader", "query_loader"]
     if value_loader:
         producers.append("value_loader")
     if transposes:
-        producers.append("transposer")
-    alone = (Role(name, first + i, 1, producer) for i, name in enumerate(producers))
+        producers.remove("query_loader")
+    alone = [Role(name, first + i, 1, producer) for i, name in enumerate(producers)]
+    if transposes:
+        alone.append(Role("transposers", first + len(alone), _TRANSPOSERS, producer))
     return Role("consumers", 0, first, consumer), *alone
 
 

@@ -36,6 +36,8 @@ _LEAST_KEYS = 16
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+#: Registers with which a warp that transposes V has four fragments in flight, not two.
+_REGISTERS_OF_BATCH = 32
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
 #: the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
@@ -56,6 +58,7 @@ class Choice:
     consumers: int
     tile_n: int
     schedule: str
+    emulated: int = 0  # of 8 exponentials, those that FMAs compute
 
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
@@ -305,6 +308,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         redo_growth="4.0f",
         raise_above=numbers.raise_above,
         peak=numbers.peak,
+        batch=(4 if warp_roles[-1].registers >= _REGISTERS_OF_BATCH else 2) if form.transposes else 0,
+        emulated=choice.emulated,
         softmax=softmax,
         shared=(),
     )

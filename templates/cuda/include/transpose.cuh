@@ -16,24 +16,30 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return chunk ^ (kBytes == 128 ? row % 8 : row / 2 % 4);
 }
 
-// A warp turns `kKeys` rows of `kColumns` bytes. Columns come in boxes of `kFrom` bytes, and leave as rows in boxes of
-// `kTo` keys.
-template <int kKeys, int kColumns, int kFrom, int kTo>
-__device__ __forceinline__ void transpose(uint32_t from, uint32_t to, int lane) {
-  static_assert(kKeys % kTo == 0 && kColumns % kFrom == 0);
+// A warp turns `count` columns from `first` on, of `kKeys` rows of `kColumns` bytes. Columns come in boxes of `kFrom`
+// bytes, and leave as rows in boxes of `kTo` keys. Loads of a batch of 16 keys x 32 columns each are in flight together,
+// since one takes as long as many.
+template <int kKeys, int kColumns, int kFrom, int kTo, int kBatch>
+__device__ __forceinline__ void transpose(uint32_t from, uint32_t to, int first, int count, int lane) {
+  static_assert(kKeys % kTo == 0 && kTo % (16 * kBatch) == 0 && kColumns % kFrom == 0);
   const int key_of_lane = lane % 16;
-  for (int column = 0; column < kColumns; column += 32) {
+#pragma unroll 1
+  for (int column = first; column < first + count; column += 32) {
     const int chunk = swizzled<kFrom>(key_of_lane, column % kFrom / 16 + lane / 16), row = column + lane;
-    const uint32_t load = from + column / kFrom * kFrom * kKeys + key_of_lane * kFrom + 16 * chunk;
-    const uint32_t store = to + row * kTo;
-#pragma unroll 4
-    for (int key = 0; key < kKeys; key += 16) {
-      // 16 keys x 32 columns. A register has two columns of two keys: those of either column are put together.
-      uint32_t pairs[4];
-      load_blocks_transposed(pairs, load + key * kFrom);
-      store_blocks(store + key / kTo * kTo * kColumns + 16 * swizzled<kTo>(row, key % kTo / 16),
-                   __byte_perm(pairs[0], pairs[1], 0x6420), __byte_perm(pairs[0], pairs[1], 0x7531),
-                   __byte_perm(pairs[2], pairs[3], 0x6420), __byte_perm(pairs[2], pairs[3], 0x7531));
+    uint32_t load = from + column / kFrom * kFrom * kKeys + key_of_lane * kFrom + 16 * chunk;
+#pragma unroll 1
+    for (int key = 0; key < kKeys; key += 16 * kBatch, load += 16 * kBatch * kFrom) {
+      const uint32_t store = to + key / kTo * kTo * kColumns + row * kTo;
+      const int place = swizzled<kTo>(row, key % kTo / 16);
+      uint32_t pairs[kBatch][4];  // two columns of two keys in each register
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) load_blocks_transposed(pairs[i], load + 16 * i * kFrom);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        store_blocks(store + 16 * (place ^ i),
+                     __byte_perm(pairs[i][0], pairs[i][1], 0x6420), __byte_perm(pairs[i][0], pairs[i][1], 0x7531),
+                     __byte_perm(pairs[i][2], pairs[i][3], 0x6420), __byte_perm(pairs[i][2], pairs[i][3], 0x7531));
+      }
     }
   }
 }
