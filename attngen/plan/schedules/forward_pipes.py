@@ -66,15 +66,15 @@ def forward_pipes(
         v_rows.append(
             Ring(
                 "v_rows", stages, by_rows, by_v,
-                guards="a tile of V as it lies in memory, a row for each key, stays until it is transposed",
-                full=landed,
-                empty=Signal(transposers, by_v, "a tile of V has been read"),
-                stored=(("v_rows", v_bytes),),
+                guards="a box of V as it lies in memory, a row for each key, stays until it is transposed",
+                full=Signal(1, by_rows, "a box of V has landed", bytes=True),
+                empty=Signal(transposers, by_v, "a box of V has been read"),
+                stored=(("v_rows", tile_n * roles.box_bytes),),
             )  # fmt: skip
         )
         landed = Signal(transposers, by_v, "a tile of V is written, a row for each column")
     of_v = Ring(
-        "v", roles.v_stages, by_v, each,
+        "v", stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step after K",
         full=landed,
         empty=Signal(consumers, each, f"{done} V"),

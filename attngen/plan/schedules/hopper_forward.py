@@ -58,7 +58,7 @@ class Choice:
     consumers: int
     tile_n: int
     schedule: str
-    emulated: int = 0  # of 8 exponentials, those that FMAs compute
+    registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
 
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
@@ -111,7 +111,8 @@ class Form:
     """What tells the Hopper forwards apart, each from a module of its own.
 
     ``check`` refuses what the roles of a spec and the driver of its tiles do not allow. ``warp_roles`` returns the
-    roles with their registers, for a number of consumers, keys of a tile and columns of V. ``products`` counts the
+    roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers that a
+    table gives, if it does. ``products`` counts the
     wgmma instructions of a kernel, from those of one Q K^T and of one P V. ``numbers`` says by dtype how probabilities
     are kept within it. ``transposes``: V has to be turned before its product.
     """
@@ -120,7 +121,7 @@ class Form:
     label: str
     specialized: bool
     check: Callable[[KernelSpec, Roles, str], None]
-    warp_roles: Callable[[KernelSpec, Roles, int, int, int], tuple[Role, ...]]
+    warp_roles: Callable[[KernelSpec, Roles, int, int, int, tuple[int, int] | None], tuple[Role, ...]]
     products: Callable[[HopperForward, int, int], int]
     numbers: Mapping[str, Probabilities]
     table: tuple[Choice, ...]
@@ -280,7 +281,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
-    warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v)
+    registers = choice.registers if (consumers, tile_n) == (choice.consumers, choice.tile_n) else None
+    warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
     stages = spec.stages or 2
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
@@ -303,13 +305,11 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         lookahead=6 if _searches(spec) else 2,
         value_loader=_is_paged(spec),  # pages take many small copies
         transposes=form.transposes,
-        v_stages=stages,
         redo_above=numbers.redo_above,
         redo_growth="4.0f",
         raise_above=numbers.raise_above,
         peak=numbers.peak,
         batch=(4 if warp_roles[-1].registers >= _REGISTERS_OF_BATCH else 2) if form.transposes else 0,
-        emulated=choice.emulated,
         softmax=softmax,
         shared=(),
     )
@@ -401,13 +401,16 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
 
 
 def warp_roles(
-    spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int, *, transposes: bool = False
-) -> tuple[Role, ...]:
-    """Return the roles with the registers per thread of the producer and of a consumer."""
-    default = _REGISTERS[consumers]
-    busy = _searches(spec) or spec.pack_gqa is True
-    if busy and _needed_registers(tile_n, width_v, operands_of(spec)) <= _SEARCHING_REGISTERS[consumers][1]:
-        default = _SEARCHING_REGISTERS[consumers]
+    spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int,
+    default: tuple[int, int] | None = None, *, transposes: bool = False,
+) -> tuple[Role, ...]:  # fmt: skip
+    """Return the roles with the registers per thread of the producer and of a consumer: what the spec gives, then the
+    ``default``, then as many as suit the number of consumers."""
+    if default is None:
+        default = _REGISTERS[consumers]
+        busy = _searches(spec) or spec.pack_gqa is True
+        if busy and _needed_registers(tile_n, width_v, operands_of(spec)) <= _SEARCHING_REGISTERS[consumers][1]:
+            default = _SEARCHING_REGISTERS[consumers]
     producer = roles.producer_registers or default[0]
     consumer = roles.consumer_registers or default[1]
     for value in (producer, consumer):
@@ -477,17 +480,12 @@ def _with_memory(
     v: int,
     operands: Operands,
 ) -> HopperForward:
-    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O, then one
-    tile of V that is ready beside those that are to be transposed."""
+    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
     box = draft.box_bytes // operands.out.bytes
     parts = [columns for columns in (v // 2, 64, 32) if columns % box == 0 and v % columns == 0]
-    choices = [(2, v, stages), (1, v, stages), *((1, columns, stages) for columns in parts)]
-    if not draft.specialized:
-        choices = choices[1:2]
-    if draft.transposes:
-        choices += [(1, columns, 1) for columns in (v, *parts)]
-    for q_stages, out_columns, v_stages in choices:
-        roles = replace(draft, q_stages=q_stages, out_columns=out_columns, v_stages=v_stages)
+    choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
+    for q_stages, out_columns in choices:
+        roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
         pipes = forward_pipes(
             roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands
         )

@@ -39,7 +39,9 @@ def _check(spec: KernelSpec, roles: Roles, driver: str) -> None:
         raise refuse(spec, "pack_gqa", f"{none} each query head has tiles of its own; allowed: false")
 
 
-def _warp_roles(spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int) -> tuple[Role, ...]:
+def _warp_roles(
+    spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int, default: tuple[int, int] | None
+) -> tuple[Role, ...]:
     """Return the one role: all threads have the same registers."""
     even = min(65536 // (128 * consumers) // 8 * 8, _MOST_REGISTERS)
     check_registers(spec, even, tile_n, width_v)

@@ -27,13 +27,11 @@ class HopperForward(Structure):
     out_columns: int  # columns of O that are staged at once
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
-    transposes: bool  # V arrives as rows of keys, and a warp turns it: products of 8 bits want keys along the rows
-    v_stages: int  # tiles of V that are ready to be multiplied
+    transposes: bool  # V arrives as rows of keys, and warps turn it: products of 8 bits want keys along the rows
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
     raise_above: str  # growth of the running max, in units of log2, at which a lazy reference follows
     batch: int  # fragments of V in flight at once where it is transposed
-    emulated: int  # of 8 exponentials, those that FMAs compute
     peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top
     softmax: str
 

@@ -21,7 +21,7 @@ from attngen.render.header import argument_groups, command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 
 _REGION_TEXTS = {
-    "v_rows": "V as it lies in memory, a tile per stage", "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
+    "v_rows": "V as it lies in memory, a box per stage", "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
 }  # fmt: skip
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
@@ -70,8 +70,6 @@ class CudaView:
     swizzle: int
     v_box_bytes: int
     v_swizzle: int
-    loaded_v: str
-    loaded_ring: str
     region_bytes: Mapping[str, int]
     pipes: PipesView
     tile_bits: int
@@ -162,8 +160,6 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         swizzle=SWIZZLES[hopper.box_bytes],
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
-        loaded_v="kVRows" if hopper.transposes else "kV",
-        loaded_ring="VRowsRing" if hopper.transposes else "VRing",
         region_bytes={region.name: region.bytes for region in hopper.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
         tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),

@@ -74,21 +74,9 @@ __device__ __forceinline__ void exponentiate(
   }
 }
 
-// The same by FMAs and integers, relative error 0.003: 2^n times a parabola through 1 and 2. What is not a number, or
-// infinite, gives the largest finite one.
-__device__ __forceinline__ float exp2_emulated(float x) {
-  constexpr float kFloor = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
-  float clamped, shifted;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(-127.0f));
-  asm("add.rm.ftz.f32 %0, %1, %2;" : "=f"(shifted) : "f"(clamped), "f"(kFloor));
-  const float fraction = clamped - (shifted - kFloor);
-  const float parabola = fmaf(fmaf(fraction, 0.3435f, 0.6565f), fraction, 1.0f);
-  return __int_as_float((__float_as_int(shifted) << 23) + __float_as_int(parabola));
-}
-
 // The same in 8 bits. A register holds the two columns of a lane in one block of 8, and those in the next: V has its keys
-// in that order (transpose.cuh). Of 8 exponentials of a row, `kEmulated` are emulated.
-template <typename Element, int kEmulated = 0, int kCount>
+// in that order (transpose.cuh).
+template <typename Element, int kCount>
 __device__ __forceinline__ void exponentiate(
     const float (&s)[kCount], float scale, const float (&reference)[2], uint32_t (&p)[kCount / 4], float (&sum)[2]) {
   static_assert(sizeof(Element) == 1);
@@ -99,9 +87,7 @@ __device__ __forceinline__ void exponentiate(
       float x[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float exponent = fmaf(s[i + 2 * row + j % 2 + j / 2 * 4], scale, -reference[row]);
-        const bool emulated = (i / 2 + j) * kEmulated % 8 < kEmulated;
-        x[j] = emulated ? exp2_emulated(exponent) : exp2_approx(exponent);
+        x[j] = exp2_approx(fmaf(s[i + 2 * row + j % 2 + j / 2 * 4], scale, -reference[row]));
       }
       sum[row] += (x[0] + x[1]) + (x[2] + x[3]);
       p[i / 4 + row] = pack<Element>(x[0], x[1], x[2], x[3]);

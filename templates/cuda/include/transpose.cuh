@@ -16,20 +16,20 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return chunk ^ (kBytes == 128 ? row % 8 : row / 2 % 4);
 }
 
-// A warp turns `count` columns from `first` on, of `kKeys` rows of `kColumns` bytes. Columns come in boxes of `kFrom`
-// bytes, and leave as rows in boxes of `kTo` keys. Loads of a batch of 16 keys x 32 columns each are in flight together,
-// since one takes as long as many.
-template <int kKeys, int kColumns, int kFrom, int kTo, int kBatch>
-__device__ __forceinline__ void transpose(uint32_t from, uint32_t to, int first, int count, int lane) {
-  static_assert(kKeys % kTo == 0 && kTo % (16 * kBatch) == 0 && kColumns % kFrom == 0);
+// A warp turns `kColumns` columns of a box of `kKeys` rows of `kFrom` bytes, its first or second `part`. They leave as rows
+// of `kTo` keys, box after box of `kRows` rows. Loads of a batch of 16 keys x 32 columns each are in flight together, since
+// one takes as long as many.
+template <int kKeys, int kColumns, int kFrom, int kTo, int kRows, int kBatch>
+__device__ __forceinline__ void transpose(uint32_t from, int part, uint32_t to, int lane) {
+  static_assert(kKeys % kTo == 0 && kTo % (16 * kBatch) == 0 && 2 * kColumns == kFrom && kColumns % 32 == 0);
   const int key_of_lane = lane % 16;
 #pragma unroll 1
-  for (int column = first; column < first + count; column += 32) {
-    const int chunk = swizzled<kFrom>(key_of_lane, column % kFrom / 16 + lane / 16), row = column + lane;
-    uint32_t load = from + column / kFrom * kFrom * kKeys + key_of_lane * kFrom + 16 * chunk;
+  for (int column = 0; column < kColumns; column += 32) {
+    const int chunk = (kColumns * part + column) / 16 + lane / 16, row = kColumns * part + column + lane;
+    uint32_t load = from + key_of_lane * kFrom + 16 * swizzled<kFrom>(key_of_lane, chunk);
 #pragma unroll 1
     for (int key = 0; key < kKeys; key += 16 * kBatch, load += 16 * kBatch * kFrom) {
-      const uint32_t store = to + key / kTo * kTo * kColumns + row * kTo;
+      const uint32_t store = to + key / kTo * kTo * kRows + row * kTo;
       const int place = swizzled<kTo>(row, key % kTo / 16);
       uint32_t pairs[kBatch][4];  // two columns of two keys in each register
 #pragma unroll
