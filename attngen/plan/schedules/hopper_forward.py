@@ -37,7 +37,7 @@ _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 #: Registers with which a warp that transposes V has four fragments in flight, not two.
-_REGISTERS_OF_BATCH = 32
+_REGISTERS_OF_FOUR = 32
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
 #: the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
@@ -309,7 +309,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         redo_growth="4.0f",
         raise_above=numbers.raise_above,
         peak=numbers.peak,
-        batch=(4 if warp_roles[-1].registers >= _REGISTERS_OF_BATCH else 2) if form.transposes else 0,
+        ahead=(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 2) if form.transposes else 0,
         softmax=softmax,
         shared=(),
     )

@@ -31,7 +31,7 @@ class HopperForward(Structure):
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
     raise_above: str  # growth of the running max, in units of log2, at which a lazy reference follows
-    batch: int  # fragments of V in flight at once where it is transposed
+    ahead: int  # fragments of V in flight at once where it is transposed
     peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top
     softmax: str
 

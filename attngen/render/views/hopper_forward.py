@@ -14,9 +14,8 @@ from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.hopper_forward import widest_box
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
-from attngen.render.cuda_statements import constant as constant_of
 from attngen.render.cuda_statements import int_constant
-from attngen.render.expressions import CUDA, LOGIT_SCALE, in_product
+from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import argument_groups, command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 
@@ -264,8 +263,6 @@ def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str
 def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
     """Return the statements that name what expressions read of a tile of work, before those of their ``own``."""
     lines = [int_constant("seqlen_k", "{work.seqlen_k}")]
-    if plan.descaled:
-        lines.append(constant_of("float", LOGIT_SCALE, "{scales.logit}"))
     if plan.ragged_queries and "seqlen_q" in read:
         lines.append(int_constant("seqlen_q", "{work.seqlen_q}"))
     own_head, other_head = ("hk", "h") if plan.pack_gqa else ("h", "hk")

@@ -11,35 +11,30 @@
 
 // The 16-byte chunk of a row at which chunk `chunk` of it lies, for rows of `kBytes`.
 template <int kBytes>
-__device__ __forceinline__ int swizzled(int row, int chunk) {
+__device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
   static_assert(kBytes == 128 || kBytes == 64);
   return chunk ^ (kBytes == 128 ? row % 8 : row / 2 % 4);
 }
 
-// A warp turns `kColumns` columns of a box of `kKeys` rows of `kFrom` bytes, its first or second `part`. They leave as rows
-// of `kTo` keys, box after box of `kRows` rows. Loads of a batch of 16 keys x 32 columns each are in flight together, since
-// one takes as long as many.
-template <int kKeys, int kColumns, int kFrom, int kTo, int kRows, int kBatch>
-__device__ __forceinline__ void transpose(uint32_t from, int part, uint32_t to, int lane) {
-  static_assert(kKeys % kTo == 0 && kTo % (16 * kBatch) == 0 && 2 * kColumns == kFrom && kColumns % 32 == 0);
-  const int key_of_lane = lane % 16;
+// A warp turns a strip of 32 columns of a box of `kKeys` rows of `kFrom` bytes into 32 rows, which are `kTo` keys long: there
+// is one such box after the other, of `kRows` rows each. A lane gives the address of a row of the fragments that it loads,
+// and of one that it stores. `kAhead` fragments of 16 keys are in flight together, since one takes as long as several.
+template <int kKeys, int kFrom, int kTo, int kRows, int kAhead>
+__device__ __forceinline__ void transpose_strip(uint32_t load, uint32_t store) {
+  constexpr int kCount = kTo / 16;  // fragments along a row
+  static_assert(kKeys % kTo == 0 && kAhead <= kCount);
 #pragma unroll 1
-  for (int column = 0; column < kColumns; column += 32) {
-    const int chunk = (kColumns * part + column) / 16 + lane / 16, row = kColumns * part + column + lane;
-    uint32_t load = from + key_of_lane * kFrom + 16 * swizzled<kFrom>(key_of_lane, chunk);
-#pragma unroll 1
-    for (int key = 0; key < kKeys; key += 16 * kBatch, load += 16 * kBatch * kFrom) {
-      const uint32_t store = to + key / kTo * kTo * kRows + row * kTo;
-      const int place = swizzled<kTo>(row, key % kTo / 16);
-      uint32_t pairs[kBatch][4];  // two columns of two keys in each register
+  for (int key = 0; key < kKeys; key += kTo, load += kTo * kFrom, store += kTo * kRows) {
+    uint32_t pairs[kAhead][4];  // two columns of two keys in each register
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) load_blocks_transposed(pairs[i], load + 16 * i * kFrom);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        store_blocks(store + 16 * (place ^ i),
-                     __byte_perm(pairs[i][0], pairs[i][1], 0x6420), __byte_perm(pairs[i][0], pairs[i][1], 0x7531),
-                     __byte_perm(pairs[i][2], pairs[i][3], 0x6420), __byte_perm(pairs[i][2], pairs[i][3], 0x7531));
-      }
+    for (int i = 0; i < kCount + kAhead - 1; ++i) {
+      if (i < kCount) load_blocks_transposed(pairs[i % kAhead], load + 16 * i * kFrom);
+      const int last = i - (kAhead - 1);
+      if (last < 0) continue;
+      const uint32_t(&ready)[4] = pairs[last % kAhead];
+      store_blocks(store ^ 16 * last,  // chunks of a swizzled row are told apart by these bits
+                   __byte_perm(ready[0], ready[1], 0x6420), __byte_perm(ready[0], ready[1], 0x7531),
+                   __byte_perm(ready[2], ready[3], 0x6420), __byte_perm(ready[2], ready[3], 0x7531));
     }
   }
 }
