@@ -33,8 +33,8 @@ PROBABILITIES = {"fp8_e4m3": Probabilities("448.0f", raise_above="4.0f", peak=4)
 
 TABLE = (
     Choice("any", 64, 3, 128, "pingpong"),
-    Choice("any", 128, 2, 192, "cooperative"),
-    Choice("any", 256, 2, 128, "pingpong", (24, 240)),
+    Choice("any", 128, 3, 64, "cooperative"),
+    Choice("any", 256, 2, 128, "cooperative", (24, 240)),
 )
 
 
