@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
@@ -21,7 +22,7 @@ from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime import on_demand
 from attngen.runtime.addresses import FORWARD, NO_FORWARD
-from attngen.runtime.arguments import DIRECTIONS, Call
+from attngen.runtime.arguments import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.binding import bind_call, find, require_reference
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.dropout import with_state
@@ -223,7 +224,7 @@ def tile_map(
     """
     given = _with_state(
         Given(
-            q, k, k if v is None else v, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            q, k, k if v is None else v, *_any_descales(q), seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q),
             layout=layout, backend=backend, package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
         ),
@@ -250,6 +251,13 @@ def tile_map(
     prepared = PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call))
     words = prepared.words(None, addresses, prepared.scalars(given.arguments))
     return TileMap(call.variant.name, words, kernel.tile_m, kernel.tile_n, call.seqlen_q, call.seqlen_k)
+
+
+def _any_descales(q: Any) -> tuple[Tensor | None, ...]:
+    """Return scales for a call whose result does not depend on them; Nones where q needs none."""
+    if isinstance(q, Tensor) and ATTENTION_DTYPES.get(q.dtype) in QUANTIZED_DTYPES:
+        return (torch.ones((), device=q.device),) * len(DESCALES)
+    return (None,) * len(DESCALES)
 
 
 def _form(cu_seqlens_q: Any) -> str:
@@ -286,6 +294,9 @@ def explain(
     page_layout: str = "NHD",
     num_splits: int | None = None,
     split_size: int | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **arguments: Any,
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
@@ -304,7 +315,8 @@ def explain(
     if paged and direction == "backward":
         raise CallError("keys in pages have no backward")
     given = Given(
-        q, k, v, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
+        q, k, v, q_descale, k_descale, v_descale,
+        seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits, split_size=split_size,
         variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,

@@ -43,6 +43,7 @@ class Buffers:
         """Return what each address is of that launches take, but for the variant's tensors."""
         return {
             **{name: getattr(self, name) for name in ("q", "k", "v", "out", "lse")},
+            **call.descales,
             **{name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")},
             **self.workspaces,
             "tile_map:forward": self.words,

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from attngen.lang.eager import evaluate
 from attngen.runtime.arguments import Call
+from attngen.runtime.descales import dequantized
 from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.reference import lengths, names_of
 
@@ -36,7 +37,8 @@ class _Sequence:
 
 
 def plain(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse of plain PyTorch: every step rounds to q's dtype, save the score, which is float32.
+    """Return out and lse of plain PyTorch: every step rounds to q's dtype, save the score, which is float32. Of
+    quantized tensors only the probabilities are rounded to it: PyTorch has no arithmetic of 8 bits.
 
     Shapes as ``reference``. Rows that see nothing give 0 and −inf, or their sink.
     """
@@ -61,11 +63,32 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
     scores = torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
     keys = scores.shape[-1]
     scores = _with_sink(call, scores, one.names, tensors)
+    if call.descales:
+        return _attend_quantized(one, scores, keys)
     weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)[..., :keys]  # dead rows
     if call.variant.dropout:
         stays = kept(call, one.index, slice(0, scores.shape[1]), keys)
         weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
     return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
+
+
+#: Where P is rounded to 8 bits, the largest becomes about this: e4m3 ends at 448.
+_LARGEST_OF_BYTES = 2.0**7
+
+
+def _attend_quantized(one: _Sequence, scores: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Return out and lse of logits whose probabilities are rounded to 8 bits before they are divided by their sum."""
+    summed = torch.logsumexp(scores, dim=-1)
+    peak = scores.amax(dim=-1, keepdim=True)
+    peak = torch.where(peak == -math.inf, 0.0, peak)
+    weights = _in_bytes(torch.exp(scores[..., :keys] - peak))
+    total = torch.exp(summed[..., None] - peak)
+    return weights @ one.v / torch.where(total == 0, 1.0, total), summed
+
+
+def _in_bytes(weights: Tensor) -> Tensor:
+    """Return probabilities as 8 bits hold them."""
+    return (weights * _LARGEST_OF_BYTES).to(torch.float8_e4m3fn).to(weights.dtype) / _LARGEST_OF_BYTES
 
 
 #: Relative error of the hardware's tanh (PTX ISA, tanh.approx.f32), which kernels of 16 bits use with ``fast_math``.
@@ -117,7 +140,8 @@ def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int) -> Fused:
         # Kernels keep the maximum of some tile, so that the largest probability is rounded as well.
         shift = summed - 0.7 * _uniform(summed.shape, generator).to(summed)
         shift = torch.where(summed == -math.inf, 0.0, shift)[..., None]
-        weights = _dropped(call, one, torch.exp(scores - shift)).to(one.q.dtype).float()
+        weights = _dropped(call, one, torch.exp(scores - shift))
+        weights = _in_bytes(weights) if call.descales else weights.to(one.q.dtype).float()
         total = torch.exp(summed[..., None] - shift)
         return (weights @ one.v.float() / torch.where(total == 0, 1.0, total)).to(one.q.dtype), summed
 
@@ -261,11 +285,11 @@ def plain_gradients(
 def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return out of ``scaled_dot_product_attention``'s fused kernels under a dense mask.
 
-    None where these cannot serve: with a score, a sink or dropout, in float32 (where some round to TF32), off the GPU,
+    None where these cannot serve: with a score, a sink or dropout, of quantized tensors, in float32 (where some round to TF32), off the GPU,
     or when none of them takes the shapes. Rows that see nothing are undefined.
     """
     own = call.variant.score is not None or call.variant.sink is not None or call.variant.dropout
-    if own or q.dtype == torch.float32 or not q.is_cuda:
+    if own or call.descales or q.dtype == torch.float32 or not q.is_cuda:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -287,7 +311,7 @@ def _over_sequences(
     call: Call, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[_Sequence], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Run ``attend`` on each sequence and lay the results out as a call does."""
-    out = torch.zeros(call.out_shape(), dtype=q.dtype, device=q.device)
+    out = torch.zeros(call.out_shape(), dtype=call.out_dtype, device=q.device)
     lse = torch.full(call.lse_shape(), -math.inf, device=q.device)
     with torch.no_grad():
         for b, one in _sequences(call, q, k, v):
@@ -310,6 +334,8 @@ def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[in
             parts = q[queries], k[used], v[used]
         else:
             queries, parts = slice(0, rows), (q[b], k[b, :keys], v[b, :keys])
+        if call.descales:
+            parts = tuple(dequantized(call, *part, b, torch.float32) for part in zip("qkv", parts, strict=True))
         names = names_of(call, b, slice(0, rows), rows, keys, q_offset, k_offset)
         value = evaluate(call.variant.mask, names, call.tensors)
         visible = value.broadcast_to((call.heads, rows, keys)).to(q.device)

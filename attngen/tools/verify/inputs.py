@@ -14,15 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.descales import check_descales
 from attngen.runtime.paging import Paging, bind_paged
 from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of
 
 #: Rows of NaN after each sequence of a dense tensor, or after the last packed one.
 _POISONED_ROWS = 24
+
+#: By what normal numbers are multiplied before they are rounded to 8 bits: far below 448, and above its small numbers.
+_QUANTIZED_SCALE = 32.0
 
 #: Pages of a cache that no sequence has.
 _SPARE_PAGES = 3
@@ -44,9 +49,15 @@ class Inputs:
     paging: Paging | None = None
     page_layout: str = "NHD"
     packed: Inputs | None = None  # of a call over pages: the same sequences, one after the other
+    descales: Mapping[str, Tensor] = field(default_factory=dict)  # of quantized q, k and v
 
     def bind(self, variant: Variant) -> Call:
         """Return the checked call; the log-sum-exp is asked for."""
+        call = self._bind(variant)
+        call.descales = check_descales(call, self.descales)
+        return call
+
+    def _bind(self, variant: Variant) -> Call:
         if self.paging is not None:
             return bind_paged(
                 variant, self.q, self.k, self.v, self.paging, softmax_scale=None, seqused_k=self.seqused_k,
@@ -73,6 +84,10 @@ class Element:
         assert isinstance(found, torch.dtype)
         return found
 
+    def rounded(self, tensor: Tensor) -> Tensor:
+        """Return random numbers in this dtype: one of 8 bits holds them larger, so that they use its range."""
+        return (tensor * _QUANTIZED_SCALE if self.dtype in QUANTIZED_DTYPES else tensor).to(self.torch)
+
 
 def make_inputs(
     variant: Variant, case: Case, layout: str, element: Element, device: torch.device | str, seed: int, *,
@@ -95,7 +110,8 @@ def make_inputs(
         "v": (case.k_lengths, lengths),
     }
     fill = _packed if layout == "varlen" else _padded
-    tensors = {name: fill(*rows[name], shapes[name], generator).to(device, element.torch) for name in shapes}
+    filled = {name: fill(*rows[name], shapes[name], generator) for name in shapes}
+    tensors = {name: element.rounded(tensor).to(device) for name, tensor in filled.items()}
     cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}
     arguments = {
         name: value.to(device) if isinstance(value, Tensor) else value
@@ -106,7 +122,17 @@ def make_inputs(
         packing=_packing(case, device) if layout == "varlen" else None,
         seqused_k=None if case.used is None else torch.tensor(case.used, dtype=torch.int32, device=device),
         arguments=arguments,
+        descales=_descales(case, generator, device) if element.dtype in QUANTIZED_DTYPES else {},
     )
+
+
+def _descales(case: Case, generator: torch.Generator, device: torch.device | str) -> dict[str, Tensor]:
+    """Return scales of quantized q, k and v, each with strides of its own: elements times these are about 1."""
+    shape = (case.batch, case.kv_heads)
+    scales = {name: (0.5 + torch.rand(shape, generator=generator)) / _QUANTIZED_SCALE for name in DESCALES}
+    scales["k_descale"] = scales["k_descale"].t().contiguous().t()
+    scales["v_descale"] = scales["v_descale"][0, 0]
+    return {name: scale.to(device) for name, scale in scales.items()}
 
 
 def _in_pages(

@@ -59,7 +59,7 @@ class Poisoned:
 def poisoned(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Poisoned:
     """Return buffers whose out and lse are NaN, and whose tile map is 0xAA in every byte."""
     memory = Guarded(call.device)
-    out = memory.allocate("out", call.out_shape(), q.dtype).fill_(torch.nan)
+    out = memory.allocate("out", call.out_shape(), call.out_dtype).fill_(torch.nan)
     lse = memory.allocate("the log-sum-exp", call.lse_shape(), torch.float32).fill_(torch.nan)
     lse = lse.as_strided(call.lse_shape(), call.lse_strides())
     sizes, maps = prepared_shapes(kernel, call)
