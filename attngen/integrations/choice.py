@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ def attend(
     backend: str | None = None,
     or_reference: bool = False,
     deterministic: bool = False,
+    descales: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Any:
     """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``. With ``pages``
     k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
@@ -111,11 +113,11 @@ def attend(
     on the reference, built or not. Candidates that drop share one state of random numbers, drawn here. Raises
     NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call ``or_reference`` warns
     instead, with the same text, and runs on the reference. With ``deterministic``, gradients have the same bits on
-    every run.
+    every run. ``descales`` are the scales of quantized tensors, by their keywords.
     """
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend,
-        "deterministic": deterministic,
+        "deterministic": deterministic, **descales,
     }  # fmt: skip
     own = candidates[0].arguments.values()
     learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *own))

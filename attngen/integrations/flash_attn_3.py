@@ -2,8 +2,8 @@
 
 The forms are those of ``flash_attn_interface`` in https://github.com/Dao-AILab/flash-attention (hopper). They have no
 dropout and no ALiBi, and version 3's ``attention_chunk`` and ``seqused_q``. What tunes its kernels (``num_splits``,
-``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) changes no result there, and nothing here. float8 and ``qv`` are
-refused with NoKernelError, which says why.
+``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) changes no result there, and nothing here. q, k and v may be
+float8_e4m3fn, the output is bfloat16 then. ``qv``, and caches in float8, are refused with NoKernelError, which says why.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attngen.dtypes import DESCALES
 from attngen.errors import CallError
 from attngen.integrations.choice import Packing, attend
 from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
@@ -62,10 +63,10 @@ def flash_attn_func(
     computes, and CallError for arguments that disagree.
     """
     del num_splits, pack_gqa, sm_margin  # they tune, and change no result
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(qv=qv)
     return _attend(
         q, k, v, None, None, None, None, None, None, softmax_scale, causal, window_size, attention_chunk, softcap,
-        deterministic, return_attn_probs,
+        deterministic, return_attn_probs, (q_descale, k_descale, v_descale),
     )  # fmt: skip
 
 
@@ -142,10 +143,10 @@ def flash_attn_varlen_func(
     is (h, total_q), or (b, h, sq).
     """
     del num_splits, pack_gqa, sm_margin
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(qv=qv)
     return _attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
-        window_size, attention_chunk, softcap, deterministic, return_attn_probs,
+        window_size, attention_chunk, softcap, deterministic, return_attn_probs, (q_descale, k_descale, v_descale),
     )  # fmt: skip
 
 
@@ -379,21 +380,19 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None, max_seqlen_k: int | None, seqused_q: Tensor | None, seqused_k: Tensor | None,
     softmax_scale: float | None, causal: bool, window_size: Sequence[int | None], attention_chunk: int,
-    softcap: float, deterministic: bool, with_lse: bool,
+    softcap: float, deterministic: bool, with_lse: bool, descales: Sequence[Tensor | None] = (None, None, None),
 ) -> Any:  # fmt: skip
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
     packed = _Packed.of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     batch = q.shape[0] if packed is None else packed.packing[0].shape[0] - 1
     candidates = candidates_for(q, causal, window_size, softcap, None, batch, attention_chunk)
+    options: dict[str, Any] = {
+        "spec": SPEC, "softmax_scale": softmax_scale, "seqused_k": seqused_k, "deterministic": deterministic,
+        "descales": _descales(q, descales),
+    }  # fmt: skip
     if packed is None:
-        return attend(
-            candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, seqused_k=seqused_k, return_lse=with_lse,
-            deterministic=deterministic,
-        )  # fmt: skip
-    out, lse = attend(
-        candidates, *packed.tensors, spec=SPEC, packing=packed.packing, softmax_scale=softmax_scale,
-        seqused_k=seqused_k, return_lse=True, deterministic=deterministic,
-    )  # fmt: skip
+        return attend(candidates, q, k, v, return_lse=with_lse, **options)
+    out, lse = attend(candidates, *packed.tensors, packing=packed.packing, return_lse=True, **options)
     out = packed.back(out)
     if cu_seqlens_q is None:
         out = out.view(*q.shape[:2], *out.shape[1:])
@@ -403,6 +402,14 @@ def _attend(
     if cu_seqlens_q is None:
         lse = lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1).contiguous()
     return out, lse
+
+
+def _descales(q: Tensor, given: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Return the scales of quantized tensors by their keywords: 1 where none is given, as there."""
+    named = {name: scale for name, scale in zip(DESCALES, given, strict=True) if scale is not None}
+    if q.dtype != torch.float8_e4m3fn:
+        return named  # which the call refuses
+    return {name: named.get(name, torch.ones((), device=q.device)) for name in DESCALES}
 
 
 def _starts(dense: Tensor) -> Tensor:
@@ -423,9 +430,7 @@ _OF_CACHES = (
 
 _REASONS = {
     "qv": "no kernel adds a second product to the logits",
-    "q_descale": "no kernel has float8",
-    "k_descale": "no kernel has float8",
-    "v_descale": "no kernel has float8",
+    **dict.fromkeys(DESCALES, "no kernel reads a cache in float8"),
     **dict.fromkeys(_OF_CACHES, "this is the pass of training; flash_attn_with_kvcache takes caches"),
 }
 

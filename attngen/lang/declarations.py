@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from attngen.dtypes import SCALAR_DTYPES, TENSOR_DTYPES
+from attngen.dtypes import DESCALES, SCALAR_DTYPES, TENSOR_DTYPES
 from attngen.errors import Location, SpecError, suggest
 from attngen.lang.ir import INDEX_NAMES, Type
 from attngen.lang.parser import CONSTANTS, FLOAT32_MAX, FUNCTIONS, Scope
@@ -18,7 +18,7 @@ from attngen.lang.variant import Scalar, Tensor
 #: Names of the call and of the expression language; no scalar, tensor, ``let`` name or parameter may take one.
 RESERVED: frozenset[str] = frozenset((
     *INDEX_NAMES, *INDEX_RANGES, "s", *FUNCTIONS, *CONSTANTS,
-    "k", "v", "query", "key", "value", "o", "out", "output", "lse", "scale", "softmax_scale", "is_causal",
+    *DESCALES, "k", "v", "query", "key", "value", "o", "out", "output", "lse", "scale", "softmax_scale", "is_causal",
     "variant", "backend", "package", "kernel", "layout", "return_lse", "dropout", "dropout_p", "dropout_seed",
     "rng_state", "deterministic", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
     "max_seqlen_k", "direction",

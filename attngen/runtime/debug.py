@@ -91,6 +91,15 @@ def check_offsets(name: str, offsets: list[int], total: int, longest: int | None
         raise CallError(f"{name} ends at {offsets[-1]}, beyond the {total} rows of the tensor")
 
 
+def check_scales(call: Call) -> None:
+    """Raise CallError unless the scales of quantized tensors are finite and not negative."""
+    for name, scale in call.descales.items():
+        odd = (~torch.isfinite(scale) | (scale < 0)).nonzero()
+        if odd.numel():
+            b, h = odd[0].tolist()
+            raise CallError(f"{name}[{b}, {h}] is {scale[b, h].item()}; a scale is finite and not negative")
+
+
 def check_facts(call: Call) -> None:
     """Raise CallError unless the variant's tensors keep the ranges and the order that the spec declares."""
     for declared in call.variant.tensors:
@@ -129,4 +138,5 @@ def _limit(call: Call, bound: Bound) -> int | float | None:
 def check(call: Call) -> None:
     """Run every check of a call's contents."""
     check_lengths(call)
+    check_scales(call)
     check_facts(call)

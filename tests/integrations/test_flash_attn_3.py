@@ -216,10 +216,28 @@ def test_positions_of_arguments_are_those_of_flash_attn_3() -> None:
         assert list(inspect.signature(getattr(flash_attn_3, name)).parameters) == arguments
 
 
-@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale"])
-def test_what_no_kernel_has_is_refused(name: str) -> None:
-    with pytest.raises(NoKernelError, match=f"{name} is not served"):
-        flash_attn_3.flash_attn_func(*qkv(), **{name: torch.ones(1)})
+def test_quantized_tensors_take_scales_for_each_sequence_and_kv_head() -> None:
+    q, k, v = ((8 * t).to(torch.float8_e4m3fn) for t in qkv())
+    scales = [0.05 + torch.rand(q.shape[0], KV_HEADS) for _ in range(3)]
+    plain = [
+        t.float() * scale.repeat_interleave(t.shape[2] // KV_HEADS, dim=1)[:, None, :, None]
+        for t, scale in zip((q, k, v), scales, strict=True)
+    ]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    out, lse = flash_attn_3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **named)
+    wanted, wanted_lse = flash_attn_3.flash_attn_func(*plain, causal=True, return_attn_probs=True)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), wanted, atol=0, rtol=2**-8)
+    torch.testing.assert_close(lse, wanted_lse)
+    ones = flash_attn_3.flash_attn_func(q, k, v)  # as there, 1 where none is given
+    torch.testing.assert_close(ones.float(), flash_attn_3.flash_attn_func(*(t.float() for t in (q, k, v))), atol=0, rtol=2**-8)
+
+
+def test_what_no_kernel_has_is_refused() -> None:
+    with pytest.raises(NoKernelError, match="qv is not served"):
+        flash_attn_3.flash_attn_func(*qkv(), qv=torch.ones(1))
+    with pytest.raises(CallError, match="k_descale is of quantized tensors"):
+        flash_attn_3.flash_attn_func(*qkv(), k_descale=torch.ones(()))
     with pytest.raises(CallError, match="attention_chunk must be an integer from 0"):
         flash_attn_3.flash_attn_func(*qkv(), attention_chunk=-1)
 

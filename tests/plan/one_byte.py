@@ -1,4 +1,4 @@
-"""A dtype of one byte, which attngen does not have, as operands of its kernels: a row of the table must suffice."""
+"""A dtype of one byte as operands of schedules that serve two: a row of the table must suffice for what plans count."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.dtypes import DTYPES, DType
+from attngen.dtypes import dtype
 from attngen.plan import choices, draft
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.schedules import hopper_backward, hopper_forward, triton_backward, triton_forward
 from attngen.schema import KernelSpec
 
-E4M3 = DType("e4m3", "float8_e4m3fn", "fp8e4nv", "float8e4nv", "e4m3", 1, "float", "e4m3", "UINT8")
+E4M3 = dtype("fp8_e4m3")
 
 READ = ("q", "k", "v", "p", "dout", "ds")
 
@@ -28,6 +28,5 @@ def one_byte(spec: KernelSpec) -> Operands:
 
 def use_one_byte(patch: pytest.MonkeyPatch) -> None:
     """Have plans be made of such operands."""
-    patch.setitem(DTYPES, "e4m3", E4M3)
     for module in (choices, draft, hopper_forward, hopper_backward, triton_forward, triton_backward):
         patch.setattr(module, "operands_of", one_byte)

@@ -55,7 +55,7 @@ def test_lists_expand_in_order():
         ("order: [longest_first, natural]", "order", ["longest_first", "natural"]),
         ("epilogue: [staged, direct]", "epilogue", ["staged", "direct"]),
         ("layout: [varlen, paged]", "layout", ["varlen", "paged"]),
-        ("dtype: [float32, fp8]", "dtype", ["fp32", "fp8"]),
+        ("dtype: [float32, fp8]", "dtype", ["fp32", "fp8_e4m3"]),
     ],
 )
 def test_each_field_expands(field, name, values):

@@ -255,7 +255,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     qk, v = (columns.width for columns in _widths(spec, operands_of(spec)))
     families = _families(spec)
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
-    step = _key_step(operands_of(spec))
+    step = _key_step(operands_of(spec), transposes=form.transposes)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
     *larger, least = spec.tile_n or choice.tile_n, *fewer
     for tile_n in larger:
@@ -272,7 +272,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
-    step = _key_step(operands)
+    step = _key_step(operands, transposes=form.transposes)
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
         raise refuse(spec, "tile.n", f"{tile_n} is no multiple of {step} from {step} to 256; nearest: {nearest}")
@@ -323,7 +323,7 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     narrower tiles, then fewer consumers, which have more registers each, then probabilities that wait for V."""
     given, most = spec.roles or Roles(), first.structure.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
-    step = _key_step(first.operands)
+    step = _key_step(first.operands, transposes=first.structure.transposes)
     narrower = [n for n in _FEWER_KEYS if n < first.tile_n and n % step == 0] if spec.tile_n is None else []
     tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
     if not fixed:
@@ -352,9 +352,9 @@ def _families(spec: KernelSpec) -> frozenset[str]:
     return frozenset(found)
 
 
-def _key_step(operands: Operands) -> int:
-    """Return what the keys of a tile are a multiple of; those of 8 bits become rows of whole copies."""
-    return BOX_BYTES[-1] if operands.p.bytes == 1 else max(_LEAST_KEYS, operands.p.mma_k)
+def _key_step(operands: Operands, *, transposes: bool) -> int:
+    """Return what the keys of a tile are a multiple of; where V is transposed, they fill rows as wide as a copy's."""
+    return BOX_BYTES[-1] // operands.v.bytes if transposes else max(_LEAST_KEYS, operands.p.mma_k)
 
 
 def refusal(spec: KernelSpec, arch: Arch, numbers: Mapping[str, Probabilities]) -> PlanError | None:
