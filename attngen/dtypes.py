@@ -67,13 +67,23 @@ _ROWS = (
 DTYPES: dict[str, DType] = {row.name: row for row in _ROWS}
 
 #: Other spellings accepted in specs.
-ALIASES: dict[str, str] = {"fp8": "fp8_e4m3", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "int": "int32"}
+ALIASES: dict[str, str] = {
+    "fp8": "fp8_e4m3",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float": "fp32",
+    "int": "int32",
+}
 
 #: Element types of q, k and v that come with scales, and that of the output beside each.
 QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16"}
 
 #: What brings each quantized operand back to its units, as arguments of calls and kernels name it.
 DESCALES = ("q_descale", "k_descale", "v_descale")
+
+#: Tokens of a block that shares a scale, where not all tokens of a head do.
+SCALE_BLOCKS: tuple[int, ...] = (64, 128)
 
 #: Element types of q, k and v that are also that of the output.
 PLAIN_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")

@@ -3,7 +3,8 @@
 The forms are those of ``flash_attn_interface`` in https://github.com/Dao-AILab/flash-attention (hopper). They have no
 dropout and no ALiBi, and version 3's ``attention_chunk`` and ``seqused_q``. What tunes its kernels (``num_splits``,
 ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) changes no result there, and nothing here. q, k and v may be
-float8_e4m3fn, the output is bfloat16 then. ``qv``, and caches in float8, are refused with NoKernelError, which says why.
+float8_e4m3fn; the output is bfloat16 then. ``qv``, and caches in float8, are refused with NoKernelError, which says
+why.
 """
 
 from __future__ import annotations

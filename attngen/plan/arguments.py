@@ -89,14 +89,14 @@ def row_pointer(of: str) -> Argument:
 
 
 def descales(plan: Plan) -> Iterator[Argument]:
-    """Yield the addresses of the scales of quantized operands, one for each batch entry and KV head, and their strides;
-    nothing where operands are what they stand for."""
+    """Yield the addresses of the scales of quantized operands, and their strides; nothing where operands are what they
+    stand for. There is one for each batch entry and KV head, or for each block of tokens of each head."""
     if not plan.descaled:
         return
     for name in DESCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
     for name in DESCALES:
-        for axis in ("b", "h"):
+        for axis in ("b", "h", "s") if plan.scale_block else ("b", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
 
 

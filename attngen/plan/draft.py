@@ -50,6 +50,7 @@ def drafted(
         head_dim_v=spec.head_dim_v,
         layout=spec.layout,
         split_kv=spec.split_kv,
+        scale_block=spec.scale_block,
         direction=spec.direction,
         alignment=alignment,
         fast_math=spec.fast_math,

@@ -232,6 +232,7 @@ class Plan:
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
     tile_time: float = 0.0  # of a tile of work, relative to other kernels of the same variant; 0: unknown
+    scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
@@ -368,6 +369,7 @@ class Plan:
             "fast_math": self.fast_math,
             "section_bytes": self.section_bytes,
             "section_keys": self.section_keys,
+            "scale_block": self.scale_block,
             "split_size": self.split_size,
             "section_heads": self.section_heads,
             "allow": list(self.allow),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attngen.arch import ARCHES, Arch
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.settle import settle
 from attngen.plan.choices import refuse
@@ -20,6 +21,8 @@ def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
     spec = replace(spec, variant=settle(spec.variant))
+    if spec.scale_block and spec.dtype not in QUANTIZED_DTYPES:
+        raise refuse(spec, "scale_block", f"{spec.dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
     if spec.backend is None:
         return _fastest(spec, arch)
     return replace(_of_backend(spec, arch), backend_reason="the spec names it")

@@ -165,7 +165,9 @@ class Call:
     num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
     split_size: int = 0  # keys of each; 0: the kernel's choice
     out: View | None = None  # of a result that the caller allocated
-    descales: dict[str, torch.Tensor] = field(default_factory=dict)  # of quantized q, k and v, (batch, kv_heads)
+    #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks).
+    descales: dict[str, torch.Tensor] = field(default_factory=dict)
+    scale_blocks: tuple[int, ...] = (0,)  # what tokens of a block these may mean; 0: all of a head
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Number] = field(default_factory=dict)
     extents: dict[str, int] = field(default_factory=dict)

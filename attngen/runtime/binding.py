@@ -72,7 +72,7 @@ def bind_call(given: Given) -> tuple[Call, Found]:
         if given.form == "varlen":
             packing = Packing(given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
         call = bind(found.variant, q, k, v, packing, layout=given.layout, **settings)
-    call.descales = check_descales(call, {name: getattr(given, name) for name in DESCALES})
+    check_descales(call, {name: getattr(given, name) for name in DESCALES})
     if call.device.type == "cpu":
         debugging.check_lengths(call)
     return call, found

@@ -44,9 +44,10 @@ def attention(
     With ``deterministic`` its gradients have the same bits on every run, as under
     ``torch.use_deterministic_algorithms``; the output has them in any case.
 
-    Quantized q, k and v (float8_e4m3fn) come with ``q_descale``, ``k_descale`` and ``v_descale``, float32 of shape ()
-    or (batch, kv_heads): what an element stands for is the element times its scale, and query heads share that of
-    their KV head. The output is bfloat16. ``attngen.quantize`` makes such tensors and scales.
+    Quantized q, k and v (float8_e4m3fn) come with ``q_descale``, ``k_descale`` and ``v_descale``, positive float32: an
+    element stands for itself times its scale. A scale is of shape (), or (batch, kv_heads), where query heads share
+    that of their KV head; or each block of 64 or 128 tokens has one, (batch, heads or kv_heads, blocks). The output is
+    bfloat16. ``attngen.quantize`` makes such tensors and scales.
 
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
@@ -98,8 +99,9 @@ def attention_varlen(
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
     given = make(Given, (
-        q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments, tile_map,
-        variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q, max_seqlen_k, None, None,
+        q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments,
+        tile_map, variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q,
+        max_seqlen_k, None, None,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 
@@ -156,8 +158,9 @@ def attention_paged(
     ``attention`` does, and CallError where a gradient is wanted and a kernel would run: the reference has gradients.
     """
     given = make(Given, (
-        q, k_pages, v_pages, None, None, None, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant, softmax_scale,
-        return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None, num_splits, split_size,
+        q, k_pages, v_pages, None, None, None, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant,
+        softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None, num_splits,
+        split_size,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 

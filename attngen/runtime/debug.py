@@ -92,12 +92,12 @@ def check_offsets(name: str, offsets: list[int], total: int, longest: int | None
 
 
 def check_scales(call: Call) -> None:
-    """Raise CallError unless the scales of quantized tensors are finite and not negative."""
+    """Raise CallError unless the scales of quantized tensors are finite and positive."""
     for name, scale in call.descales.items():
-        odd = (~torch.isfinite(scale) | (scale < 0)).nonzero()
+        odd = (~torch.isfinite(scale) | (scale <= 0)).nonzero()
         if odd.numel():
-            b, h = odd[0].tolist()
-            raise CallError(f"{name}[{b}, {h}] is {scale[b, h].item()}; a scale is finite and not negative")
+            where = odd[0].tolist()
+            raise CallError(f"{name}{where} is {scale[tuple(where)].item()}; a scale is finite and positive")
 
 
 def check_facts(call: Call) -> None:

@@ -1,7 +1,7 @@
 """The scales that bring quantized q, k and v back to their units: checked and laid out as kernels read them.
 
-An element of 8 bits times its scale is what it stands for. A scale is one number, or one for each batch entry and KV
-head, whose query heads share that of q.
+An element of 8 bits times its scale is what it stands for. A scale is one number; or one for each batch entry and KV
+head, whose query heads share that of q; or one for each block of 64 or 128 tokens of each head.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
+from attngen.dtypes import DESCALES, QUANTIZED_DTYPES, SCALE_BLOCKS
 from attngen.errors import CallError
 from attngen.runtime.arguments import Call
 
 
-def check_descales(call: Call, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the scales of a call by name, each (batch, kv_heads) float32; none where q is no quantized dtype.
+def check_descales(call: Call, given: Mapping[str, Any]) -> None:
+    """Put the scales of a call where kernels look for them; there are none where q has no quantized dtype.
 
     Raises CallError for scales that are missing, that nobody asked for, or of another form.
     """
@@ -27,22 +27,75 @@ def check_descales(call: Call, given: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, value in named.items():
             if value is not None:
                 raise CallError(f"{name} is of quantized tensors, but q has dtype {call.dtype}; leave it out")
-        return {}
-    return {name: _descale(call, name, value) for name, value in named.items()}
+        return
+    for name, value in named.items():
+        if value is None:
+            needed = _form(call, name, ())
+            raise CallError(
+                f"{name} is missing: {call.dtype} tensors need a scale, {needed}; attngen.quantize makes it"
+            )
+        if not isinstance(value, Tensor):
+            raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.device != call.device:
+            raise CallError(f"{name} is on {value.device}, but q is on {call.device}")
+    blocks = _blocks(call, named)
+    call.scale_blocks = blocks or (0,)
+    call.descales = {name: _laid_out(call, name, value, blocks) for name, value in named.items()}
 
 
-def _descale(call: Call, name: str, value: Any) -> Tensor:
-    form = f"float32 of shape () or (batch, kv_heads) = ({call.batch}, {call.kv_heads})"
-    if value is None:
-        raise CallError(f"{name} is missing: {call.dtype} tensors need a scale, {form}; attngen.quantize makes it")
-    if not isinstance(value, Tensor):
-        raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.device != call.device:
-        raise CallError(f"{name} is on {value.device}, but q is on {call.device}")
-    wanted = (call.batch, call.kv_heads)
-    if value.dtype != torch.float32 or tuple(value.shape) not in ((), (1,), wanted):
-        raise CallError(f"{name} must be {form}, got {value.dtype} of shape {tuple(value.shape)}")
-    return value.expand(wanted)
+def _blocks(call: Call, given: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Return the sizes of blocks that scales may be of, none if there is one for each head; CallError if no size suits
+    all that have an axis of blocks."""
+    of_blocks = {name: scale for name, scale in given.items() if scale.dim() == 3}
+    if not of_blocks:
+        return ()
+    found = [
+        block
+        for block in SCALE_BLOCKS
+        if all(tuple(scale.shape) == _shape(call, name, block) for name, scale in of_blocks.items())
+    ]
+    if not found:
+        # the one that is of no size of blocks, or else one of two that disagree
+        name, scale = min(of_blocks.items(), key=lambda item: _fits(call, *item))
+        raise CallError(f"{name} must be {_form(call, name, SCALE_BLOCKS)}, got shape {tuple(scale.shape)}")
+    return tuple(found)
+
+
+def _fits(call: Call, name: str, scale: Tensor) -> bool:
+    """Whether a scale is one for each block of some size."""
+    return any(tuple(scale.shape) == _shape(call, name, block) for block in SCALE_BLOCKS)
+
+
+def _shape(call: Call, name: str, block: int) -> tuple[int, ...]:
+    """Return the shape of a scale for each block of so many tokens, or for each head if 0."""
+    if not block:
+        return (call.batch, call.kv_heads)
+    heads, tokens = (call.heads, call.seqlen_q) if name == "q_descale" else (call.kv_heads, call.seqlen_k)
+    return (call.batch, heads, -(-tokens // block))
+
+
+def _laid_out(call: Call, name: str, scale: Tensor, blocks: tuple[int, ...]) -> Tensor:
+    """Return a scale as kernels read it, a view of what was given."""
+    wanted = _shape(call, name, blocks[0] if blocks else 0)
+    per_head = scale.dim() == 2 and tuple(scale.shape) == wanted[:2]
+    if scale.dtype != torch.float32 or not (tuple(scale.shape) in ((), (1,), wanted) or per_head):
+        raise CallError(f"{name} must be {_form(call, name, blocks)}, got {scale.dtype} of shape {tuple(scale.shape)}")
+    if per_head and len(wanted) == 3:
+        scale = scale[..., None]
+    return scale.expand(wanted)
+
+
+def _form(call: Call, name: str, blocks: tuple[int, ...]) -> str:
+    """Say what a scale may be, beside others for blocks of so many tokens."""
+    if not blocks:
+        return f"float32 of shape () or (batch, kv_heads) = {_shape(call, name, 0)}"
+    heads = "heads" if name == "q_descale" else "kv_heads"
+    shapes = " or ".join(str(_shape(call, name, block)) for block in blocks)
+    return f"float32 of shape (), (batch, {heads}) or (batch, {heads}, blocks of {_either(blocks)} tokens) = {shapes}"
+
+
+def _either(blocks: tuple[int, ...]) -> str:
+    return " or ".join(map(str, blocks))
 
 
 def dequantized(call: Call, name: str, rows: Tensor, b: int, compute: torch.dtype) -> Tensor:
@@ -51,4 +104,9 @@ def dequantized(call: Call, name: str, rows: Tensor, b: int, compute: torch.dtyp
     scale = call.descales.get(f"{name}_descale")
     if scale is None:
         return rows
-    return rows * scale[b].to(compute).repeat_interleave(rows.shape[1] // call.kv_heads)[:, None]
+    of_sequence = scale[b].to(compute)  # (heads,) or (heads, blocks)
+    of_sequence = of_sequence.repeat_interleave(rows.shape[1] // of_sequence.shape[0], dim=0)
+    if of_sequence.dim() == 1:
+        return rows * of_sequence[:, None]
+    each = of_sequence.repeat_interleave(call.scale_blocks[0], dim=1)[:, : rows.shape[0]]
+    return rows * each.t()[..., None]

@@ -144,6 +144,9 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     ):
         if built != asked:
             return f"{label} is {built}, the call has {asked}"
+    if call.descales and kernel.scale_block not in call.scale_blocks:
+        given = _sharing(call.scale_blocks[0])
+        return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
     if request.deterministic and not kernel.reproducible:
         return (
             "it adds up dQ in no fixed order, and the call, or torch.use_deterministic_algorithms(True), asks for one; "
@@ -160,6 +163,11 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         or _against_group(kernel, call)
         or _against_tensors(kernel, request)
     )
+
+
+def _sharing(block: int) -> str:
+    """Say whose tokens share a scale."""
+    return f"each block of {block} tokens" if block else "each head"
 
 
 def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
@@ -371,6 +379,8 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         lines.append(f"      backend: {request.backend}")
     if call.split_size or call.num_splits > 1:
         lines.append("      split_kv: true")
+    if call.descales and 0 not in call.scale_blocks:
+        lines.append(f"      descale: {call.scale_blocks[0]}")
     lines += _access_lines(call, request)
     return lines
 

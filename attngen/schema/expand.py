@@ -105,6 +105,7 @@ class KernelSpec:
     epilogue: str | None = None
     pack_gqa: bool | None = None
     split_kv: bool = False
+    scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     allow: tuple[str, ...] = ()
     spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
     location: Location = field(default=Location(""), compare=False)
@@ -129,20 +130,21 @@ class KernelSpec:
 #: Fields of a kernel to fields of the spec, where the names differ.
 _FIELD_OF = {
     "head_dim_qk": "head_dim", "head_dim_v": "head_dim", "direction": "passes", "tile_m": "tile", "tile_n": "tile",
-    "num_warps": "warps", "roles": "warps", "pipeline": "stages",
+    "scale_block": "descale", "num_warps": "warps", "roles": "warps", "pipeline": "stages",
 }  # fmt: skip
 
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
-    "variant", "arch", "dtype", "head_dim", "layout", "passes", "backend", "tile", "stages", "warps", "loads",
-    "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
-    "epilogue", "pack_gqa", "split_kv",
+    "variant", "arch", "dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages", "warps",
+    "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order", "epilogue",
+    "pack_gqa", "split_kv",
 )  # fmt: skip
 
 
 #: Fields that say something of the forward only; those of the backward stand in ``backward``.
 _FORWARDS = (
     "backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa", "split_kv",
+    "descale",
 )  # fmt: skip
 #: Fields that say something of the ordinary forward only; a split-KV one has none of its own.
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
@@ -305,6 +307,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
         split_kv=values["split_kv"],
+        scale_block=values["descale"] if isinstance(values["descale"], int) else 0,
         allow=tuple(sorted(set(entry.allow))),
         spec_file=spec.name,
         location=spec.tree.locate(("kernels", index)),

@@ -26,6 +26,7 @@ from attngen.schema.fields import (
     ArchName,
     AttentionDType,
     Choice,
+    Descale,
     Expression,
     Extent,
     LetName,
@@ -228,6 +229,9 @@ class KernelModel(Model):
     arch: OneOrMany[ArchName] | None = Field(default=None, description="instead of the spec's own")
     dtype: OneOrMany[AttentionDType] = ("bf16",)
     layout: OneOrMany[Layout] = ("dense",)
+    descale: OneOrMany[Descale] | None = Field(
+        default=None, description="what shares a scale of quantized q, k and v: all tokens of a head, or so many"
+    )
     passes: OneOrMany[Pass] = ("forward",)
     backend: OneOrMany[Backend] | None = Field(
         default=None, description="left out: the fastest that can do all that the entry asks for"

@@ -24,7 +24,7 @@ _SIZES = ((65, 129), (129, 65), (1, 200))
 
 def tight_inputs(kernel: Kernel, case: Case) -> Inputs:
     """Return inputs that end with their allocation."""
-    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
+    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block)
     made = make_inputs(kernel.variant, case, kernel.layout, element, "cuda", case.seqlen_k, calm=0.0)
     return replace(made, **{name: getattr(made, name).nan_to_num(nan=0.0).clone() for name in "qkv"})
 

@@ -230,7 +230,9 @@ def test_quantized_tensors_take_scales_for_each_sequence_and_kv_head() -> None:
     torch.testing.assert_close(out.float(), wanted, atol=0, rtol=2**-8)
     torch.testing.assert_close(lse, wanted_lse)
     ones = flash_attn_3.flash_attn_func(q, k, v)  # as there, 1 where none is given
-    torch.testing.assert_close(ones.float(), flash_attn_3.flash_attn_func(*(t.float() for t in (q, k, v))), atol=0, rtol=2**-8)
+    torch.testing.assert_close(
+        ones.float(), flash_attn_3.flash_attn_func(*(t.float() for t in (q, k, v))), atol=0, rtol=2**-8
+    )
 
 
 def test_what_no_kernel_has_is_refused() -> None:

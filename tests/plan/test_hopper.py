@@ -387,7 +387,7 @@ def test_no_table_has_more_consumers_than_a_warp_has_lanes_for() -> None:
     assert most == 32 // 8 - 1
     assert set(hopper_forward._REGISTERS) == set(hopper_forward._SEARCHING_REGISTERS) == set(hopper_forward._TILE_TIMES)
     assert max(hopper_forward._REGISTERS) == most
-    assert max(row.consumers for row in hopper_forward._TABLE) <= most
+    assert max(row.consumers for row in hopper_forward.TABLE) <= most
     roles = roles_of(on_hopper())
     for consumers in (0, most + 1):
         with pytest.raises(ValueError, match=f"{consumers} consumers, of 1 to {most}"):

@@ -46,6 +46,26 @@ def test_elements_stand_for_themselves_times_their_scale(variant: str) -> None:
     torch.testing.assert_close(lse, wanted_lse)
 
 
+@pytest.mark.parametrize("block", [64, 128])
+def test_blocks_of_tokens_have_scales_of_their_own(block: int) -> None:
+    shapes = ((2, 200, 4, 32), (2, 300, 2, 32), (2, 300, 2, 16))
+    q, k, v = ((8 * torch.randn(shape)).to(FP8) for shape in shapes)
+    counts = [(2, x.shape[2], -(-x.shape[1] // block)) for x in (q, k, v)]
+    given = dict(zip(DESCALES, (0.05 + torch.rand(shape) for shape in counts), strict=True))
+    out = attngen.attention(q, k, v, variant="causal", **given)
+    plain = []
+    for x, scale in zip((q, k, v), given.values(), strict=True):
+        rows = torch.arange(x.shape[1]) // block
+        plain.append(x.float() * scale.transpose(1, 2)[:, rows, :, None])
+    torch.testing.assert_close(out.float(), attngen.attention(*plain, variant="causal"), atol=0, rtol=2**-8)
+    one = {**given, "v_descale": torch.tensor(0.3)}  # beside blocks one scale serves all of them
+    plain[2] = v.float() * 0.3
+    out = attngen.attention(q, k, v, variant="causal", **one)
+    torch.testing.assert_close(out.float(), attngen.attention(*plain, variant="causal"), atol=0, rtol=2**-8)
+    with pytest.raises(CallError, match=r"v_descale must be .*blocks of 64 or 128 tokens"):
+        attngen.attention(q, k, v, **{**given, "v_descale": torch.ones(2, 2, 9)})
+
+
 def test_packed_sequences_have_the_scales_of_their_batch_entry() -> None:
     q, k, v = operands()
     given = scales()
@@ -96,11 +116,11 @@ def test_quantized_and_plain_tensors_are_not_mixed() -> None:
         attngen.attention(q.bfloat16(), k, v, **scales())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
 def test_debug_refuses_scales_that_are_no_scales(bad: float) -> None:
     given = scales()
     given["k_descale"] = torch.tensor([[0.1, 0.2], [bad, 0.3]])
-    with attngen.debug(), pytest.raises(CallError, match=r"k_descale\[1, 0\] is .*; a scale is finite and not negative"):
+    with attngen.debug(), pytest.raises(CallError, match=r"k_descale\[1, 0\] is .*; a scale is finite and positive"):
         attngen.attention(*operands(), **given)
 
 

@@ -11,15 +11,16 @@ _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES = 4
+_TILE_SCALES_BYTES = 8
 _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_info")
+_ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_scales", "tile_info")
 
 
 def forward_pipes(
     roles: HopperForward, *, driver: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands,
-    warps: int = WARPGROUP,
+    warps: int = WARPGROUP, scale_block: int = 0,
 ) -> Pipes:  # fmt: skip
     """Return the pipes of a forward whose matrices have ``qk`` and ``v`` columns in shared memory.
 
@@ -35,6 +36,7 @@ def forward_pipes(
         by_k, by_v = "the loader of K", "the loader of V"
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
+    scales = (("tile_scales", _TILE_SCALES_BYTES),) if scale_block else ()
     told = ", and what each consumer does with it is written" if roles.specialized else ""
     scheduler = roles.consumers + 1 if driver == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
@@ -57,21 +59,20 @@ def forward_pipes(
         else "a tile of K stays until S is there",
         full=Signal(1, by_k, f"a tile of K has landed{told}", bytes=True),
         empty=Signal(consumers, each, f"{done} K"),
-        stored=(("k", tile_n * qk * operands.k.bytes), *tile_info),
+        stored=(("k", tile_n * qk * operands.k.bytes), *tile_info, *scales),
     )  # fmt: skip
     v_bytes, v_rows = tile_n * v * operands.v.bytes, []
     landed = Signal(1, by_v, "a tile of V has landed", bytes=True)
     if roles.transposes:
         by_rows, by_v = by_v, "the transposers"
-        v_rows.append(
-            Ring(
-                "v_rows", stages, by_rows, by_v,
-                guards="a box of V as it lies in memory, a row for each key, stays until it is transposed",
-                full=Signal(1, by_rows, "a box of V has landed", bytes=True),
-                empty=Signal(transposers, by_v, "a box of V has been read"),
-                stored=(("v_rows", tile_n * roles.box_bytes),),
-            )  # fmt: skip
-        )
+        of_rows = Ring(
+            "v_rows", stages, by_rows, by_v,
+            guards="a box of V as it lies in memory, a row for each key, stays until it is transposed",
+            full=Signal(1, by_rows, "a box of V has landed", bytes=True),
+            empty=Signal(transposers, by_v, "a box of V has been read"),
+            stored=(("v_rows", tile_n * roles.box_bytes),),
+        )  # fmt: skip
+        v_rows.append(of_rows)
         landed = Signal(transposers, by_v, "a tile of V is written, a row for each column")
     of_v = Ring(
         "v", stages, by_v, each,
@@ -111,7 +112,7 @@ def forward_pipes_of(plan: Plan) -> Pipes:
     assert isinstance(plan.structure, HopperForward)
     return forward_pipes(
         plan.structure, driver=plan.driver, tile_m=plan.tile_m, tile_n=plan.tile_n, stages=plan.stages,
-        qk=plan.columns_qk[0].width, v=plan.columns_v[0].width, operands=plan.operands,
+        qk=plan.columns_qk[0].width, v=plan.columns_v[0].width, operands=plan.operands, scale_block=plan.scale_block,
     )  # fmt: skip
 
 

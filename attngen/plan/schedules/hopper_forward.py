@@ -188,6 +188,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
+            *([f"scale{spec.scale_block}"] if spec.scale_block else []),
         ),
         columns_qk=columns[:1],
         columns_v=columns[1:],
@@ -257,7 +258,8 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
     step = _key_step(operands_of(spec), transposes=form.transposes)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
-    *larger, least = spec.tile_n or choice.tile_n, *fewer
+    usual = min(choice.tile_n, spec.scale_block or choice.tile_n)
+    *larger, least = spec.tile_n or usual, *fewer
     for tile_n in larger:
         with suppress(PlanError):
             return _tile(spec, arch, driver, form, choice, tile_n)
@@ -273,6 +275,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
     step = _key_step(operands, transposes=form.transposes)
+    if spec.scale_block % tile_n:
+        raise refuse(
+            spec,
+            "tile.n",
+            f"keys of a tile share a scale, and {tile_n} do not divide {spec.scale_block}; nearest: {spec.scale_block}",
+        )
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
         raise refuse(spec, "tile.n", f"{tile_n} is no multiple of {step} from {step} to 256; nearest: {nearest}")
@@ -323,6 +331,7 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     narrower tiles, then fewer consumers, which have more registers each, then probabilities that wait for V."""
     given, most = spec.roles or Roles(), first.structure.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
+    assert isinstance(first.structure, HopperForward)
     step = _key_step(first.operands, transposes=first.structure.transposes)
     narrower = [n for n in _FEWER_KEYS if n < first.tile_n and n % step == 0] if spec.tile_n is None else []
     tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
@@ -487,8 +496,9 @@ def _with_memory(
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
         pipes = forward_pipes(
-            roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands
-        )
+            roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands,
+            scale_block=spec.scale_block,
+        )  # fmt: skip
         regions = pipes.regions
         # 1 KiB of the arch's limit is the system's, and stands before ours
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 
 from attngen.arch import Arch
-from attngen.errors import PlanError
 from attngen.plan.choices import refuse
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
@@ -42,6 +41,8 @@ def _check(spec: KernelSpec, roles: Roles, driver: str) -> None:
     """Refuse what probabilities of 8 bits cannot do."""
     if roles.producer == 0:
         raise refuse(spec, "warps", f"{spec.dtype} needs a producer, which transposes V; allowed: producer 1")
+    if spec.scale_block and spec.pack_gqa:
+        raise refuse(spec, "pack_gqa", "rows of several heads have several scales; allowed: false, or descale: head")
     if spec.variant.dropout:
         raise refuse(spec, "dtype", f"{spec.dtype} has no dropout; allowed: bf16, fp16")
 

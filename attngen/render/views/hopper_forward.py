@@ -8,7 +8,7 @@ from functools import partial
 
 from attngen.dtypes import DType, dtype
 from attngen.lang.ir import MAX_SEQLEN
-from attngen.lang.statements import Piece, Statement, reads
+from attngen.lang.statements import Piece, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.hopper_forward import widest_box
@@ -20,8 +20,10 @@ from attngen.render.header import argument_groups, command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 
 _REGION_TEXTS = {
-    "v_rows": "V as it lies in memory, a box per stage", "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
+    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
+    "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
+    "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
 }  # fmt: skip
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
 SWIZZLES = {128: 1, 64: 2}
@@ -205,7 +207,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
         logit_partial=masked,
         logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
-        multiplier=code.multiplier,
+        multiplier=leaf("multiplier") if plan.scale_block and plan.variant.score is None else code.multiplier,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
@@ -280,7 +282,11 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
 
 def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
     """Return the lines that name what the loader of K and V uses of a tile of work."""
-    read = reads(listed) | {"tiles", "seqlen_k", "k_begin" if plan.key_access == "ragged" else "b"}
+    read = (
+        reads(listed)
+        | ({"b"} if plan.scale_block else set())
+        | {"tiles", "seqlen_k", "k_begin" if plan.key_access == "ragged" else "b"}
+    )
     if "q_hi" in read:
         read |= {"q_start", "seqlen_q"}
     if plan.driver != "ranges":

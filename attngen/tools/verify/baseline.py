@@ -285,8 +285,8 @@ def plain_gradients(
 def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return out of ``scaled_dot_product_attention``'s fused kernels under a dense mask.
 
-    None where these cannot serve: with a score, a sink or dropout, of quantized tensors, in float32 (where some round to TF32), off the GPU,
-    or when none of them takes the shapes. Rows that see nothing are undefined.
+    None where these cannot serve: with a score, a sink or dropout, of quantized tensors, in float32 (where some round
+    to TF32), off the GPU, or when none of them takes the shapes. Rows that see nothing are undefined.
     """
     own = call.variant.score is not None or call.variant.sink is not None or call.variant.dropout
     if own or call.descales or q.dtype == torch.float32 or not q.is_cuda:

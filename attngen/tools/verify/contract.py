@@ -3,8 +3,9 @@
 Check 1: the largest error is at most twice that of plain PyTorch in the same dtype (three times with a score of one's
 own), plus the rounding of the output and of exp2. A score of one's own can make logits so large that plain PyTorch,
 which rounds them to 16 bits, measures nothing or overflows; the arithmetic of a fused kernel is a yardstick beside it,
-there, and for quantized tensors, whose largest probability is a power of two in plain PyTorch and seldom in a kernel. In float32 libraries add up in parts, which errs less than one product after the other, as kernels add
-them: there, with a score or without, logits may be rounded by what is usual at their size. Check 2: the root mean
+there, and for quantized tensors, whose largest probability is a power of two in plain PyTorch and seldom in a kernel.
+In float32 libraries add up in parts, which errs less than one product after the other, as kernels add them: there,
+with a score or without, logits may be rounded by what is usual at their size. Check 2: the root mean
 square error is at most 1.2 times that of SDPA, or of plain PyTorch where SDPA has no kernel; with a score, of all
 yardsticks together. Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN, and a dead row, which sees no
 key, is exactly 0 with a log-sum-exp of exactly −inf, or of its sink.

@@ -54,7 +54,7 @@ class Inputs:
     def bind(self, variant: Variant) -> Call:
         """Return the checked call; the log-sum-exp is asked for."""
         call = self._bind(variant)
-        call.descales = check_descales(call, self.descales)
+        check_descales(call, self.descales)
         return call
 
     def _bind(self, variant: Variant) -> Call:
@@ -76,6 +76,7 @@ class Element:
     dtype: str
     head_dim_qk: int
     head_dim_v: int
+    scale_block: int = 0  # tokens that share a scale of a quantized dtype; 0: all of a head
 
     @property
     def torch(self) -> torch.dtype:
@@ -122,16 +123,23 @@ def make_inputs(
         packing=_packing(case, device) if layout == "varlen" else None,
         seqused_k=None if case.used is None else torch.tensor(case.used, dtype=torch.int32, device=device),
         arguments=arguments,
-        descales=_descales(case, generator, device) if element.dtype in QUANTIZED_DTYPES else {},
+        descales=_descales(case, element, generator, device) if element.dtype in QUANTIZED_DTYPES else {},
     )
 
 
-def _descales(case: Case, generator: torch.Generator, device: torch.device | str) -> dict[str, Tensor]:
+def _descales(
+    case: Case, element: Element, generator: torch.Generator, device: torch.device | str
+) -> dict[str, Tensor]:
     """Return scales of quantized q, k and v, each with strides of its own: elements times these are about 1."""
-    shape = (case.batch, case.kv_heads)
-    scales = {name: (0.5 + torch.rand(shape, generator=generator)) / _QUANTIZED_SCALE for name in DESCALES}
-    scales["k_descale"] = scales["k_descale"].t().contiguous().t()
-    scales["v_descale"] = scales["v_descale"][0, 0]
+    of_head: tuple[int, ...] = (case.batch, case.kv_heads)
+    shapes = dict.fromkeys(DESCALES, of_head)
+    if block := element.scale_block:
+        shapes = dict.fromkeys(DESCALES, (*of_head, -(-case.seqlen_k // block)))
+        shapes["q_descale"] = (case.batch, case.heads, -(-case.seqlen_q // block))
+    scales = {name: (0.5 + torch.rand(shape, generator=generator)) / _QUANTIZED_SCALE for name, shape in shapes.items()}
+    scales["k_descale"] = scales["k_descale"].transpose(0, 1).contiguous().transpose(0, 1)
+    if not block:
+        scales["v_descale"] = scales["v_descale"][0, 0]
     return {name: scale.to(device) for name, scale in scales.items()}
 
 

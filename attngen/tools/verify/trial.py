@@ -172,7 +172,7 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
 
     Raises IndexError if mask or score read a tensor out of its extent, however its integers are chosen.
     """
-    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
+    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block)
     raised: IndexError | None = None
     for calm in _CALM:
         inputs = make_inputs(kernel.variant, case, kernel.layout, element, device, seed, calm=calm)
