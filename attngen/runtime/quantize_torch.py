@@ -56,8 +56,9 @@ def _quantized(call: Quantize, sizes: Sizes, name: str, signs: Tensor | None) ->
     limit = LARGEST[call.dtype]
     scale = _scale(_largest(call, sizes, name, x) * norm, limit)
     factor = _of_rows(call, sizes, x, torch.ones_like(scale) / scale * norm)
-    values = (x * factor).clamp(-limit, limit).to(call.dtype)
-    return (values.transpose(1, 2) if call.layout == "bshd" else values).contiguous(), scale
+    values = torch.empty(getattr(call, name).shape, dtype=call.dtype, device=x.device)
+    in_rows(values, call.layout).transpose(1, 2).copy_((x * factor).clamp(-limit, limit))
+    return values, scale
 
 
 def _rotated(call: Quantize, x: Tensor) -> Tensor:
