@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attngen.runtime.operators import TAGS, namespace_of
-from attngen.runtime.quantize_arguments import Quantize, check
+from attngen.runtime.quantize_arguments import GRANULARITIES, Quantize, check
 from attngen.runtime.quantize_run import run
 
 NAME = "qkv__quantize"
@@ -60,6 +60,9 @@ def _like(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def call(*given: Any) -> tuple[Tensor, ...]:
-    """Call the operator with the arguments of ``quantize``."""
-    found: tuple[Tensor, ...] = getattr(getattr(torch.ops, defined()), NAME)(*given[:3], str(given[3]), *given[4:])
+    """Call the operator with the arguments of ``quantize``, which were checked."""
+    for granularity in GRANULARITIES:  # a tracer knows no text of a number that is not written in the program
+        if granularity == given[3]:
+            break
+    found: tuple[Tensor, ...] = getattr(getattr(torch.ops, defined()), NAME)(*given[:3], str(granularity), *given[4:])
     return found
