@@ -22,6 +22,7 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.quantize_arguments import Quantize, Sizes, in_rows, random_signs, transform_size
 from attngen.runtime.registry import registry
 from attngen.runtime.select import against_device
+from attngen.runtime.splits import reciprocal
 
 #: The tensors of a call, in the order in which their addresses are given.
 TENSORS = (
@@ -129,10 +130,11 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         threads = -(-call.granularity * max(lanes_qk, lanes_v) // 32) * 32
     if threads > kernel.main.entry.threads:
         return f"blocks of {call.granularity} tokens take {threads} threads; a kernel has {kernel.main.entry.threads}"
+    tiles = (-(-sizes.seqlen_q // rows_qk), -(-sizes.seqlen_k // rows_qk), -(-sizes.seqlen_k // rows_v))
     blocks = (
-        sizes.batch * sizes.heads * -(-sizes.seqlen_q // rows_qk),
-        sizes.batch * sizes.kv_heads * -(-sizes.seqlen_k // rows_qk),
-        sizes.batch * sizes.kv_heads * -(-sizes.seqlen_k // rows_v),
+        sizes.batch * sizes.heads * tiles[0],
+        sizes.batch * sizes.kv_heads * tiles[1],
+        sizes.batch * sizes.kv_heads * tiles[2],
     )
     if sum(blocks) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + threads > _MOST:
         return "more rows than 32 bits count"
@@ -141,13 +143,17 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     if of_v in (_TENSOR, _HEAD):  # of q and k as well, but for scales of tokens
         maxima = 3 * (1 if of_v == _TENSOR else sizes.batch * sizes.kv_heads)
         phases.insert(0, _phase((0, 0, blocks[2]) if of_qk == _TOKEN else blocks, rounds=0))
+    divisors = {
+        "heads": sizes.heads, "kv_heads": sizes.kv_heads, "group": sizes.heads // sizes.kv_heads, "tiles_q": tiles[0],
+        "tiles_k": tiles[1], "tiles_v": tiles[2], "lanes_qk": lanes_qk, "lanes_v": lanes_v,
+    }  # fmt: skip
+    found = {
+        **_sizes(call, sizes), "rows_qk": rows_qk, "rows_v": rows_v, "scales_qk": of_qk, "scales_v": of_v, **divisors,
+        **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
+    }  # fmt: skip
     numbers: dict[tuple[str, Any], float] = {
         **_strides(call),
-        **{(name, None): value for name, value in _sizes(call, sizes).items()},
-        ("rows_qk", None): rows_qk,
-        ("rows_v", None): rows_v,
-        ("scales_qk", None): of_qk,
-        ("scales_v", None): of_v,
+        **{(name, None): value for name, value in found.items()},
     }
     return PreparedQuantize(kernel, numbers, phases, threads, maxima, driver, call.q.device.index or 0)
 
@@ -230,12 +236,10 @@ def _sizes(call: Quantize, sizes: Sizes) -> dict[str, float]:
     bits = random_signs(call.seed, sizes.head_dim_qk) if call.hadamard and call.signs is None else 0
     return {
         "batch": sizes.batch,
-        "heads": sizes.heads,
-        "kv_heads": sizes.kv_heads,
         "seqlen_q": sizes.seqlen_q,
         "seqlen_k": sizes.seqlen_k,
-        "head_dim_qk": sizes.head_dim_qk,
-        "head_dim_v": sizes.head_dim_v,
+        "vectors_qk": sizes.head_dim_qk >> of_vector,
+        "vectors_v": sizes.head_dim_v >> of_vector,
         "slot_bits_qk": min(size_qk - of_vector, 2),
         "lane_bits_qk": max(size_qk - of_vector - 2, 0),
         "lane_bits_v": max(size_v - of_vector - 2, 0),

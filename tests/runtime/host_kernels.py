@@ -78,7 +78,7 @@ def library(name: str) -> ctypes.CDLL:
     (source,) = (one.source for one in every if one.plan.name == name)
     folder = Path(mkdtemp(prefix="attngen-host-"))
     (folder / "kernel.inc").write_text(source.text)
-    for name in ("append.cuh", "rotary.cuh", "hadamard.cuh", "scales.cuh"):
+    for name in ("append.cuh", "rotary.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh"):
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name]
     made = folder / "kernel.so"

@@ -13,6 +13,7 @@ from attngen.arch import Arch
 from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import QUANTIZE
 from attngen.plan import arguments, naming
+from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.operands import operands_of
@@ -36,10 +37,13 @@ _UNTYPED = ("rotary_cos", "rotary_sin")
 
 #: Numbers of a call. Those of v differ from those of q and k where its head_dim does.
 _SIZES = (
-    "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim_qk", "head_dim_v", "blocks_q", "blocks_k", "rows_qk",
-    "rows_v", "slot_bits_qk", "slot_bits_v", "lane_bits_qk", "lane_bits_v", "scales_qk", "scales_v", "rounds", "hadamard",
+    "batch", "seqlen_q", "seqlen_k", "blocks_q", "blocks_k", "rows_qk", "rows_v", "vectors_qk", "vectors_v",
+    "slot_bits_qk", "slot_bits_v", "lane_bits_qk", "lane_bits_v", "scales_qk", "scales_v", "rounds", "hadamard",
     "positions", "rotary_half", "rotary_form", "interleaved", "whole_vectors", "e5m2_out",
 )  # fmt: skip
+
+#: Numbers by which the kernel divides.
+_DIVISORS = ("heads", "kv_heads", "group", "tiles_q", "tiles_k", "tiles_v", "lanes_qk", "lanes_v")
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -80,7 +84,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         main=QUANTIZE,
     )
     row = Launch(
-        QUANTIZE, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=0, products=0,
+        QUANTIZE, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes, products=0,
         pdl=arch.pdl,
     )  # fmt: skip
     return planned.with_launches(row)
@@ -106,7 +110,8 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
         yield Argument(f"stride_{name}", "stride", "i64", of=name, axis="s")
     for word in range(4):
         yield arguments.size(f"sign_bits_{word}", form="i64")
-    yield from map(arguments.size, _SIZES)
+    yield from map(arguments.size, (*_SIZES, *_DIVISORS))
+    yield from arguments.reciprocals(*_DIVISORS)
     yield arguments.size("norm", form="fp32")
 
 

@@ -96,10 +96,15 @@ __device__ __forceinline__ void rotate_vector(
     const bool first = element < rotary_half;
     const int pair = first ? element : element - rotary_half;
     const auto partner = Vector<Element>::load(row + (first ? element + rotary_half : pair));
-    float cos[kElements], sin[kElements];
-    table_numbers(cos, cos_table, cos_row + pair, form);
-    table_numbers(sin, sin_table, sin_row + pair, form);
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) x[i] = rotated(x[i], to_float(partner.elements[i]), cos[i], sin[i], first);
+    for (int part = 0; part < kElements; part += kElements / 2) {  // by halves, to hold fewer angles
+      float cos[kElements / 2], sin[kElements / 2];
+      table_numbers(cos, cos_table, cos_row + pair + part, form);
+      table_numbers(sin, sin_table, sin_row + pair + part, form);
+#pragma unroll
+      for (int i = part; i < part + kElements / 2; ++i) {
+        x[i] = rotated(x[i], to_float(partner.elements[i]), cos[i - part], sin[i - part], first);
+      }
+    }
   }
 }
