@@ -93,7 +93,9 @@ def view_of(
     spec: Spec, kernels: Sequence[Prepared], version: str, manifests: Sequence[Mapping[str, Any]] = ()
 ) -> PackageView:
     """Return what the texts of a package say of it; without manifests, before anything is compiled."""
-    variants = {kernel.plan.variant.name: kernel.plan.variant for kernel in kernels if kernel.plan.direction not in HELPERS}
+    variants = {
+        kernel.plan.variant.name: kernel.plan.variant for kernel in kernels if kernel.plan.direction not in HELPERS
+    }
     return PackageView(
         module=spec.package,
         version=version,

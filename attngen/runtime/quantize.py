@@ -52,9 +52,9 @@ def quantize(
 ) -> Quantized:
     """Return q, k and v in 8 bits, with the scales that ``attention`` takes.
 
-    q is (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), v with a head_dim of its own;
-    with ``layout='bhsd'`` the two axes in the middle stand the other way round. They are bfloat16, float16 or float32,
-    with any strides; results are contiguous, of ``dtype``: float8_e4m3fn or float8_e5m2. The arithmetic is float32.
+    q is (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), v of its own head_dim; with
+    ``layout='bhsd'`` the two axes in the middle stand the other way round. They are bfloat16, float16 or float32, with
+    any strides; results are contiguous, of ``dtype``: float8_e4m3fn or float8_e5m2. The arithmetic is float32.
 
     ``granularity`` says what has a scale of its own, and so the shapes of the scales:
 
@@ -72,21 +72,21 @@ def quantize(
     With ``hadamard``, rows of q and k are multiplied by D H / sqrt(n), the same for both, which leaves q kᵀ as it is:
     D changes signs at random, H is the Hadamard transform of size n, the largest power of two that divides head_dim, of
     each n numbers. It spreads what is large over n numbers, and so makes the error of 8 bits smaller; a number that is
-    not finite spreads, too. v is not transformed. ``signs`` (head_dim,), of 1 and -1, is the diagonal of D; left out, it
-    follows from ``seed``. What is to be multiplied must have been given the same.
+    not finite spreads, too. v is not transformed. ``signs`` (head_dim,), 1 or -1 each, is the diagonal of D; left out,
+    it follows from ``seed``. What is to be multiplied must have been given the same.
 
     ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) in float32, bfloat16 or float16 rotate the first
-    ``rotary_dim`` numbers of each row of q and k before that, as in ``append_kv``: token j of sequence b of either takes
+    ``rotary_dim`` numbers of each row of q and k before that, as in ``append_kv``: token j of sequence b takes
     row ``rotary_offsets[b]`` + j, or j without ``rotary_offsets`` (batch,) int32. Positions beyond the tables raise
     CallError on the CPU and under ``attngen.debug()``; on a GPU they take the nearest row.
 
     Source: Shah et al., FlashAttention-3, arXiv 2407.08608, section 3.3 (block quantization and incoherent processing);
     Chee et al., QuIP, arXiv 2307.13304; Ashkboos et al., QuaRot, arXiv 2404.00456.
 
-    It does not wait for the GPU. Any spec with a kernel for ``dtype: fp8_e4m3`` brings a kernel for bfloat16 and one for
-    float16: one launch for blocks, else two, and as many tensors are allocated as are returned, and one for maxima.
-    It takes rows that are multiples of 16 bytes, up to 256 numbers; other calls, and those in float32, are some
-    operations of torch. There is no derivative. Raises CallError for what does not fit.
+    It does not wait for the GPU. Any spec with a kernel for ``dtype: fp8_e4m3`` brings a kernel for bfloat16 and one
+    for float16: one launch for blocks, else two, and a tensor for maxima beside those that are returned. They take rows
+    that are multiples of 16 bytes, up to 256 numbers; other calls, and those in float32, are some operations of torch.
+    There is no derivative. Raises CallError for what does not fit.
     """
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v)):
         raise CallError("quantize has no derivative; torch.no_grad() tells that no gradient is wanted")

@@ -73,7 +73,9 @@ class PreparedQuantize:
         self._places = [0] * len(TENSORS)
         self._templates, self._functions = [], []
         for phase in phases:
-            packed, own = Frame(entry.layout.size), {(name, None): value for name, value in phase.numbers.items()}
+            packed = Frame(entry.layout.size)
+            known: dict[tuple[str, Any], float] = {**numbers}
+            known |= {(name, None): value for name, value in phase.numbers.items()}
             for parameter in entry.layout.parameters:
                 if parameter.kind == "pointer":
                     if parameter.of not in TENSORS:
@@ -81,11 +83,10 @@ class PreparedQuantize:
                     self._places[TENSORS.index(parameter.of)] = parameter.offset // 8
                     continue
                 key = (parameter.of or "", parameter.axis if parameter.kind == "stride" else None)
-                value = own.get(key, numbers.get(key))
-                if value is None or parameter.type not in _WRITERS:
+                if key not in known or parameter.type not in _WRITERS:
                     raise LoadError(f"parameter '{parameter.name}': a call that quantizes has no such number")
                 writer, size = _WRITERS[parameter.type]
-                getattr(packed, writer)[parameter.offset // size] = value
+                getattr(packed, writer)[parameter.offset // size] = known[key]
             self._templates.append(bytes(packed.bytes))
             function, blocks, _, shared, pdl = entry.launch_on(driver, device, phase.blocks)
             self._functions.append((function, blocks, threads, shared, pdl))

@@ -51,9 +51,7 @@ def run(*given: Any) -> tuple[Tensor, ...]:
     return quantize_torch.quantize(call, sizes)
 
 
-def launched(
-    prepared: PreparedQuantize, call: Quantize, shapes: Sequence[tuple[int, ...]]
-) -> tuple[Tensor, ...]:
+def launched(prepared: PreparedQuantize, call: Quantize, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
     """Launch a call; ``shapes`` are those of its scales."""
     device = call.q.device
     values = [torch.empty(x.shape, dtype=call.dtype, device=device) for x in (call.q, call.k, call.v)]

@@ -16,5 +16,6 @@ __all__ = [
     "load_spec_text",
     "preset",
     "preset_names",
+    "quantizers",
     "spec_hash",
 ]

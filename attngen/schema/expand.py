@@ -185,8 +185,8 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
 
 
 def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Return what makes the operands of kernels that read 8 bits: for each arch of these one kernel for each dtype of 16
-    bits, the inputs of ``attngen.quantize``.
+    """Return what makes the operands of kernels that read 8 bits: for each arch of these one kernel for each dtype that
+    ``attngen.quantize`` reads in a kernel.
 
     No entry of a spec asks for these. Their head dims are the widest that they are to serve.
     """
@@ -194,8 +194,8 @@ def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     for kernel in kernels:
         if kernel.dtype in QUANTIZED_DTYPES:
             first = found.get(kernel.arch) or KernelSpec(
-                package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
-                dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
+                package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0,
+                head_dim_v=0, dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
                 location=kernel.location, places=kernel.places,
             )  # fmt: skip
             found[kernel.arch] = replace(

@@ -131,7 +131,4 @@ def quantizing_kernels() -> list[Kernel]:
 def as_kernels(planned: Sequence[Plan]) -> list[Kernel]:
     """Return kernels of plans."""
     none = {"registers": 0, "spills": 0, "shared_memory": 0, "cubin_bytes": 0, "compile_seconds": 0.0}
-    return [
-        Kernel({**one.to_dict(), "resources": none}, bytes, origin=one.name)
-        for one in planned
-    ]
+    return [Kernel({**one.to_dict(), "resources": none}, bytes, origin=one.name) for one in planned]

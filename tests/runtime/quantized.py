@@ -76,5 +76,3 @@ def bytes_of(t: Tensor) -> Tensor:
 def bits(t: Tensor) -> Tensor:
     """Return 8-bit numbers as their bits; NaN has one form."""
     return torch.where(t.float().isnan(), 0x7F, t.view(torch.uint8))
-
-

@@ -92,9 +92,7 @@ def in_units(values: Tensor, scale: Tensor, granularity: str | int, layout: str)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("element", INPUTS, ids=str)
-def test_scales_and_errors(
-    element: torch.dtype, granularity: str | int, layout: str, rounded: torch.dtype
-) -> None:
+def test_scales_and_errors(element: torch.dtype, granularity: str | int, layout: str, rounded: torch.dtype) -> None:
     """Each scale is the largest magnitude of its own; each number is off by half a step of 8 bits at most."""
     torch.manual_seed(1)
     given = a_call(element, granularity=granularity, layout=layout, lengths=(131, 64), dims=(96, 40), dtype=rounded)
@@ -157,12 +155,15 @@ def test_rotations_come_before_the_transform(half: int, offsets: bool, interleav
         ours = in_units(getattr(found, name), found.descales[f"{name}_descale"], "token", "bshd")
         assert (ours - exact).abs().max() <= exact.abs().max() / 28
         torch.testing.assert_close(
-            found.descales[f"{name}_descale"].double(), scales_of(exact, "token", 2, 448.0).double(), rtol=1e-5, atol=0.0
+            found.descales[f"{name}_descale"].double(),
+            scales_of(exact, "token", 2, 448.0).double(),
+            rtol=1e-5,
+            atol=0.0,
         )
 
 
 def test_products_stay_as_they_are() -> None:
-    """q kᵀ is what it was but for the error of 8 bits, which the transform makes smaller where a few numbers are large."""
+    """q kᵀ is what it was but for the error of 8 bits, smaller with the transform where columns are large."""
     torch.manual_seed(8)
     large = 10 * (torch.arange(128) % 60 == 7)  # columns of both
     q, k = (torch.randn(1, 256, 2, 128) * (1 + large) for _ in "qk")
@@ -325,7 +326,7 @@ _X, _COS = torch.zeros(2, 3, 2, 16), torch.zeros(9, 8)
         ({"dtype": "fp8"}, "dtype must be one of torch.float8_e4m3fn, torch.float8_e5m2, got fp8"),
         ({"hadamard": 1}, "hadamard must be True or False, got 1"),
         ({"seed": 1.0}, "seed must be an integer, got 1.0"),
-        ({"signs": torch.ones(8)}, r"signs must hold 1 or -1 for each of 16 numbers of a row, got torch.float32 of .*8"),
+        ({"signs": torch.ones(8)}, r"signs must hold 1 or -1 for each of 16 numbers of a row, got .* of shape \(8,\)"),
         ({"signs": [1] * 16}, "signs must be a torch.Tensor, got list"),
         ({"signs": torch.ones(16), "hadamard": False}, "signs are those of the Hadamard transform"),
         ({"signs": torch.ones(16, device="meta")}, "signs are on meta, but q is on cpu"),

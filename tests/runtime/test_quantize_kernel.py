@@ -72,9 +72,7 @@ def test_both_forms_of_8_bits(host: HostDriver, dtype: torch.dtype, rounded: tor
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 64), (40, 40), (128, 16)], ids=str)
-def test_every_rotation(
-    host: HostDriver, dims: tuple[int, int], interleaved: bool, table_dtype: torch.dtype
-) -> None:
+def test_every_rotation(host: HostDriver, dims: tuple[int, int], interleaved: bool, table_dtype: torch.dtype) -> None:
     """Whole rows, parts of them that end at 16 bytes or not, single pairs, and positions out of the tables."""
     halves = [half for half in (1, 3, 4, 8, 12, 16, 32, 48) if 2 * half <= dims[0]]
     for half in halves:

@@ -84,17 +84,15 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         main=QUANTIZE,
     )
     row = Launch(
-        QUANTIZE, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes, products=0,
-        pdl=arch.pdl,
+        QUANTIZE, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
+        products=0, pdl=arch.pdl,
     )  # fmt: skip
     return planned.with_launches(row)
 
 
 def _arguments(plan: Plan) -> Iterator[Argument]:
     for name in _ELEMENTS:
-        yield Argument(
-            f"{name}_ptr", "pointer", f"*{plan.operands.of(name).triton}", of=name, divisibility=CHUNK_BYTES
-        )
+        yield Argument(f"{name}_ptr", "pointer", f"*{plan.operands.of(name).triton}", of=name, divisibility=CHUNK_BYTES)
     for name in _ROUNDED:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
     for name in _SCALES:

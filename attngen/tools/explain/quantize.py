@@ -23,10 +23,10 @@ class QuantizeExplanation:
         """Return label and text of each line, for people."""
         plan = self.plan
         return [
-            ("does", "rounds Q, K and V to 8 bits by scales of their own; rotates and transforms rows of Q and K before"),
+            ("does", "rounds Q, K and V to 8 bits and finds their scales; rotates and transforms rows of Q and K"),
             ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.direction}"),
             ("head_dim", f"any multiple of {CHUNK_BYTES // plan.operands.q.bytes} up to 256"),
-            ("block", f"some rows of a head, up to four times {CHUNK_BYTES} B of one for each of {plan.threads} threads"),
+            ("block", f"some rows of a head; a thread has {4 * CHUNK_BYTES} B, up to {plan.threads} threads"),
             ("loads", f"by pointers; strides and addresses are multiples of {plan.alignment} B"),
             ("launches", "1 with a scale for each block of tokens; else 2, which find the largest numbers and round"),
             ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out; with 2 launches twice the former"),
