@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attngen.runtime.debug import debug
     from attngen.runtime.dispatch import explain, tile_map
     from attngen.runtime.merge import merge
+    from attngen.runtime.quantize import quantize
     from attngen.runtime.registry import load
     from attngen.variants import variant
 
@@ -26,7 +27,7 @@ __version__ = VERSION
 
 __all__ = [
     "append_kv", "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
-    "integrations", "jit", "load", "merge", "tile_map", "variant",
+    "integrations", "jit", "load", "merge", "quantize", "tile_map", "variant",
 ]  # fmt: skip
 
 #: Public name → the module that holds it; None for a submodule of that name.
@@ -43,6 +44,7 @@ _HOMES = {
     "jit": "attngen.first_call",
     "load": "attngen.runtime.registry",
     "merge": "attngen.runtime.merge",
+    "quantize": "attngen.runtime.quantize",
     "tile_map": "attngen.runtime.dispatch",
     "variant": "attngen.variants",
 }

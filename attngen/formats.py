@@ -19,3 +19,10 @@ PACKAGE_FORMAT = 1
 
 #: The direction of kernels that write into caches, and the name of what they compute, which no variant can have.
 APPEND, APPEND_VARIANT = "append", "append-kv"
+
+#: The same of kernels that quantize what attention in 8 bits reads.
+QUANTIZE, QUANTIZE_VARIANT = "quantize", "quantize-qkv"
+
+#: Directions of kernels that are no attention, and the names of what they compute.
+HELPERS = frozenset({APPEND, QUANTIZE})
+HELPER_VARIANTS = frozenset({APPEND_VARIANT, QUANTIZE_VARIANT})

@@ -41,24 +41,28 @@ def command(
     as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
     Where a mask reads tensors, or scalars without a default, it depends on their values, and what was assumed is said.
     """
-    from attngen.tools.explain.append import explain_appends
+    from attngen.tools.explain.append import AppendExplanation, explain_appends
     from attngen.tools.explain.explanation import explain_spec
+    from attngen.tools.explain.quantize import QuantizeExplanation, explain_quantizers
 
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
     values = _pairs(given, "--set", "NAME=VALUE")
     explanations = explain_spec(spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed)
-    appends = explain_appends(spec, kernel)
+    helpers: list[AppendExplanation | QuantizeExplanation] = [
+        *explain_appends(spec, kernel),
+        *explain_quantizers(spec, kernel),
+    ]
     if as_json:
-        print_json({"kernels": [*(one.to_dict() for one in explanations), *(one.to_dict() for one in appends)]})
+        print_json({"kernels": [*(one.to_dict() for one in explanations), *(one.to_dict() for one in helpers)]})
         return
     if kernel is None and len(explanations) > 1:
         _print_many(explanations)
     else:
         for explanation in explanations:
             _print(explanation)
-    for append in appends:
-        click.secho(append.plan.name, bold=True)
-        for label, text in append.facts():
+    for helper in helpers:
+        click.secho(helper.plan.name, bold=True)
+        for label, text in helper.facts():
             click.echo(f"  {label:14s} {text}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import PackageError
-from attngen.formats import APPEND, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
+from attngen.formats import HELPERS, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.packaging.vendor import runtime_files
 from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, fill
 from attngen.resources import licence_file
@@ -93,7 +93,9 @@ def view_of(
     spec: Spec, kernels: Sequence[Prepared], version: str, manifests: Sequence[Mapping[str, Any]] = ()
 ) -> PackageView:
     """Return what the texts of a package say of it; without manifests, before anything is compiled."""
-    variants = {kernel.plan.variant.name: kernel.plan.variant for kernel in kernels if kernel.plan.direction != APPEND}
+    variants = {
+        kernel.plan.variant.name: kernel.plan.variant for kernel in kernels if kernel.plan.direction not in HELPERS
+    }
     return PackageView(
         module=spec.package,
         version=version,

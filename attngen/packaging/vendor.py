@@ -17,7 +17,7 @@ from attngen.formats import VERSION
 #: What a package's own ``__init__`` imports; the rest follows from what these import.
 ROOTS = (
     "errors", "runtime.append", "runtime.calls", "runtime.debug", "runtime.dispatch", "runtime.merge",
-    "runtime.registry", "runtime.tile_map",
+    "runtime.quantize", "runtime.registry", "runtime.tile_map",
 )  # fmt: skip
 
 #: Looks beyond the package, which a package does not.

@@ -206,7 +206,7 @@ class Plan:
     columns_qk: tuple[Columns, ...]
     columns_v: tuple[Columns, ...]
     layout: str  # dense | varlen | paged
-    direction: str  # forward | backward | append
+    direction: str  # forward | backward | append | quantize
     backend: str  # triton | cuda
     schedule: str  # row of the catalogue; names the template
     loads: str  # descriptor | pointer

@@ -56,6 +56,11 @@ def append_name(*, arch: str, dtype: str) -> str:
     return f"append_{arch}_{dtype}"
 
 
+def quantize_name(*, arch: str, dtype: str) -> str:
+    """Return the name of the kernel that quantizes, such as ``quantize_sm90a_bf16``, by the dtype that it reads."""
+    return f"quantize_{arch}_{dtype}"
+
+
 def gradient_label(tile_m: int, tile_n: int, stages: int, warps: int) -> str:
     """Return ``m64n128s2w8``: how one kernel of a backward is cut."""
     return f"m{tile_m}n{tile_n}s{stages}w{warps}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attngen.errors import LoadError
 from attngen.files import read_regular
-from attngen.formats import APPEND_VARIANT
+from attngen.formats import HELPER_VARIANTS
 from attngen.runtime.module import Kernel, read_kernel
 
 
@@ -42,11 +42,11 @@ class Package:
     @property
     def variants(self) -> tuple[str, ...]:
         """Names of the variants that the package has kernels of."""
-        return tuple(name for name in self.sources if name != APPEND_VARIANT)
+        return tuple(name for name in self.sources if name not in HELPER_VARIANTS)
 
     @property
     def every_kernel(self) -> Iterator[Kernel]:
-        """All kernels that can be read, those that append to caches among them."""
+        """All kernels that can be read, those among them that are no attention."""
         for name in self.sources:
             yield from self.kernels(name)
 

@@ -23,9 +23,9 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from attngen.dtypes import DTYPES
+from attngen.dtypes import DTYPES, QUANTIZED_DTYPES
 from attngen.errors import Location, SpecError, suggest
-from attngen.formats import APPEND, APPEND_VARIANT, SCHEMA
+from attngen.formats import APPEND, APPEND_VARIANT, QUANTIZE, QUANTIZE_VARIANT, SCHEMA
 from attngen.lang.variant import Variant
 from attngen.schema.loading import DeclaredVariant, Spec
 from attngen.schema.messages import field_path
@@ -41,6 +41,9 @@ from attngen.schema.presets import declared_preset, preset_names
 from attngen.schema.quoting import show
 
 MAX_KERNELS = 4096
+
+#: dtypes that kernels quantize.
+_UNQUANTIZED = ("bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,28 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
                 head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
             )
     return tuple(found.values())
+
+
+def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """Return what makes the operands of kernels that read 8 bits: for each arch of these one kernel for each dtype that
+    ``attngen.quantize`` reads in a kernel.
+
+    No entry of a spec asks for these. Their head dims are the widest that they are to serve.
+    """
+    found: dict[str, KernelSpec] = {}
+    for kernel in kernels:
+        if kernel.dtype in QUANTIZED_DTYPES:
+            first = found.get(kernel.arch) or KernelSpec(
+                package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0,
+                head_dim_v=0, dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
+                location=kernel.location, places=kernel.places,
+            )  # fmt: skip
+            found[kernel.arch] = replace(
+                first,
+                head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
+                head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
+            )
+    return tuple(replace(kernel, dtype=dtype) for kernel in found.values() for dtype in _UNQUANTIZED)
 
 
 def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:

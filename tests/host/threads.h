@@ -141,6 +141,11 @@ inline unsigned __ballot_sync(unsigned, bool own) {
   for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(all[lane] != 0) << lane;
   return bits;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned own) {
+  uint64_t all[32];
+  exchange(own, all);
+  return static_cast<unsigned>(*std::max_element(all, all + 32));
+}
 inline bool __any_sync(unsigned, bool own) { return __ballot_sync(~0u, own) != 0; }
 inline bool __all_sync(unsigned, bool own) { return __ballot_sync(~0u, own) == ~0u; }
 
@@ -173,5 +178,11 @@ inline void __trap() { fail("trap"); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
 inline float __uint_as_float(unsigned bits) { return value_of<float>(bits); }
 inline float __int_as_float(int bits) { return value_of<float>(static_cast<unsigned>(bits)); }

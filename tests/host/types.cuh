@@ -38,3 +38,37 @@ template <typename Element>
 inline float2 unpack(uint32_t both) {
   return {to_float(Element{static_cast<uint16_t>(both)}), to_float(Element{static_cast<uint16_t>(both >> 16)})};
 }
+
+struct e4m3 { unsigned char bits; };
+struct e5m2 { unsigned char bits; };
+
+// Rounds to nearest even and saturates: `kMantissa` bits behind the point, `kBias` of exponents, `kMost` the bits of the
+// largest finite number.
+template <int kMantissa, int kBias, unsigned kMost>
+inline uint32_t rounded_to_8_bits(float x) {
+  const uint32_t sign = std::signbit(x) ? 0x80 : 0;
+  if (x != x) return 0x7f;
+  if (x == 0.0f) return sign;
+  const float magnitude = std::fabs(x);
+  int exponent;
+  std::frexp(magnitude, &exponent);
+  const int lowest = std::max(exponent - 1, 1 - kBias) - kMantissa;  // exponent of the last bit
+  const double steps = std::nearbyint(std::ldexp(static_cast<double>(magnitude), -lowest));
+  const double most = std::ldexp((1 << kMantissa) + (kMost & (1 << kMantissa) - 1), static_cast<int>(kMost >> kMantissa) - kBias - kMantissa);
+  if (!(std::ldexp(steps, lowest) <= most)) return sign | kMost;
+  // Numbers of one exponent follow each other, and the next exponent follows them.
+  const int first = lowest + kMantissa - (1 - kBias);  // exponents above that of the subnormal ones
+  return sign | static_cast<uint32_t>((first << kMantissa) + static_cast<int>(steps));
+}
+template <typename Element>
+inline uint32_t pack(float x0, float x1, float x2, float x3);
+template <>
+inline uint32_t pack<e4m3>(float x0, float x1, float x2, float x3) {
+  const auto one = rounded_to_8_bits<3, 7, 0x7e>;
+  return one(x0) | one(x1) << 8 | one(x2) << 16 | one(x3) << 24;
+}
+template <>
+inline uint32_t pack<e5m2>(float x0, float x1, float x2, float x3) {
+  const auto one = rounded_to_8_bits<2, 15, 0x7b>;
+  return one(x0) | one(x1) << 8 | one(x2) << 16 | one(x3) << 24;
+}

@@ -1,4 +1,5 @@
-"""The kernels that append to caches, compiled for the host, and a driver that runs them on CPU tensors."""
+"""The kernels that append to caches and those that quantize, compiled for the host, and a driver that runs them on CPU
+tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from attngen.render.source import headers
 from attngen.resources import root
 from attngen.runtime.driver import Launch
 from attngen.runtime.module import Kernel
-from attngen.schema import appends, expand, load_spec_text
+from attngen.schema import appends, expand, load_spec_text, quantizers
 from attngen.tools.build.pipeline import Prepared
 
 COMPILER = shutil.which("g++")
@@ -30,6 +31,16 @@ package: appending
 arch: [sm90a]
 kernels:
   - {variant: causal, dtype: [bf16, fp16], head_dim: [64, {qk: 192, v: 128}], layout: paged, backend: cuda}
+"""
+
+
+#: What asks for 8 bits, and so brings the kernels that quantize.
+SPEC_OF_8_BITS = """
+schema: 1
+package: eight
+arch: [sm90a]
+kernels:
+  - {variant: causal, dtype: fp8_e4m3, head_dim: [64, 128], backend: cuda}
 """
 
 
@@ -49,20 +60,33 @@ def plans(*dtypes: str) -> list[Plan]:
     return [one.plan for one in prepared(*dtypes)]
 
 
+def prepared_quantizers(*arches: str) -> list[Prepared]:
+    """Return the kernels that quantize, for these arches."""
+    found = []
+    for arch in arches or ("sm90a",):
+        first = expand(load_spec_text(SPEC_OF_8_BITS))
+        for spec in quantizers([replace(one, arch=arch) for one in first]):
+            planned = plan(spec)
+            found.append(Prepared(spec, planned, render(planned)))
+    return found
+
+
 @cache
-def library(dtype: str) -> ctypes.CDLL:
-    """Return the kernel of a dtype for this machine."""
-    (planned,) = plans(dtype)
-    source, folder = render(planned), Path(mkdtemp(prefix="attngen-host-"))
+def library(name: str) -> ctypes.CDLL:
+    """Return the kernel of a name for this machine."""
+    every = [*prepared("bf16", "fp16", "fp32"), *prepared_quantizers()]
+    (source,) = (one.source for one in every if one.plan.name == name)
+    folder = Path(mkdtemp(prefix="attngen-host-"))
     (folder / "kernel.inc").write_text(source.text)
-    for name in ("append.cuh", "rotary.cuh"):
+    for name in ("append.cuh", "rotary.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh"):
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name]
     made = folder / "kernel.so"
     assert COMPILER is not None
     subprocess.run(
         [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-shared", "-fPIC",
-         f"-I{folder}", f"-I{HOST}", f"-DKERNEL={source.name}", str(HOST / "append.cpp"), "-o", str(made)],
+         f"-I{folder}", f"-I{HOST}", f"-DKERNEL={source.name}",
+         *(["-DANY_THREADS"] if source.name.startswith("quantize") else []), str(HOST / "blocks.cpp"), "-o", str(made)],
         check=True,
     )  # fmt: skip
     found = ctypes.CDLL(str(made))
@@ -72,7 +96,7 @@ def library(dtype: str) -> ctypes.CDLL:
 
 @dataclass
 class HostDriver:
-    """Runs kernels at once, on the addresses that they are given. ``launches``: blocks and dtype of each."""
+    """Runs kernels at once, on the addresses that they are given. ``launches``: name and blocks of each."""
 
     launches: list[tuple[str, int]] = field(default_factory=list)
 
@@ -86,18 +110,25 @@ class HostDriver:
         return 232448
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
-        return symbol.rpartition("_")[2]
+        return symbol
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
-        for dtype, grid, threads, *_, parameters in kernels:
-            self.launches.append((dtype, grid))
-            library(dtype).run_blocks(grid, threads, ctypes.c_void_p(parameters))
+        for symbol, grid, threads, *_, parameters in kernels:
+            self.launches.append((symbol, grid))
+            library(symbol).run_blocks(grid, threads, ctypes.c_void_p(parameters))
 
 
 def kernels() -> list[Kernel]:
-    """Return the kernels of all dtypes as the runtime sees them."""
+    """Return the kernels of all dtypes that append as the runtime sees them."""
+    return as_kernels(plans("bf16", "fp16", "fp32"))
+
+
+def quantizing_kernels() -> list[Kernel]:
+    """Return those that quantize."""
+    return as_kernels([one.plan for one in prepared_quantizers()])
+
+
+def as_kernels(planned: Sequence[Plan]) -> list[Kernel]:
+    """Return kernels of plans."""
     none = {"registers": 0, "spills": 0, "shared_memory": 0, "cubin_bytes": 0, "compile_seconds": 0.0}
-    return [
-        Kernel({**planned.to_dict(), "resources": none}, bytes, origin=planned.name)
-        for planned in plans("bf16", "fp16", "fp32")
-    ]
+    return [Kernel({**one.to_dict(), "resources": none}, bytes, origin=one.name) for one in planned]

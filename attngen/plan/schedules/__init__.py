@@ -15,6 +15,7 @@ from attngen.plan.schedules import (
     hopper_forward,
     hopper_fp8,
     hopper_unified,
+    quantize,
     triton_backward,
     triton_forward,
 )
@@ -31,6 +32,7 @@ _ROWS: list[Schedule] = [
     hopper_cluster.SCHEDULE,
     triton_backward.SCHEDULE,
     append.SCHEDULE,
+    quantize.SCHEDULE,
 ]
 
 

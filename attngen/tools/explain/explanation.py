@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import CallError, LoadError, suggest
-from attngen.formats import APPEND
+from attngen.formats import HELPERS
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import names
@@ -255,7 +255,7 @@ def explain_spec(
     files: Mapping[str, Path] | None = None,
     seed: int = 0,
 ) -> list[PlanExplanation]:
-    """Explain the kernels of a spec, or those whose name contains ``kernel``, but for those that append to caches.
+    """Explain the kernels of a spec, or those whose name contains ``kernel``, but for those that are no attention.
 
     ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``, and ``files`` tensors to
     files of their values (see ``tensor_files.read_tensor``); others hold random values by ``seed`` (see ``assumed``).
@@ -268,7 +268,7 @@ def explain_spec(
     plans = exact or plans
     if not plans:
         raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
-    plans = [plan for plan in plans if plan.direction != APPEND]
+    plans = [plan for plan in plans if plan.direction not in HELPERS]
     values = _values(plans, given or {})
     measured = _Measured(
         seqlens, SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY, values, _tensors(plans, files or {}), seed

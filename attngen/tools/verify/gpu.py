@@ -14,7 +14,7 @@ import torch
 
 from attngen.arch import arch_of
 from attngen.errors import AttngenError
-from attngen.formats import APPEND
+from attngen.formats import APPEND, QUANTIZE
 from attngen.plan.model import Plan
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
@@ -26,6 +26,7 @@ from attngen.store.jobs import Job, run_jobs
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
 from attngen.tools.verify.appended import try_append
+from attngen.tools.verify.quantized import try_quantize
 from attngen.tools.verify.retarget import retarget
 from attngen.tools.verify.trial import Trial, try_backward, try_kernel
 from attngen.tools.verify.verdict import Verdict
@@ -136,6 +137,8 @@ def try_pinned(kernel: Kernel, device: torch.device, seed: int, *, small: bool) 
 
     if kernel.direction == APPEND:
         return try_append(kernel, device, seed, small=small)
+    if kernel.direction == QUANTIZE:
+        return try_quantize(kernel, device, seed, small=small)
     if kernel.direction == "backward":
         return try_backward(kernel, differentiate, device, seed, small=small)
     return try_kernel(kernel, launch, device, seed, small=small)

@@ -62,3 +62,49 @@ __device__ __forceinline__ void table_numbers(float (&to)[kCount], const void* t
 __device__ __forceinline__ float rotated(float own, float partner, float cos, float sin, bool first) {
   return __fadd_rn(__fmul_rn(own, cos), __fmul_rn(partner, first ? -sin : sin));
 }
+
+// The numbers of one vector of a row, rotated: `x` are those of elements `element` … of the row at `row`, which holds
+// their partners. Tables begin at the row of the position; `whole` says that a vector is rotated as a whole or not at all,
+// and that angles can be read two at once.
+template <typename Element>
+__device__ __forceinline__ void rotate_vector(
+    float (&x)[Vector<Element>::kElements], const Element* row, int element, int rotary_half, const void* cos_table,
+    long long cos_row, const void* sin_table, long long sin_row, int form, int interleaved, int whole) {
+  constexpr int kElements = Vector<Element>::kElements;
+  if (!whole) {  // the rotated numbers, or a half of them, end inside a vector, or tables begin between two words
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const int at = element + i;
+      if (at < 2 * rotary_half) {
+        const bool first = interleaved ? at % 2 == 0 : at < rotary_half;
+        const int step = interleaved ? 1 : rotary_half, pair = interleaved ? at / 2 : first ? at : at - rotary_half;
+        const float cos = table_number(cos_table, cos_row + pair, form), sin = table_number(sin_table, sin_row + pair, form);
+        x[i] = rotated(to_float(row[at]), to_float(row[first ? at + step : at - step]), cos, sin, first);
+      }
+    }
+  } else if (interleaved) {  // pairs of neighbours
+    float cos[kElements / 2], sin[kElements / 2];
+    table_numbers(cos, cos_table, cos_row + element / 2, form);
+    table_numbers(sin, sin_table, sin_row + element / 2, form);
+#pragma unroll
+    for (int i = 0; i < kElements; i += 2) {
+      const float a = x[i], b = x[i + 1];
+      x[i] = rotated(a, b, cos[i / 2], sin[i / 2], true);
+      x[i + 1] = rotated(b, a, cos[i / 2], sin[i / 2], false);
+    }
+  } else {  // a number of the first half with one of the second
+    const bool first = element < rotary_half;
+    const int pair = first ? element : element - rotary_half;
+    const auto partner = Vector<Element>::load(row + (first ? element + rotary_half : pair));
+#pragma unroll
+    for (int part = 0; part < kElements; part += kElements / 2) {  // by halves, to hold fewer angles
+      float cos[kElements / 2], sin[kElements / 2];
+      table_numbers(cos, cos_table, cos_row + pair + part, form);
+      table_numbers(sin, sin_table, sin_row + pair + part, form);
+#pragma unroll
+      for (int i = part; i < part + kElements / 2; ++i) {
+        x[i] = rotated(x[i], to_float(partner.elements[i]), cos[i - part], sin[i - part], first);
+      }
+    }
+  }
+}

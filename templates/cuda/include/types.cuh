@@ -21,6 +21,10 @@ struct e4m3 {
   unsigned char bits;
 };
 
+struct e5m2 {
+  unsigned char bits;
+};
+
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 
 __device__ __forceinline__ float to_float(fp16 x) {
@@ -55,6 +59,16 @@ template <>
 __device__ __forceinline__ uint32_t pack<e4m3>(float x0, float x1, float x2, float x3) {
   uint32_t all;
   asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
+      " mov.b32 %0, {low, high};}"
+      : "=r"(all)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return all;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<e5m2>(float x0, float x1, float x2, float x3) {
+  uint32_t all;
+  asm("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;"
       " mov.b32 %0, {low, high};}"
       : "=r"(all)
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));

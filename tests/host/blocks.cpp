@@ -1,8 +1,23 @@
-// The kernel that appends to caches on the host, as a library: `run_blocks` takes what the driver would be given.
+// A kernel whose blocks know nothing of each other on the host, as a library: `run_blocks` takes what the driver would be
+// given.
 #include <functional>
 #include <utility>
 
+#include "threads.h"
+
+// Blocks run one after the other, and threads of one only take turns where they wait.
+#define __shared__ static
+int threads_in_block;
+#define blockDim (Dim{threads_in_block, 1, 1})
+inline void atomicMax(uint32_t* place, uint32_t value) { *place = max(*place, value); }
+
 #include "kernel.inc"
+
+#ifdef ANY_THREADS  // as many as a call says, up to what was planned
+constexpr bool kAnyThreads = true;
+#else
+constexpr bool kAnyThreads = false;
+#endif
 
 Thread* current;
 int blocks_of_grid;
@@ -29,16 +44,18 @@ static void take(void (*function)(Arguments...), void** parameters) {
 
 // Runs blocks one after the other, the last one first. `parameters` are addresses of the kernel's parameters, in order.
 extern "C" void run_blocks(int grid, int threads_of_block, void** parameters) {
-  if (threads_of_block != kThreads) fail("another number of threads than planned", threads_of_block);
+  const bool planned = kAnyThreads ? threads_of_block % 32 == 0 && threads_of_block <= kThreads : threads_of_block == kThreads;
+  if (!planned) fail("another number of threads than planned", threads_of_block);
+  threads_in_block = threads_of_block;
   take(KERNEL, parameters);
   blocks_of_grid = grid;
-  std::vector<char> stacks(static_cast<size_t>(kThreads) * kStackBytes);
+  std::vector<char> stacks(static_cast<size_t>(threads_of_block) * kStackBytes);
   for (int index = grid - 1; index >= 0; --index) {
-    Cluster cluster{{}, kThreads};
+    Cluster cluster{{}, threads_of_block};
     Block block{index, 0, &cluster, nullptr};
-    block.warps.resize(kThreads / 32);
-    std::vector<Thread> threads(kThreads);
-    for (int i = 0; i < kThreads; ++i) {
+    block.warps.resize(threads_of_block / 32);
+    std::vector<Thread> threads(threads_of_block);
+    for (int i = 0; i < threads_of_block; ++i) {
       Thread& thread = threads[i];
       thread.index = {i, 0, 0};
       thread.block = &block;

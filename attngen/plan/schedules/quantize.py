@@ -1,0 +1,131 @@
+"""The kernel that quantizes queries, keys and values, with rotation and Hadamard transform on the way.
+
+Memory binds, as long as a number costs few instructions. Head dims, strides and what a scale is of are arguments: one
+kernel of a dtype serves all calls. A call launches it once, or twice where a scale is of more than a block sees: first
+to find the largest magnitudes, then to round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.arch import Arch
+from attngen.dtypes import CHUNK_BYTES
+from attngen.formats import QUANTIZE
+from attngen.plan import arguments, naming
+from attngen.plan.allowances import SPILLS
+from attngen.plan.choices import refuse
+from attngen.plan.model import Argument, Columns, Launch, Plan
+from attngen.plan.operands import operands_of
+from attngen.plan.schedule import Schedule
+from attngen.schema.expand import KernelSpec
+
+#: What a block is: some rows of a head, which a block of threads holds in registers.
+GRID = "row_tiles"
+
+#: The most warps of a block; a call chooses how many.
+_WARPS = 32
+
+#: The least device that rounds to 8 bits. PTX ISA, "cvt": .e4m3x2 needs sm_89.
+_LEAST_CAPABILITY = 89
+
+#: Tensors by address: of the kernel's dtype, of 8 bits, of float32, of other numbers.
+_ELEMENTS = ("q", "k", "v")
+_ROUNDED = ("q_out", "k_out", "v_out")
+_SCALES = ("q_descale", "k_descale", "v_descale", "signs")
+_UNTYPED = ("rotary_cos", "rotary_sin")
+
+#: Numbers of a call. Those of v differ from those of q and k where its head_dim does.
+_SIZES = (
+    "batch", "seqlen_q", "seqlen_k", "blocks_q", "blocks_k", "rows_qk", "rows_v", "vectors_qk", "vectors_v",
+    "slot_bits_qk", "slot_bits_v", "lane_bits_qk", "lane_bits_v", "scales_qk", "scales_v", "rounds", "hadamard",
+    "positions", "rotary_half", "rotary_form", "interleaved", "whole_vectors", "e5m2_out",
+)  # fmt: skip
+
+#: Numbers by which the kernel divides.
+_DIVISORS = ("heads", "kv_heads", "group", "tiles_q", "tiles_k", "tiles_v", "lanes_qk", "lanes_v")
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if arch.capability < _LEAST_CAPABILITY:
+        raise refuse(spec, "arch", f"{arch.name} does not round to 8 bits, which sm89 and later do")
+    name = naming.quantize_name(arch=spec.arch, dtype=spec.dtype)
+    threads = 32 * _WARPS
+    planned = Plan(
+        name=name,
+        package=spec.package,
+        spec_file=spec.spec_file,
+        variant=spec.variant,
+        arch_name=spec.arch,
+        dtype_name=spec.dtype,
+        operands=operands_of(spec),
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
+        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
+        layout=spec.layout,
+        direction=spec.direction,
+        backend="cuda",
+        schedule="quantize",
+        loads="pointer",
+        q_operand="registers",
+        alignment=CHUNK_BYTES,
+        tile_m=threads,
+        tile_n=1,
+        stages=1,
+        num_warps=_WARPS,
+        max_registers=None,
+        driver="ranges",
+        mask_code="branch",
+        softmax="exact_max",
+        fast_math=spec.fast_math,
+        section_bytes=2**20,
+        allow=spec.allow,
+        main=QUANTIZE,
+    )
+    row = Launch(
+        QUANTIZE, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
+        products=0, pdl=arch.pdl,
+    )  # fmt: skip
+    return planned.with_launches(row)
+
+
+def _arguments(plan: Plan) -> Iterator[Argument]:
+    for name in _ELEMENTS:
+        yield Argument(f"{name}_ptr", "pointer", f"*{plan.operands.of(name).triton}", of=name, divisibility=CHUNK_BYTES)
+    for name in _ROUNDED:
+        yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
+    for name in _SCALES:
+        yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+    yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
+    for name in _UNTYPED:
+        yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
+    yield Argument("rotary_offsets_ptr", "pointer", "*i32", of="rotary_offsets", divisibility=4)
+    for name in (*_ELEMENTS, *_ROUNDED):
+        for axis in ("b", "s", "h"):
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
+    for name in _UNTYPED:
+        yield Argument(f"stride_{name}", "stride", "i64", of=name, axis="s")
+    for word in range(4):
+        yield arguments.size(f"sign_bits_{word}", form="i64")
+    yield from map(arguments.size, (*_SIZES, *_DIVISORS))
+    yield from arguments.reciprocals(*_DIVISORS)
+    yield arguments.size("norm", form="fp32")
+
+
+def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield nothing: there is nothing to choose."""
+    return iter(())
+
+
+SCHEDULE = Schedule(
+    name="quantize",
+    backend="cuda",
+    direction=QUANTIZE,
+    template="cuda/quantize/kernel.cu.j2",
+    view="attngen.render.views.quantize:quantize_view",
+    supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
+    plan=_plan,
+    alternatives=_alternatives,
+    layouts=("dense",),
+)

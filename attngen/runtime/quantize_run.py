@@ -1,0 +1,74 @@
+"""One call that quantizes, run now: by a kernel where one takes it, else in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.runtime import debug as debugging
+from attngen.runtime import dispatch, quantize_torch
+from attngen.runtime import driver as drivers
+from attngen.runtime.cache import RecentCache
+from attngen.runtime.keys import note
+from attngen.runtime.quantize_arguments import Quantize, check
+from attngen.runtime.quantize_kernel import TENSORS, PreparedQuantize, prepare
+from attngen.runtime.registry import registry
+
+#: What is kept of a kind of call: how it is launched, or why no kernel takes it; and the shapes of its scales.
+_Kept = tuple[PreparedQuantize | str, tuple[tuple[int, ...], ...]]
+
+_PREPARED: RecentCache[_Kept] = RecentCache(1024)
+
+
+def run(*given: Any) -> tuple[Tensor, ...]:
+    """Quantize now, whether the call comes from a program or from an operator; arguments as ``Quantize`` has them."""
+    call = Quantize(*given)
+    on_gpu, checked = dispatch._on_gpu(call.q), debugging.active()
+    key: list[Any] = []
+    if on_gpu:
+        key = [
+            call.granularity, type(call.granularity), call.hadamard, call.seed, call.layout, call.rotary_interleaved,
+            call.dtype, registry.generation,
+        ]  # fmt: skip
+        for tensor in (call.q, call.k, call.v, call.signs, call.rotary_cos, call.rotary_sin, call.rotary_offsets):
+            note(key, tensor)
+        kept = None if checked else _kept(tuple(key))
+        if kept is not None and isinstance(kept[0], PreparedQuantize):
+            return launched(kept[0], call, kept[1])
+    sizes = check(call)
+    if checked or call.q.device.type == "cpu":
+        quantize_torch.check_contents(call, sizes)
+    if on_gpu:
+        kept = _PREPARED[tuple(key)]
+        if kept is None:
+            kept = prepare(call, sizes, drivers.current()), tuple(sizes.scales[name] for name in "qkv")
+            _PREPARED.put(tuple(key), kept)
+        if isinstance(kept[0], PreparedQuantize):
+            return launched(kept[0], call, kept[1])
+    return quantize_torch.quantize(call, sizes)
+
+
+def launched(prepared: PreparedQuantize, call: Quantize, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Launch a call; ``shapes`` are those of its scales."""
+    device = call.q.device
+    values = [torch.empty(x.shape, dtype=call.dtype, device=device) for x in (call.q, call.k, call.v)]
+    scales = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
+    maxima = torch.zeros(prepared.maxima, dtype=torch.int32, device=device) if prepared.maxima else None
+    signs = None if call.signs is None else call.signs.to(torch.float32).contiguous()
+    tensors = (
+        call.q, call.k, call.v, *values, *scales, maxima, signs, call.rotary_cos, call.rotary_sin, call.rotary_offsets,
+    )  # fmt: skip
+    assert len(tensors) == len(TENSORS)
+    prepared([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    return (*values, *scales)
+
+
+def _kept(identity: tuple[Any, ...]) -> _Kept | None:
+    """Return what was prepared for a key; None for an unknown one, and for one of arguments that are refused."""
+    try:
+        return _PREPARED[identity]
+    except TypeError:  # something that cannot be hashed stands where a name belongs
+        return None

@@ -1,0 +1,46 @@
+"""The plan of a kernel that quantizes, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attngen.dtypes import CHUNK_BYTES
+from attngen.formats import QUANTIZE
+from attngen.plan.model import Plan
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import plans as plans_of
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeExplanation:
+    """A plan, and what is to be said of it."""
+
+    plan: Plan
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return label and text of each line, for people."""
+        plan = self.plan
+        return [
+            ("does", "rounds Q, K and V to 8 bits and finds their scales; rotates and transforms rows of Q and K"),
+            ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.direction}"),
+            ("head_dim", f"any multiple of {CHUNK_BYTES // plan.operands.q.bytes} up to 256"),
+            ("block", f"some rows of a head; a thread has {4 * CHUNK_BYTES} B, up to {plan.threads} threads"),
+            ("loads", f"by pointers; strides and addresses are multiples of {plan.alignment} B"),
+            ("launches", "1 with a scale for each block of tokens; else 2, which find the largest numbers and round"),
+            ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out; with 2 launches twice the former"),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``attngen explain --json`` prints it."""
+        return {"plan": self.plan.to_dict(), "facts": dict(self.facts())}
+
+
+def explain_quantizers(spec: str | Path, kernel: str | None = None) -> list[QuantizeExplanation]:
+    """Explain the kernels of a spec that quantize, or those whose name contains ``kernel``.
+
+    Raises SpecError if the spec is wrong.
+    """
+    plans = (plan for _, plan in plans_of(load_spec(spec)) if plan.direction == QUANTIZE)
+    return [QuantizeExplanation(plan) for plan in plans if kernel is None or kernel in plan.name]

@@ -1,0 +1,119 @@
+"""Kernels that quantize, beside plain torch: the same scales and the same 8 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from attngen.errors import AttngenError, LoadError
+from attngen.runtime import driver as drivers
+from attngen.runtime import quantize_torch
+from attngen.runtime.arguments import LAYOUTS, TORCH_DTYPES
+from attngen.runtime.module import Kernel
+from attngen.runtime.quantize_arguments import GRANULARITIES, LARGEST, Quantize, check
+from attngen.runtime.quantize_kernel import PreparedQuantize, prepare_on
+from attngen.runtime.quantize_run import launched
+from attngen.tools.verify.contract import Deviation
+from attngen.tools.verify.trial import CaseResult, Trial
+
+_HEADS, _KV_HEADS, _POSITIONS = 6, 2, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A kind of call. ``share`` of each row is rotated, 0 for no rotation; ``strange``: some numbers are not finite."""
+
+    granularity: str | int
+    layout: str
+    hadamard: bool
+    share: float
+    interleaved: bool
+    dtype: torch.dtype
+    strange: bool
+    lengths: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        words = [f"a scale for each {self.granularity}" if isinstance(self.granularity, str) else
+                 f"blocks of {self.granularity}", self.layout]  # fmt: skip
+        words += (["transformed"] if self.hadamard else []) + ([f"rotated {self.share:g}"] if self.share else [])
+        words += (["interleaved"] if self.interleaved else []) + (["not finite"] if self.strange else [])
+        return " ".join([*words, str(self.dtype).removeprefix("torch.")])
+
+
+def _cases(*, small: bool) -> Iterator[_Case]:
+    lengths = (70, 33) if small else (1000, 777)
+    rotations = ((0.0, False), (1.0, False), (1.0, True), (0.25, False), (0.3, True))
+    for granularity, layout, hadamard in product(GRANULARITIES, LAYOUTS, (True, False)):
+        for dtype in LARGEST:
+            yield _Case(granularity, layout, hadamard, 0.0, False, dtype, dtype == torch.float8_e4m3fn, lengths)
+    for share, interleaved in rotations:
+        yield _Case(128, "bshd", True, share, interleaved, torch.float8_e4m3fn, False, lengths)
+
+
+def try_quantize(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
+    """Run a kernel on calls of all kinds; ``small``: with few tokens each."""
+    results = []
+    for number, case in enumerate(_cases(small=small)):
+        results.append(_try(kernel, case, torch.device(device), seed + number))
+        if results[-1].broken:
+            break
+    return Trial(tuple(results))
+
+
+def _try(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> CaseResult:
+    try:
+        return CaseResult(case.name, seed, _deviation(kernel, case, device, seed))
+    except (AttngenError, RuntimeError) as error:  # a RuntimeError of CUDA comes back at every later call
+        return CaseResult(case.name, seed, error=str(error), broken=not isinstance(error, AttngenError))
+
+
+def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
+    call = _call(kernel, case, device, seed)
+    sizes = check(call)
+    prepared = prepare_on(kernel, call, sizes, drivers.current())
+    if not isinstance(prepared, PreparedQuantize):
+        raise LoadError(f"it does not take the call: {prepared}")
+    found = launched(prepared, call, tuple(sizes.scales[name] for name in "qkv"))
+    wanted = quantize_torch.quantize(call, sizes)
+    wrong, errors, elements = [], [0.0], 0
+    for name, ours, theirs in zip(("q", "k", "v", "q_descale", "k_descale", "v_descale"), found, wanted, strict=True):
+        elements += ours.numel()
+        ours, theirs = ours.float(), theirs.float()
+        both = ~(ours.isnan() & theirs.isnan())
+        errors.append(float((ours - theirs)[both].abs().max()) if bool(both.any()) else 0.0)
+        if not torch.equal(ours[both], theirs[both]):
+            wrong.append(f"{name} has other numbers than plain torch gives")
+    largest = math.inf if any(map(math.isnan, errors)) else max(errors)
+    return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
+
+
+def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Quantize:
+    """Return random tokens, some of them large."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def real(seqlen: int, heads: int, width: int) -> Tensor:
+        shape = (2, seqlen, heads, width) if case.layout == "bshd" else (2, heads, seqlen, width)
+        x = torch.randn(shape, generator=generator)
+        x += 10 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.001)
+        if case.strange:
+            x.view(-1)[:: 1009 * width] = torch.inf
+            x.view(-1)[5 :: 1013 * width] = torch.nan
+        return x.to(TORCH_DTYPES[kernel.dtype]).to(device)
+
+    (seqlen_q, seqlen_k), (width, width_v) = case.lengths, (kernel.head_dim_qk, kernel.head_dim_v)
+    cos = sin = offsets = None
+    if case.share:
+        half = max(int(case.share * width) // 2, 1)
+        angles = torch.randn(_POSITIONS, half, generator=generator).to(device)
+        cos, sin = angles.cos(), angles.sin()
+        offsets = torch.tensor([0, 2000], dtype=torch.int32, device=device)
+    return Quantize(
+        real(seqlen_q, _HEADS, width), real(seqlen_k, _KV_HEADS, width), real(seqlen_k, _KV_HEADS, width_v),
+        case.granularity, case.hadamard, None, seed, case.layout, cos, sin, case.interleaved, offsets, case.dtype,
+    )  # fmt: skip

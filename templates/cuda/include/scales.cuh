@@ -1,0 +1,45 @@
+// Scales of 8-bit numbers: what they are of, and what the largest magnitude gives.
+#pragma once
+
+#include "hadamard.cuh"
+
+// What has a scale of its own.
+enum Granularity { kTensor = 0, kHead = 1, kBlock = 2, kToken = 3 };
+
+template <typename Rounded>
+constexpr float kLargest = 448.0f;  // finite number
+template <>
+constexpr float kLargest<e5m2> = 57344.0f;
+
+// The scale of numbers whose largest magnitude is `largest`: 1 where all are 0, and never so small that its reciprocal
+// is none.
+__device__ __forceinline__ float scale_of(float largest, float limit) {
+  return largest == 0.0f ? 1.0f : fmaxf(__fdiv_rn(largest, limit), 1.17549435e-38f);
+}
+
+// Maxima of magnitudes as bits, which compare as the numbers do.
+__device__ __forceinline__ void raise(uint32_t* largest, uint32_t magnitude) { atomicMax(largest, magnitude); }
+
+// Numbers of a thread times `factor`, in 8 bits, to a row: two vectors from vector `first` on, and two `apart` from these,
+// as far as the row has them. `single`: rows begin between two vectors, and have an odd number of them.
+template <typename Rounded>
+__device__ __forceinline__ void store_rounded(
+    unsigned char* row, const float (&x)[kSlots][kNumbers], float factor, int vectors, int first, int apart, bool single) {
+#pragma unroll
+  for (int slot = 0; slot < kSlots; slot += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const four = x[slot + i / 2] + 4 * (i % 2);
+      words[i] = pack<Rounded>(four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor);
+    }
+    const int vector = first + slot / 2 * apart;
+    unsigned char* const to = row + kNumbers * vector;
+    if (!single && vector < vectors) {
+      *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+    } else {
+      if (vector < vectors) *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
+      if (vector + 1 < vectors) *reinterpret_cast<uint2*>(to + kNumbers) = {words[2], words[3]};
+    }
+  }
+}

@@ -1,0 +1,44 @@
+"""The machine code of kernels that quantize, for every architecture that rounds to 8 bits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from attngen.arch import ARCHES
+from attngen.compile import compile_source
+from attngen.compile.inspect import disassemble
+from attngen.errors import PlanError
+from attngen.plan import plan
+from attngen.tools.build.pipeline import Prepared
+from tests.compile.test_append import waits_before_memory
+from tests.runtime.host_kernels import prepared_quantizers
+
+ROUNDING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
+
+
+@pytest.mark.parametrize("one", prepared_quantizers(*ROUNDING), ids=lambda one: one.plan.name)
+def test_a_thread_keeps_its_numbers_in_registers(one: Prepared) -> None:
+    """64 registers, so that a block may have 1024 threads; 16 bytes in, 16 or 8 out, scales and maxima beside."""
+    artifact = compile_source(one.plan, one.source)
+    resources = artifact.manifest["resources"]
+    assert resources["spills"] == 0
+    assert resources["registers"] <= 64
+    code = disassemble(artifact.cubin)
+    assert not re.search(r"\b(LDL|STL)\b", code)
+    assert set(re.findall(r"\bSTG\S*", code)) == {"STG.E.128", "STG.E.64", "STG.E"}
+    assert re.search(r"\bLDG\.E\.128", code)
+    assert len(re.findall(r"\bSHFL\.BFLY", code)) == 32, "one for each number of a thread, in a loop over stages"
+    for form in ("E4M3", "E5M2"):
+        assert len(re.findall(rf"\bF2FP\S*{form}", code)) >= 16, "two numbers each"
+    assert one.plan.launch("quantize").pdl == (one.plan.arch.capability >= 90) == ("ACQBULK" in code)
+    waits_before_memory(code, one.plan)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm86"])
+def test_older_devices_are_refused(arch: str) -> None:
+    spec = prepared_quantizers()[0].spec
+    with pytest.raises(PlanError, match=f"{arch} does not round to 8 bits, which sm89 and later do"):
+        plan(replace(spec, arch=arch))

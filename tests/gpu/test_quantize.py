@@ -1,0 +1,245 @@
+"""Quantizing on the GPU: the kernel beside plain torch, bit for bit, and as a part of programs and graphs.
+
+Both add up in one order, so that maxima and scales agree; a product or a division that torch rounds otherwise there may
+turn a tie, so that numbers of 8 bits may be neighbours, rarely.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.arch import arch_of
+from attngen.errors import CallError
+from attngen.runtime import quantize_run
+from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.quantize import Quantized
+from attngen.runtime.quantize_arguments import GRANULARITIES
+from attngen.runtime.quantize_kernel import PreparedQuantize
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.store.store import Store
+from attngen.tools.build.pipeline import compile_kernels
+from attngen.tools.verify.gpu import try_pinned
+from tests.runtime.host_kernels import prepared_quantizers
+from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, bits, in_torch
+
+TRIALS = 200
+
+
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Compile the kernels of both dtypes for the GPU that is here."""
+    major, minor = torch.cuda.get_device_capability()
+    arch = arch_of(10 * major + minor)
+    assert arch is not None
+    if arch.capability < 89:
+        pytest.skip(f"{arch.name} does not round to 8 bits")
+    store, wanted = Store(), prepared_quantizers(arch.name)
+    built, failures = compile_kernels(wanted, store=store)
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    return {one.plan.dtype_name: read_kernel(store.path(built[one.plan.name].key)) for one in wanted}
+
+
+@pytest.fixture(autouse=True)
+def _known() -> Iterator[None]:
+    registry.clear()
+    registry.add(package_of_kernels(list(kernels().values()), "tests/gpu/test_quantize"))
+    quantize_run._PREPARED.clear()
+    torch.manual_seed(6)
+    yield
+    registry.clear()
+
+
+def launched() -> bool:
+    """Whether a kernel took every call so far, and there was one."""
+    found = list(quantize_run._PREPARED.values())
+    return bool(found) and all(isinstance(kept[0], PreparedQuantize) for kept in found)
+
+
+def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in given.items()}
+
+
+def alike(found: Quantized, wanted: Quantized) -> None:
+    """Assert that scales are equal to 1e-6, and numbers of 8 bits but for one in ten thousand, which is a neighbour."""
+    for ours, theirs in zip(found[3:], wanted[3:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    for ours, theirs in zip(found[:3], wanted[:3], strict=True):
+        assert (ours.shape, ours.dtype, ours.is_contiguous()) == (theirs.shape, theirs.dtype, True)
+        apart = (bits(ours).int() - bits(theirs).int()).abs()
+        assert int((apart > 0).sum()) <= 1e-4 * ours.numel()
+        assert int(apart.max()) <= 1
+
+
+def both(given: dict[str, Any]) -> Quantized:
+    """Assert that a call gives with the kernel what it gives in torch on the same GPU, and changes no input."""
+    before = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
+    found = attngen.quantize(**given)
+    alike(found, in_torch(given))
+    for name, tensor in before.items():
+        assert torch.equal(tensor.nan_to_num(), given[name].nan_to_num()), name
+    return found
+
+
+@pytest.mark.parametrize("rounded", ROUNDED, ids=str)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_granularity(dtype: torch.dtype, granularity: str | int, layout: str, rounded: torch.dtype) -> None:
+    both(on_gpu(a_call(dtype, granularity=granularity, layout=layout, lengths=(1031, 577), heads=8, dtype=rounded)))
+    assert launched()
+
+
+@pytest.mark.parametrize("granularity", ["head", 64, 128, "token"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_every_width(dims: tuple[int, int], granularity: str | int) -> None:
+    for hadamard in (True, False):
+        both(on_gpu(a_call(torch.bfloat16, dims=dims, granularity=granularity, lengths=(300, 200), hadamard=hadamard)))
+    assert launched()
+
+
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 64), (40, 40), (128, 16)], ids=str)
+def test_every_rotation(dims: tuple[int, int], interleaved: bool, table_dtype: torch.dtype) -> None:
+    for half in (1, 3, 4, 8, 12, 16, 32, 48):
+        if 2 * half <= dims[0]:
+            given = a_call(
+                torch.bfloat16, dims=dims, half=half, table_dtype=table_dtype, offsets=half % 3 == 1, granularity=64,
+                rotary_interleaved=interleaved, lengths=(POSITIONS + 20, 9),
+            )  # fmt: skip
+            both(on_gpu(given))
+    assert launched()
+
+
+def test_the_cpu_gives_the_same() -> None:
+    for granularity in GRANULARITIES:
+        given = a_call(torch.bfloat16, granularity=granularity, half=32, seed=11)
+        found = attngen.quantize(**on_gpu(given))
+        alike(Quantized(*(t.cpu() for t in found)), attngen.quantize(**given))
+    assert launched()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_what_is_not_finite_stays_where_it_is(granularity: str | int) -> None:
+    given = on_gpu(a_call(torch.bfloat16, granularity=granularity, lengths=(200, 130)))
+    given["q"][0, 3, 1, 5] = torch.nan
+    given["k"][1, 70, 1, 9] = torch.inf
+    given["v"][1, 2, 0, 60:] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device="cuda")
+    found = both(given)
+    assert all(scale.isfinite().all() for scale in found[3:])
+    assert launched()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_zeros_and_tiny_numbers(granularity: str | int) -> None:
+    given = on_gpu(a_call(torch.bfloat16, granularity=granularity))
+    given["q"].zero_()
+    given["k"] *= 1e-38
+    found = both(given)
+    assert (found.q_descale == 1).all()
+    assert launched()
+
+
+def test_fresh_calls_of_all_kinds() -> None:
+    seed = secrets.randbelow(2**31)
+    print("seed", seed)
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(TRIALS):
+        dims = 8 * chance.randrange(1, 33), 8 * chance.randrange(1, 33)
+        kv_heads = chance.randrange(1, 5)
+        both(on_gpu(a_call(
+            chance.choice(DTYPES), dims=dims, lengths=(chance.randrange(1, 700), chance.randrange(1, 700)),
+            batch=chance.randrange(1, 4), heads=kv_heads * chance.randrange(1, 5), kv_heads=kv_heads,
+            half=chance.choice([0, chance.randrange(1, dims[0] // 2 + 1)]), offsets=chance.random() < 0.5,
+            granularity=chance.choice(GRANULARITIES), hadamard=chance.random() < 0.7, seed=chance.randrange(2**40),
+            rotary_interleaved=chance.random() < 0.5, layout=chance.choice(["bshd", "bhsd"]),
+            dtype=chance.choice(ROUNDED),
+        )))  # fmt: skip
+    assert launched()
+
+
+def test_more_elements_than_31_bits_count() -> None:
+    q = torch.zeros(1, 2**19 + 3, 33, 128, device="cuda", dtype=torch.bfloat16)
+    q[0, -1, -1, 3] = 7
+    found = attngen.quantize(q, q[:, :64, :1], q[:, :64, :1], granularity=128, hadamard=False)
+    assert found.q.flatten()[-128 + 3].float() == 448
+    assert int((found.q.view(torch.int8) != 0).sum()) == 1
+    assert float(found.q_descale[0, -1, -1]) == 7 / 448
+    assert launched()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_verify_finds_nothing(dtype: str) -> None:
+    trial = try_pinned(kernels()[dtype], torch.device("cuda"), secrets.randbelow(2**31), small=False)
+    assert not trial.problems, "\n".join(trial.problems)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_graph_stays_right(granularity: str | int) -> None:
+    """Captured once, replayed with other numbers: maxima begin at 0 at each replay."""
+    given = on_gpu(a_call(torch.bfloat16, granularity=granularity, half=16))
+    attngen.quantize(**given)  # loads it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attngen.quantize(**given)
+    for size in (8.0, 1.0, 0.25):
+        for name in "qkv":
+            given[name].normal_(std=size)
+        graph.replay()
+        alike(found, in_torch(given))
+    assert launched()
+
+
+def test_a_first_call_may_be_captured() -> None:
+    given = on_gpu(a_call(torch.bfloat16))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attngen.quantize(**given)
+    graph.replay()
+    alike(found, in_torch(given))
+
+
+def test_same_numbers_same_bits() -> None:
+    given = on_gpu(a_call(torch.bfloat16, lengths=(4096, 4096), heads=16, kv_heads=16, dims=(128, 128)))
+    first = attngen.quantize(**given)
+    for _ in range(20):
+        for ours, wanted in zip(attngen.quantize(**given), first, strict=True):
+            assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_a_compiled_program_keeps_it_as_one_operator() -> None:
+    given = on_gpu(a_call(torch.bfloat16, half=16, granularity=64))
+
+    def program(given: dict[str, Any]) -> tuple[Tensor, ...]:
+        found = attngen.quantize(**{**given, "q": given["q"] * 2})
+        return found.q.float() + 1, found.k, found.q_descale * 2
+
+    compiled = torch.compile(program, fullgraph=True)
+    for ours, wanted in zip(compiled(given), program(given), strict=True):
+        torch.testing.assert_close(ours.float(), wanted.float())
+    assert launched()
+    torch.library.opcheck(
+        torch.ops.attngen.qkv__quantize.default,
+        (given["q"], given["k"], given["v"], "head", True, None, 3, "bshd", None, None, False, None,
+         torch.float8_e4m3fn),
+    )  # fmt: skip
+
+
+def test_what_tensors_hold_is_checked_under_debug() -> None:
+    given = on_gpu(a_call(torch.bfloat16, half=16, lengths=(90, 20), offsets=True))
+    attngen.quantize(**given)
+    with attngen.debug():
+        with pytest.raises(CallError, match="token 89 of q, sequence 0, has position 96, but rotary_cos has 96"):
+            attngen.quantize(**given)
+        both({**given, "rotary_offsets": given["rotary_offsets"] - 7})
+    assert launched()

@@ -1,0 +1,78 @@
+"""Calls that quantize, of all kinds, and their comparison with plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.runtime import quantize_torch
+from attngen.runtime.quantize import Quantized
+from attngen.runtime.quantize_arguments import Quantize, check
+
+DTYPES = [torch.bfloat16, torch.float16]
+ROUNDED = [torch.float8_e4m3fn, torch.float8_e5m2]
+POSITIONS = 96
+
+#: Sizes of heads, of every form: rows shared by one to eight threads, transforms of 8 to 256.
+HEAD_DIMS = [(8, 8), (16, 40), (24, 72), (32, 64), (48, 96), (64, 64), (80, 128), (96, 96), (128, 128), (144, 32),
+             (160, 16), (192, 128), (224, 8), (248, 248), (256, 256)]  # fmt: skip
+
+#: Arguments of a call that are left out.
+DEFAULTS = {
+    "granularity": "head", "hadamard": True, "seed": 0, "layout": "bshd", "rotary_interleaved": False,
+    "dtype": torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+def a_call(
+    element: torch.dtype, *, dims: tuple[int, int] = (64, 64), lengths: tuple[int, int] = (70, 45), batch: int = 2,
+    heads: int = 4, kv_heads: int = 2, half: int = 0, table_dtype: torch.dtype = torch.float32, offsets: bool = False,
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Return a call with some large numbers in it."""
+    shapes = ((lengths[0], heads, dims[0]), (lengths[1], kv_heads, dims[0]), (lengths[1], kv_heads, dims[1]))
+    given: dict[str, Any] = {}
+    for name, (seqlen, count, width) in zip("qkv", shapes, strict=True):
+        middle = (count, seqlen) if more.get("layout") == "bhsd" else (seqlen, count)
+        x = torch.randn(batch, *middle, width)
+        given[name] = (x + 10 * torch.randn_like(x) * (torch.rand_like(x) < 0.01)).to(element)
+    if half:
+        turns = torch.randn(POSITIONS, half)
+        given |= {"rotary_cos": turns.cos().to(table_dtype), "rotary_sin": turns.sin().to(table_dtype)}
+        if offsets:
+            given["rotary_offsets"] = torch.arange(7, 7 + batch, dtype=torch.int32)
+    return given | more
+
+
+def in_torch(given: dict[str, Any]) -> Quantized:
+    """Return what plain torch makes of a call."""
+    call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize.__dataclass_fields__})
+    return Quantized(*quantize_torch.quantize(call, check(call)))
+
+
+def both(given: dict[str, Any]) -> None:
+    """Assert that a call gives with the kernel what it gives in torch, bit for bit, and changes none of its tensors."""
+    before = {name: t.clone() for name, t in given.items() if isinstance(t, Tensor)}
+    wanted, found = in_torch(given), attngen.quantize(**given)
+    for name in Quantized._fields:
+        ours, theirs = getattr(found, name), getattr(wanted, name)
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride()), name
+        if name in "qkv":
+            differ = bits(ours) != bits(theirs)
+            assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, {differ.nonzero()[0].tolist()}"
+        else:
+            assert torch.equal(ours, theirs), name
+    for name, t in before.items():
+        assert torch.equal(bytes_of(t), bytes_of(given[name])), name
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def bits(t: Tensor) -> Tensor:
+    """Return 8-bit numbers as their bits; NaN has one form."""
+    return torch.where(t.float().isnan(), 0x7F, t.view(torch.uint8))

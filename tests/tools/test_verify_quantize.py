@@ -1,0 +1,79 @@
+"""``attngen verify`` and ``attngen explain`` of kernels that quantize, on the host, and which specs bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from attngen.runtime import driver as drivers
+from attngen.runtime.driver import Launch
+from attngen.schema import load_spec_text
+from attngen.tools.bench.kernels import reason_against
+from attngen.tools.build.pipeline import prepare
+from attngen.tools.explain.explanation import explain_spec
+from attngen.tools.explain.quantize import explain_quantizers
+from attngen.tools.verify.gpu import try_pinned
+from attngen.tools.verify.interpreted import try_interpreted
+from attngen.tools.verify.verdict import Verdict
+from tests.runtime.host_kernels import COMPILER, SPEC_OF_8_BITS, HostDriver, prepared_quantizers, quantizing_kernels
+
+NAMES = ["quantize_sm90a_bf16", "quantize_sm90a_fp16"]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("number", [0, 1])
+def test_kernels_are_the_same_as_plain_torch_in_all_cases(number: int) -> None:
+    with drivers.use(HostDriver()):
+        trial = try_pinned(quantizing_kernels()[number], "cpu", 5, small=True)  # type: ignore[arg-type]
+    assert not trial.problems, "\n".join(trial.problems)
+    assert len(trial.results) == 45
+    assert Verdict(prepared_quantizers()[number].plan, trial).to_dict()["max_error"] == 0.0
+
+
+class Short(HostDriver):
+    """Launches every kernel with one block less."""
+
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+        super().launch([(function, grid - 1, *rest) for function, grid, *rest in kernels], device)  # type: ignore[misc]
+
+
+class Once(HostDriver):
+    """Leaves out all launches but the last."""
+
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+        super().launch(kernels[-1:], device)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("driver", [Short, Once])
+def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:
+    with drivers.use(driver()):
+        trial = try_pinned(quantizing_kernels()[0], "cpu", 5, small=True)  # type: ignore[arg-type]
+    assert Verdict(prepared_quantizers()[0].plan, trial).status == "failed"
+    assert any("other numbers than plain torch gives" in line for line in trial.problems)
+
+
+def test_a_spec_of_8_bits_gets_one_kernel_for_each_dtype_that_is_quantized() -> None:
+    prepared = [one.plan for one in prepare(load_spec_text(SPEC_OF_8_BITS)) if one.plan.direction == "quantize"]
+    assert [one.name for one in prepared] == NAMES
+    assert {(one.head_dim_qk, one.head_dim_v) for one in prepared} == {(128, 128)}
+    others = prepare(load_spec_text(SPEC_OF_8_BITS.replace("fp8_e4m3", "bf16")))
+    assert not [one for one in others if one.plan.direction == "quantize"]
+
+
+def test_they_run_on_a_gpu_alone_and_are_no_attention() -> None:
+    prepared = [one for one in prepare(load_spec_text(SPEC_OF_8_BITS)) if one.plan.direction == "quantize"]
+    verdicts = list(try_interpreted(prepared, 0, 1, lambda name, total: None))
+    assert [verdict.status for verdict in verdicts] == ["not run"] * 2
+    assert reason_against(prepared[0].plan, 90) == "only forward and backward kernels are asked for"
+
+
+def test_they_are_explained(tmp_path: Path) -> None:
+    path = tmp_path / "eight.yaml"
+    path.write_text(SPEC_OF_8_BITS)
+    assert [one.plan.name for one in explain_quantizers(path)] == NAMES
+    assert "up to 256" in dict(explain_quantizers(path)[0].facts())["head_dim"]
+    assert explain_spec(path, NAMES[1]) == []
+    assert [one.plan.name for one in explain_quantizers(path, "fp16")] == NAMES[1:]
