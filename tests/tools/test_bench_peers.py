@@ -49,7 +49,7 @@ def test_who_supports_what() -> None:
     assert reasons("sliding_window")["FlashAttention-3"] == "fa3-fwd is built without windows"
     for name in ("alibi", "prefix_lm", "packed_documents"):
         assert [n for n, reason in reasons(name).items() if reason is None] == ["FlexAttention"]
-    assert reasons("causal", "fp16")["FlashAttention-3"] == "knows bf16 only"
+    assert reasons("causal", "fp16")["FlashAttention-3"] == "knows bf16 and fp8_e4m3 only"
     assert [n for n, reason in reasons("causal", "fp32").items() if reason is None] == ["FlexAttention"]
     assert reasons("causal", direction="backward")["FlashAttention-3"] == "fa3-fwd is built without the backward"
     assert [n for n, reason in reasons("causal", direction="backward").items() if reason is not None] == [FLASHES[2]]

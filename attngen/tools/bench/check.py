@@ -16,7 +16,7 @@ from attngen.runtime.reference import names_of
 from attngen.tools.bench.workloads import Workload
 
 #: Largest ‖out − reference‖ / ‖reference‖ by dtype: several times what rounding the weights and the output explains.
-TOLERANCE: Mapping[str, float] = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 2e-5}
+TOLERANCE: Mapping[str, float] = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 2e-5, "fp8_e4m3": 5e-2}
 
 #: Of gradients it is larger: their products take weights and their gradients that were rounded, and a rounded output.
 _GRADIENTS = 2

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
+from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
@@ -114,6 +117,8 @@ def enter(
     registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: tuple(map(_reader, members))}))
     one = inputs[0]
     keywords = {"variant": kernel.variant_name, "package": kernel.name, **work.arguments}
+    if kernel.dtype in QUANTIZED_DTYPES:  # numbers of about 1, whose scale is 1
+        keywords |= dict.fromkeys(DESCALES, torch.ones((), device=one.q.device))
     if kernel.needs_tile_map:
         keywords["tile_map"] = tile_map(one.q, one.k, v=one.v, **keywords)
     leaves = [each.bshd for each in inputs]

@@ -172,7 +172,7 @@ class FlashAttention3:
             return "fa3-fwd is built without windows"
         if case.direction == "backward":
             return "fa3-fwd is built without the backward"
-        return _dtypes(case, "bf16")
+        return _dtypes(case, "bf16", "fp8_e4m3")
 
     def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
         """See ``Peer``."""

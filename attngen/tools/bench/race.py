@@ -14,6 +14,7 @@ from torch import Tensor
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import NoKernelError
 from attngen.plan.model import Plan
+from attngen.runtime.arguments import out_dtype_of
 from attngen.runtime.module import Kernel
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.cases import BenchCase
@@ -67,7 +68,7 @@ class Track:
         except (ValueError, IndexError, torch.OutOfMemoryError) as error:
             return Row(case, tuple(_unsupported(label, error, name) for label, name in ours.items()))
         shapes = [t.shape for t in inputs[0].bshd] if above else [(*inputs[0].q.shape[:3], case.head_dim_v)]
-        memory = Memory(shapes, inputs[0].q.dtype, self.device)
+        memory = Memory(shapes, out_dtype_of(inputs[0].q.dtype), self.device)
         prepare: _Prepare = (lambda forward: differentiated(forward, above)) if above else (lambda forward: forward)
         entered = [self._enter_peer(peer, work, inputs, prepare, judge, memory) for peer in self.peers]
         forwards = [kernels[one.plan.name] for one in team.forwards if one.plan.name in kernels]
@@ -103,7 +104,7 @@ class Track:
     def _random(self, case: BenchCase, heads: int, width: int) -> Tensor:
         dtype = getattr(torch, dtype_row(case.dtype).torch)
         shape = (case.batch, case.seqlen, heads, width)
-        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype)
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=_drawn_in(dtype)).to(dtype)
 
     def _judge(self, work: Workload, one: Tensors, above: Sequence[Tensor]) -> Judge:
         return GradientOracle(work, *one.bshd, above[0]) if above else Oracle(work, *one.bshd)
@@ -210,3 +211,8 @@ def _words(error: Exception) -> str:
     """Return the first line of an error, or its type if it says nothing."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:_REASON]}" if lines else type(error).__name__
+
+
+def _drawn_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which random numbers of ``dtype`` are drawn: torch has none of 8 bits."""
+    return torch.float32 if dtype.itemsize == 1 else dtype
