@@ -358,6 +358,8 @@ def _families(spec: KernelSpec) -> frozenset[str]:
         found.add("score")
     if reads_data_per_key(spec.variant):
         found.add("listed")
+    if spec.scale_block:
+        found.add("blocks")
     return frozenset(found)
 
 

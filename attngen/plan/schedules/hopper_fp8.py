@@ -30,9 +30,15 @@ from attngen.schema.expand import KernelSpec, Roles
 #: grow until a lane's sum, and so each of its terms, could exceed 448.
 PROBABILITIES = {"fp8_e4m3": Probabilities("448.0f", raise_above="4.0f", peak=4)}
 
+#: As in ``hopper_forward``; "blocks" have scales of their own. Measured on an H200: docs/notebook/hopper_fp8.md.
 TABLE = (
     Choice("any", 64, 3, 128, "pingpong"),
-    Choice("any", 128, 3, 64, "cooperative"),
+    Choice("blocks", 128, 3, 64, "cooperative"),
+    Choice("window", 128, 3, 64, "cooperative"),
+    Choice("gather", 128, 3, 64, "cooperative"),
+    Choice("score", 128, 3, 64, "cooperative"),
+    Choice("listed", 128, 3, 64, "cooperative"),
+    Choice("any", 128, 2, 192, "pingpong"),
     Choice("any", 256, 2, 128, "cooperative", (24, 240)),
 )
 
