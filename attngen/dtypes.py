@@ -82,8 +82,8 @@ QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16"}
 #: What brings each quantized operand back to its units, as arguments of calls and kernels name it.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
-#: Tokens of a block that shares a scale, where not all tokens of a head do.
-SCALE_BLOCKS: tuple[int, ...] = (64, 128)
+#: Tokens that share a scale, by the name that specs give it: all of a head, those of a block, or each of q and k alone.
+DESCALE_BLOCKS: dict[str | int, int] = {"head": 0, "token": 1, 64: 64, 128: 128}
 
 #: Element types of q, k and v that are also that of the output.
 PLAIN_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")

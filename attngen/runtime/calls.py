@@ -46,8 +46,9 @@ def attention(
 
     Quantized q, k and v (float8_e4m3fn) come with ``q_descale``, ``k_descale`` and ``v_descale``, positive float32: an
     element stands for itself times its scale. A scale is of shape (), or (batch, kv_heads), where query heads share
-    that of their KV head; or each block of 64 or 128 tokens has one, (batch, heads or kv_heads, blocks). The output is
-    bfloat16. ``attngen.quantize`` makes such tensors and scales.
+    that of their KV head; or each block of 64 or 128 tokens has one, (batch, heads or kv_heads, blocks); or each query
+    and each key, (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k). The output is bfloat16.
+    ``attngen.quantize`` makes such tensors and scales.
 
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.

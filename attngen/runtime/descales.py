@@ -1,7 +1,8 @@
 """The scales that bring quantized q, k and v back to their units: checked and laid out as kernels read them.
 
 An element of 8 bits times its scale is what it stands for. A scale is one number; or one for each batch entry and KV
-head, whose query heads share that of q; or one for each block of 64 or 128 tokens of each head.
+head, whose query heads share that of q; or one for each block of 64 or 128 tokens of each head; or one for each query
+and each key, and values as before.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALES, QUANTIZED_DTYPES, SCALE_BLOCKS
+from attngen.dtypes import DESCALE_BLOCKS, DESCALES, QUANTIZED_DTYPES
 from attngen.errors import CallError
 from attngen.runtime.arguments import Call
+
+#: Tokens that may share a scale, where not all of a head do.
+_BLOCKS = tuple(block for block in DESCALE_BLOCKS.values() if block)
 
 
 def check_descales(call: Call, given: Mapping[str, Any]) -> None:
@@ -51,24 +55,24 @@ def _blocks(call: Call, given: Mapping[str, Tensor]) -> tuple[int, ...]:
         return ()
     found = [
         block
-        for block in SCALE_BLOCKS
+        for block in _BLOCKS
         if all(tuple(scale.shape) == _shape(call, name, block) for name, scale in of_blocks.items())
     ]
     if not found:
         # the one that is of no size of blocks, or else one of two that disagree
         name, scale = min(of_blocks.items(), key=lambda item: _fits(call, *item))
-        raise CallError(f"{name} must be {_form(call, name, SCALE_BLOCKS)}, got shape {tuple(scale.shape)}")
+        raise CallError(f"{name} must be {_form(call, name, _BLOCKS)}, got shape {tuple(scale.shape)}")
     return tuple(found)
 
 
 def _fits(call: Call, name: str, scale: Tensor) -> bool:
     """Whether a scale is one for each block of some size."""
-    return any(tuple(scale.shape) == _shape(call, name, block) for block in SCALE_BLOCKS)
+    return any(tuple(scale.shape) == _shape(call, name, block) for block in _BLOCKS)
 
 
 def _shape(call: Call, name: str, block: int) -> tuple[int, ...]:
     """Return the shape of a scale for each block of so many tokens, or for each head if 0."""
-    if not block:
+    if not block or (block == 1 and name == "v_descale"):
         return (call.batch, call.kv_heads)
     heads, tokens = (call.heads, call.seqlen_q) if name == "q_descale" else (call.kv_heads, call.seqlen_k)
     return (call.batch, heads, -(-tokens // block))
@@ -90,7 +94,7 @@ def _form(call: Call, name: str, blocks: tuple[int, ...]) -> str:
     if not blocks:
         return f"float32 of shape () or (batch, kv_heads) = {_shape(call, name, 0)}"
     heads = "heads" if name == "q_descale" else "kv_heads"
-    shapes = " or ".join(str(_shape(call, name, block)) for block in blocks)
+    shapes = " or ".join(dict.fromkeys(str(_shape(call, name, block)) for block in blocks))
     return f"float32 of shape (), (batch, {heads}) or (batch, {heads}, blocks of {_either(blocks)} tokens) = {shapes}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, dtype
+from attngen.dtypes import ATTENTION_DTYPES, DESCALE_BLOCKS, HEAD_DIM_STEP, HEAD_DIMS, dtype
 from attngen.errors import NoKernelError
 from attngen.runtime import on_demand, tensormap
 from attngen.runtime.arguments import Call, Number, View
@@ -167,7 +167,7 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
 
 def _sharing(block: int) -> str:
     """Say whose tokens share a scale."""
-    return f"each block of {block} tokens" if block else "each head"
+    return f"each block of {block} tokens" if block > 1 else "each query and key" if block else "each head"
 
 
 def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
@@ -380,7 +380,8 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
     if call.split_size or call.num_splits > 1:
         lines.append("      split_kv: true")
     if call.descales and 0 not in call.scale_blocks:
-        lines.append(f"      descale: {call.scale_blocks[0]}")
+        names = {block: name for name, block in DESCALE_BLOCKS.items()}
+        lines.append(f"      descale: {names[call.scale_blocks[0]]}")
     lines += _access_lines(call, request)
     return lines
 

@@ -23,7 +23,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from attngen.dtypes import DTYPES, QUANTIZED_DTYPES
+from attngen.dtypes import DESCALE_BLOCKS, DTYPES, QUANTIZED_DTYPES
 from attngen.errors import Location, SpecError, suggest
 from attngen.formats import APPEND, APPEND_VARIANT, QUANTIZE, QUANTIZE_VARIANT, SCHEMA
 from attngen.lang.variant import Variant
@@ -332,7 +332,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
         split_kv=values["split_kv"],
-        scale_block=values["descale"] if isinstance(values["descale"], int) else 0,
+        scale_block=DESCALE_BLOCKS[values["descale"] or "head"],
         allow=tuple(sorted(set(entry.allow))),
         spec_file=spec.name,
         location=spec.tree.locate(("kernels", index)),

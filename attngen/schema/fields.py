@@ -116,9 +116,9 @@ def _alignment(value: object) -> int | str:
 
 def _descale(value: Any) -> int | str:
     found: int | str = value
-    if value == "head" or (type(value) is int and value in dtypes.SCALE_BLOCKS):
+    if isinstance(value, str | int) and not isinstance(value, bool) and value in dtypes.DESCALE_BLOCKS:
         return found
-    raise ValueError(f"found {show(value)}; allowed: head, {' or '.join(map(str, dtypes.SCALE_BLOCKS))}")
+    raise ValueError(f"found {show(value)}; allowed: {', '.join(map(str, dtypes.DESCALE_BLOCKS))}")
 
 
 def _mask(value: object) -> bool | str:
@@ -131,5 +131,5 @@ Limit = Annotated[int | float | str, PlainValidator(_limit), WithJsonSchema({"ty
 Literal = Annotated[bool | int | float, PlainValidator(_literal), WithJsonSchema({"type": ["number", "boolean"]})]
 Expression = Annotated[str, PlainValidator(_expression), WithJsonSchema({"type": ["string", "number"]})]
 MaskExpression = Annotated[bool | str, PlainValidator(_mask), WithJsonSchema({"type": ["string", "boolean"]})]
-Descale = Annotated[int | str, PlainValidator(_descale), WithJsonSchema({"enum": ["head", *dtypes.SCALE_BLOCKS]})]
+Descale = Annotated[int | str, PlainValidator(_descale), WithJsonSchema({"enum": list(dtypes.DESCALE_BLOCKS)})]
 Alignment = Annotated[int | str, PlainValidator(_alignment), WithJsonSchema({"enum": ["element", 2, 4, 8, 16]})]

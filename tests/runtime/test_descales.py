@@ -62,8 +62,20 @@ def test_blocks_of_tokens_have_scales_of_their_own(block: int) -> None:
     plain[2] = v.float() * 0.3
     out = attngen.attention(q, k, v, variant="causal", **one)
     torch.testing.assert_close(out.float(), attngen.attention(*plain, variant="causal"), atol=0, rtol=2**-8)
-    with pytest.raises(CallError, match=r"v_descale must be .*blocks of 64 or 128 tokens"):
+    with pytest.raises(CallError, match=r"v_descale must be .*blocks of 1 or 64 or 128 tokens"):
         attngen.attention(q, k, v, **{**given, "v_descale": torch.ones(2, 2, 9)})
+
+
+def test_queries_and_keys_may_have_scales_of_their_own() -> None:
+    q, k, v = operands()
+    given = {
+        "q_descale": 0.05 + torch.rand(2, 4, 40), "k_descale": 0.05 + torch.rand(2, 2, 50),
+        "v_descale": 0.05 + torch.rand(2, 2),
+    }  # fmt: skip
+    plain = [x.float() * given[f"{name}_descale"].transpose(1, 2)[..., None] for name, x in (("q", q), ("k", k))]
+    wanted = attngen.attention(*plain, in_units(v, given["v_descale"]), variant="causal")
+    out = attngen.attention(q, k, v, variant="causal", **given)
+    torch.testing.assert_close(out.float(), wanted, atol=0, rtol=2**-8)
 
 
 def test_packed_sequences_have_the_scales_of_their_batch_entry() -> None:

@@ -136,6 +136,8 @@ def _descales(
     if block := element.scale_block:
         shapes = dict.fromkeys(DESCALES, (*of_head, -(-case.seqlen_k // block)))
         shapes["q_descale"] = (case.batch, case.heads, -(-case.seqlen_q // block))
+        if block == 1:
+            shapes["v_descale"] = of_head
     scales = {name: (0.5 + torch.rand(shape, generator=generator)) / _QUANTIZED_SCALE for name, shape in shapes.items()}
     scales["k_descale"] = scales["k_descale"].transpose(0, 1).contiguous().transpose(0, 1)
     if not block:
