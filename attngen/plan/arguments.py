@@ -96,8 +96,7 @@ def descales(plan: Plan) -> Iterator[Argument]:
     for name in DESCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
     for name in DESCALES:
-        per_head = not plan.scale_block or (plan.token_scales and name == "v_descale")
-        for axis in ("b", "h") if per_head else ("b", "h", "s"):
+        for axis in ("b", "h", "s") if plan.scale_block else ("b", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
 
 

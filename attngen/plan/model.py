@@ -232,7 +232,7 @@ class Plan:
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
     tile_time: float = 0.0  # of a tile of work, relative to other kernels of the same variant; 0: unknown
-    scale_block: int = 0  # tokens that share a scale of quantized q, k and v (v: all, where 1); 0: all of a head
+    scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
@@ -252,16 +252,6 @@ class Plan:
     def descaled(self) -> bool:
         """Whether q, k and v come with scales."""
         return self.dtype_name in QUANTIZED_DTYPES
-
-    @property
-    def block_scales(self) -> bool:
-        """Whether each block of tokens has a scale."""
-        return self.scale_block > 1
-
-    @property
-    def token_scales(self) -> bool:
-        """Whether each query and each key has a scale, and values have one for each head."""
-        return self.scale_block == 1
 
     @property
     def varlen(self) -> bool:

@@ -149,7 +149,7 @@ def logits(plan: Plan) -> Logits:
             multiplier = scored.results[1]
     statements = list(work)
     if variant.score is None:
-        statements.insert(0, log2_scale(LOGIT_SCALE) if plan.descaled and not plan.token_scales else SCALE)
+        statements.insert(0, log2_scale(LOGIT_SCALE) if plan.descaled else SCALE)
     elif not _is_leaf(multiplier):
         statements.append(constant("float", "scale_log2e", multiplier))
         multiplier = leaf("scale_log2e")

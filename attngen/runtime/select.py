@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, DESCALE_BLOCKS, HEAD_DIM_STEP, HEAD_DIMS, dtype
+from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, dtype
 from attngen.errors import NoKernelError
 from attngen.runtime import on_demand, tensormap
 from attngen.runtime.arguments import Call, Number, View
@@ -341,6 +341,8 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
         return (
             f"No kernel can be built for {call.dtype}, only for {', '.join(ATTENTION_DTYPES)}; the reference takes it"
         )
+    if call.scale_blocks == (1,):
+        return "No kernel can be built for a scale of each token; the reference takes it"
     if arch_of(capability) is None:
         return f"No kernel can be built for sm{capability}, only for {', '.join(ARCHES)}; the reference runs there"
     for dim in (call.head_dim_qk, call.head_dim_v):
@@ -380,8 +382,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
     if call.split_size or call.num_splits > 1:
         lines.append("      split_kv: true")
     if call.descales and 0 not in call.scale_blocks:
-        names = {block: name for name, block in DESCALE_BLOCKS.items()}
-        lines.append(f"      descale: {names[call.scale_blocks[0]]}")
+        lines.append(f"      descale: {max(call.scale_blocks)}")
     lines += _access_lines(call, request)
     return lines
 

@@ -15,7 +15,7 @@ _TILE_SCALES_BYTES = 8
 _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("q", "k", "v_rows", "v", "out", "work", "key_scales", "barriers", "tile_scales", "tile_info")
+_ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_scales", "tile_info")
 
 
 def forward_pipes(
@@ -36,9 +36,7 @@ def forward_pipes(
         by_k, by_v = "the loader of K", "the loader of V"
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
-    scales = (("tile_scales", _TILE_SCALES_BYTES),) if scale_block > 1 else ()
-    if scale_block == 1:
-        scales = (("key_scales", 4 * tile_n),)
+    scales = (("tile_scales", _TILE_SCALES_BYTES),) if scale_block else ()
     told = ", and what each consumer does with it is written" if roles.specialized else ""
     scheduler = roles.consumers + 1 if driver == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"

@@ -188,7 +188,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
-            *([f"scale{'token' if spec.scale_block == 1 else spec.scale_block}"] if spec.scale_block else []),
+            *([f"scale{spec.scale_block}"] if spec.scale_block else []),
         ),
         columns_qk=columns[:1],
         columns_v=columns[1:],
@@ -258,7 +258,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
     step = _key_step(operands_of(spec), transposes=form.transposes)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
-    usual = min(choice.tile_n, spec.scale_block) if spec.scale_block > 1 else choice.tile_n
+    usual = min(choice.tile_n, spec.scale_block or choice.tile_n)
     *larger, least = spec.tile_n or usual, *fewer
     for tile_n in larger:
         with suppress(PlanError):
@@ -275,7 +275,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
     step = _key_step(operands, transposes=form.transposes)
-    if spec.scale_block > 1 and spec.scale_block % tile_n:
+    if spec.scale_block % tile_n:
         raise refuse(
             spec,
             "tile.n",

@@ -23,7 +23,6 @@ _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
-    "key_scales": "scales of the keys in each stage of K",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
 }  # fmt: skip
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
