@@ -193,11 +193,11 @@ def test_the_text_is_short_and_the_same_each_time(tmp_path: Path) -> None:
     head, _, kernels = first.partition("kernels:\n")
     assert "causal:" not in head  # a preset is declared nowhere
     assert kernels == (
-        "  # model.layers.*.self_attn (1 of 2)\n"
+        "  # layers.*.self_attn (1 of 2)\n"
         "  - {variant: sliding_window, head_dim: 16, dtype: bf16}\n"
-        "  # model.layers.*.self_attn (all 2); padded batches\n"
+        "  # layers.*.self_attn (all 2); padded batches\n"
         "  - {variant: span, head_dim: 16, dtype: bf16}\n"
-        "  # model.layers.*.self_attn (1 of 2)\n"
+        "  # layers.*.self_attn (1 of 2)\n"
         "  - {variant: causal, head_dim: 16, dtype: bf16}\n"
     )
 
@@ -236,7 +236,7 @@ def test_a_small_wheel_goes_without_what_others_serve(tmp_path: Path, calls: set
     assert "causal, head_dim 16, bf16; its calls run on span" in done.stderr
     kernels = kernels_in(spec)
     assert [kernel.variant.name for kernel in kernels] == ["span"]
-    assert "# model.layers.*.self_attn (all 2)\n" in spec.read_text()  # in all batches now
+    assert "# layers.*.self_attn (all 2)\n" in spec.read_text()  # in all batches now
     with torch.no_grad():
         FAMILIES["gemma3"].run(made("gemma3"))
     assert missing(kernels, calls) == []
@@ -245,7 +245,7 @@ def test_a_small_wheel_goes_without_what_others_serve(tmp_path: Path, calls: set
 def test_too_small_a_wheel_is_refused(tmp_path: Path) -> None:
     config = FAMILIES["gemma3"].make()[1]
     config.save_pretrained(tmp_path)
-    done = attngen("spec", "--model", str(tmp_path), "--max-size", "0.2", code=2)
+    done = attngen("spec", "--model", str(tmp_path), "--max-size", "0.2", code=1)
     assert "the wheel of this spec, by estimate, would take" in done.stderr
     assert "more than the 209,715 B that max-size allows" in done.stderr
     assert "span, head_dim 16, sm90a: 1 kernel" in done.stderr
