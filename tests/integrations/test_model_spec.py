@@ -1,7 +1,7 @@
 """``attngen spec --model``: the spec of a model holds what its layers ask for when it runs, and nothing else.
 
-Models of the shipped classes of transformers are saved as a configuration, of which the command writes a spec. Beside it
-the same model runs on the CPU with random weights, where each call says which variants it would take.
+Models of the shipped classes of transformers are saved as a configuration, of which the command writes a spec. Beside
+it the same model runs on the CPU with random weights, where each call says which variants it would take.
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ TRAINED = ("llama", "gpt2", "bert", "t5", "bart", "gemma2", "gpt_oss", "llama4",
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path, calls: set[Call]) -> None:
-    cls, config = FAMILIES[family].make()
-    spec, _ = written(config, tmp_path, "--backward")
+    spec, _ = written(FAMILIES[family].make()[1], tmp_path, "--backward")
     kernels = kernels_in(spec)
     model = made(family)
     with torch.no_grad():
@@ -165,9 +164,7 @@ def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss"])
-def test_a_spec_for_serving_has_what_continuous_batching_takes(
-    family: str, tmp_path: Path, calls: set[Call]
-) -> None:
+def test_a_spec_for_serving_has_what_continuous_batching_takes(family: str, tmp_path: Path, calls: set[Call]) -> None:
     pytest.importorskip("psutil", reason="transformers asks it how much memory a cache may take")
     spec, _ = written(FAMILIES[family].make()[1], tmp_path, "--serving")
     kernels = kernels_in(spec)
