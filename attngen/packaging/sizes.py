@@ -95,8 +95,8 @@ def sizes_of(wheel: Path) -> Sizes:
     return Sizes(wheel.stat().st_size, tuple(shares))
 
 
-#: Bytes in a wheel, as measured on wheels for Hopper: of a kernel by what it computes, with its stub and its row in the
-#: index, and of what every wheel has.
+#: Bytes in a wheel, as measured on wheels of kernels in CUDA (those in Triton are smaller): of a kernel by what it
+#: computes, with its row in the index, and of what every wheel has.
 _BYTES = {"forward": 28_000, "split": 40_000, "backward": 42_000, APPEND: 15_000}
 _REST = 210_000
 
