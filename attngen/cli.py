@@ -16,7 +16,7 @@ from attngen.errors import AttngenError, CallError, NoKernelError, SettingError,
 #: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
 COMMANDS: dict[str, str] = {
     "new": "Write a commented spec to start from.",
-    "spec": "Print a spec of functions written for FlexAttention.",
+    "spec": "Print a spec of functions written for FlexAttention, or of a model.",
     "check": "Check specs without compiling: names, masks, shapes, budgets.",
     "build": "Compile the kernels of a spec.",
     "list": "List the kernels that are built and found.",

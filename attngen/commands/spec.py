@@ -4,32 +4,119 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import click
 
-from attngen.errors import SpecError
+from attngen.arch import ARCHES
+from attngen.commands.output import warn
+from attngen.errors import SpecError, StoreError, suggest
 
 
 @click.command()
-@click.option("--from-flex", "functions", multiple=True, required=True, metavar="MODULE:FUNCTION",
+@click.option("--from-flex", "functions", multiple=True, metavar="MODULE:FUNCTION",
               help="A mask_mod or score_mod of FlexAttention; one of each may be given, for one variant.")  # fmt: skip
-@click.option("--name", default=None, metavar="NAME", help="Of the variant; left out, that of the first function.")
-@click.option("--arch", multiple=True, help="Of an entry that builds it; may be repeated. Left out, nothing is built.")
-@click.option("--head-dim", type=int, multiple=True, help="Of that entry; may be repeated.  [default: 64, 128]")
-@click.option("--training", is_flag=True, help="Build its backward, too.")
+@click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG",
+              help="The config.json of a model of transformers, or the folder that holds it.")  # fmt: skip
+@click.option("--name", default=None, metavar="NAME",
+              help="Of the variant, or of a model's package. Left out, the function's, or the model's.")  # fmt: skip
+@click.option("--arch", multiple=True,
+              help="Of what is built; may be repeated. Left out, sm90a for a model, none for functions.")  # fmt: skip
+@click.option("--head-dim", type=int, multiple=True,
+              help="Of functions; may be repeated. A model has its own.  [default: 64, 128]")  # fmt: skip
+@click.option("--training", "--backward", is_flag=True, help="Build what training needs, too: the backward.")
+@click.option("--dtype", multiple=True, type=click.Choice(["bf16", "fp16", "fp32"]),
+              help="Of a model; may be repeated. Left out, what its configuration says.")  # fmt: skip
+@click.option("--serving", is_flag=True,
+              help="Build what generation on a server needs, too: pages, and keys that blocks share.")  # fmt: skip
+@click.option("--max-size", metavar="SIZE",
+              help="The most that a model's wheel may take, such as '8 MB'; a number alone is of MiB.")  # fmt: skip
+@click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Where to. Left out, to standard output.")  # fmt: skip
 def command(
-    functions: tuple[str, ...], name: str | None, arch: tuple[str, ...], head_dim: tuple[int, ...], training: bool
+    functions: tuple[str, ...],
+    model: Path | None,
+    name: str | None,
+    arch: tuple[str, ...],
+    head_dim: tuple[int, ...],
+    training: bool,
+    dtype: tuple[str, ...],
+    serving: bool,
+    max_size: str | None,
+    out: Path | None,
 ) -> None:
-    """Print a spec with what functions written for FlexAttention compute.
+    """Print a spec of what a program has already: functions written for FlexAttention, or a model.
 
-    Facts that make bands are found in the tensors that the functions capture, and are promised from then on.
+    Facts that make bands are found in the tensors that functions capture, and are promised from then on. A model runs
+    without weights, and its spec builds the kernels that its layers ask for; nothing is downloaded.
     """
+    if bool(functions) == (model is not None):
+        raise click.UsageError("give --from-flex or --model, and not both")
+    if model is None:
+        told = {"--dtype": dtype, "--serving": serving, "--max-size": max_size}
+    else:
+        told = {"--head-dim": head_dim}
+    for option, given in told.items():
+        if given:
+            raise click.UsageError(f"{option} does not go with {'--model' if model else '--from-flex'}")
+    if model is None:
+        text = _of_functions(functions, name, arch, head_dim, training)
+    else:
+        text = _of_model(model, name, arch or ("sm90a",), training, dtype, serving, max_size)
+    if out is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        out.write_text(text, "utf-8")
+    except OSError as error:
+        raise StoreError(f"{out}: cannot be written: {error.strerror}") from error
+    click.echo(f"wrote {out}; next: attngen check {out}")
+
+
+def _of_functions(
+    functions: tuple[str, ...], name: str | None, arch: tuple[str, ...], head_dim: tuple[int, ...], training: bool
+) -> str:
+    """Return the spec of functions written for FlexAttention."""
     from attngen.integrations.flex_spec import flex_spec
 
     kernel: dict[str, object] = {"arch": list(arch), "head_dim": list(head_dim) or [64, 128]} if arch else {}
     if training and arch:
         kernel["passes"] = ["forward", "backward"]
-    click.echo(flex_spec([_imported(place) for place in functions], name, kernel), nl=False)
+    return flex_spec([_imported(place) for place in functions], name, kernel)
+
+
+def _of_model(
+    model: Path, name: str | None, arch: tuple[str, ...], training: bool, dtype: tuple[str, ...], serving: bool,
+    max_size: str | None,
+) -> str:  # fmt: skip
+    """Return the spec of a model; remarks go to standard error."""
+    from attngen.commands.spec_model import Wish, model_spec
+    from attngen.integrations.model_config import dtype_of, read_config
+    from attngen.integrations.model_requests import requests_of
+    from attngen.packaging.settings import size_in_bytes
+
+    for one in arch:
+        if one not in ARCHES:
+            raise SpecError(f"--arch: found '{one}'{suggest(one, ARCHES)}; allowed: {', '.join(ARCHES)}")
+    most = None
+    if max_size is not None:
+        most = size_in_bytes(f"{max_size} MiB" if max_size.strip().replace(".", "", 1).isdigit() else max_size)
+    config = read_config(model)
+    dtypes = tuple(dict.fromkeys(dtype))
+    if not dtypes:
+        named = dtype_of(config)
+        if named is None:
+            warn("the configuration names no dtype: the spec is for bf16; --dtype says otherwise")
+        dtypes = (named or "bf16",)
+    asking = [requests_of(config, each, training=training, serving=serving) for each in dtypes]
+    package = name or f"attention_{config.model_type}".replace("-", "_").lower()
+    made = model_spec(
+        asking, Wish(tuple(dict.fromkeys(arch)), training, serving), package=package, source=type(config).__name__,
+        max_size=most,
+    )  # fmt: skip
+    for remark in made.remarks:
+        warn(remark)
+    return made.text
 
 
 def _imported(place: str) -> object:

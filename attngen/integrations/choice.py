@@ -273,7 +273,7 @@ def kernels_of(
             for kernel in package.kernels(name)
             if (kernel.direction, kernel.dtype, kernel.layout) == (direction, dtype, layout)
             and (kernel.head_dim_qk, kernel.head_dim_v) == (head_dim_qk, head_dim_v)
-            and kernel.variant == wanted
+            and kernel.variant.definition == wanted.definition
         ]
     return found
 
@@ -370,7 +370,7 @@ def _packages_of(
         return [
             package.name
             for _, package in registry.packages()
-            if any(kernel.variant == wanted for kernel in package.kernels(name))
+            if any(kernel.variant.definition == wanted.definition for kernel in package.kernels(name))
         ]
 
     def built(direction: str) -> list[tuple[str, Kernel]]:

@@ -83,7 +83,7 @@ def attend_cached(call: CachedCall) -> Any:
         raise CallError("k and v are given together or not at all")
     batch = _batch(call)
     used = _lengths(call, batch)
-    candidates = _candidates(call, batch)
+    candidates = candidates_over_cache(call, batch)
     if call.k is not None:
         call, used = _with_new_keys(call, used)
     elif call.rotary_cos is not None or call.rotary_sin is not None:
@@ -171,7 +171,7 @@ def _lengths(call: CachedCall, batch: int) -> Tensor | None:
     return lengths.to(torch.int32).contiguous()
 
 
-def _candidates(call: CachedCall, batch: int) -> list[Candidate]:
+def candidates_over_cache(call: CachedCall, batch: int) -> list[Candidate]:
     """Return the variants that compute what a call asks for."""
     found = candidates_for(
         call.q, call.causal, call.window_size, call.softcap, call.alibi_slopes, batch, call.chunk

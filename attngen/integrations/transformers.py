@@ -15,8 +15,8 @@ Written for the interfaces of transformers 5.17 (``AttentionInterface``, ``Atten
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -59,29 +59,64 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return attention of query (b, h, sq, d) over key and value (b, hk, sk, d) as (b, sq, h, d), and no weights.
 
-    ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value. Without a mask the
-    call is causal, at the last key, where the module or ``is_causal`` says so. ``cu_seq_lens_q``, ``cu_seq_lens_k``,
-    ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. ``dropout`` is the rate at which
-    probabilities are dropped while the module trains; without a kernel for that, an eager call warns why and runs on
-    the reference. Raises NoKernelError for what else no built kernel takes, and CallError where a caller collects the
-    weights (``output_attentions=True``), which no kernel forms.
+    ``dropout`` is the rate at which probabilities are dropped while the module trains; without a kernel for that, an
+    eager call warns why and runs on the reference. ``kwargs`` are those of ``asked``, which says what they mean. Raises
+    NoKernelError for what else no built kernel takes, and CallError where a caller collects the weights
+    (``output_attentions=True``), which no kernel forms.
     """
     if kwargs.get("output_attentions") or _collects_weights():
         raise CallError(
             "output_attentions=True asks for the weights of attention, which no kernel forms; "
             "model.set_attn_implementation('eager') computes them"
         )
-    if not module.training:
-        dropout = 0.0
+    call = asked(module, query, key, value, attention_mask, dropout, **kwargs)
+    out: Tensor = attend(
+        call.candidates, call.q, call.k, call.v, spec=SPEC, packing=call.packing, softmax_scale=scaling,
+        seqused_k=call.used, or_reference=module.training and dropout > 0,
+    )  # fmt: skip
+    return (out if call.packing is None else out.unsqueeze(0)), None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call of a model as attngen takes it: q, k and v (b, s, h, d), or (total, h, d) with ``packing``.
+
+    Each of the candidates computes it. ``used`` (b,) int32 are the keys that count, where a cache has room for more.
+    """
+
+    candidates: Sequence[Candidate]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    packing: Packing | None
+    used: Tensor | None
+
+
+def asked(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> Asked:
+    """Return what a module asks for, with the arguments that transformers passes on. Computes no attention.
+
+    ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value. Without a mask the
+    call is causal, at the last key, where the module or ``is_causal`` says so. ``cu_seq_lens_q``, ``cu_seq_lens_k``,
+    ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. Raises NoKernelError for what no
+    variant computes, and CallError for arguments that disagree.
+    """
     q, k, v = (tensor.transpose(1, 2) for tensor in _same_dtype(query, key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -105,11 +140,7 @@ def attention(
         candidates = _tensor_mask(given, q, k, softcap, position_bias)
     if s_aux is not None:
         candidates = with_sinks + [replace(each, finish=partial(_with_sinks, sinks=s_aux)) for each in candidates]
-    out: Tensor = attend(
-        with_dropout(candidates, dropout), q, k, v, spec=SPEC, packing=packing, softmax_scale=scaling, seqused_k=used,
-        or_reference=dropout > 0,
-    )  # fmt: skip
-    return (out if packing is None else out.unsqueeze(0)), None
+    return Asked(with_dropout(candidates, dropout if module.training else 0.0), q, k, v, packing, used)
 
 
 def _collects_weights() -> bool:

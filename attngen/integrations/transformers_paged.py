@@ -77,13 +77,18 @@ def paged_attention(
         append_kv(new_k, new_v, k_pages, v_pages, slots=write_index[group], cu_seqlens=cu_seq_lens_q)
     rows = read_index[group] if read_index[group].numel() else write_index[group]  # nothing to read: all keys are new
     table = page_table(rows, starts_k, size, -(-longest_k // size))
-    out = attend_cached(CachedCall(
+    call = CachedCall(
         q=query.transpose(1, 2)[0].to(k_pages.dtype), k_cache=k_pages, v_cache=v_pages, page_table=table,
         lengths=starts_k.diff(), cu_seqlens_q=cu_seq_lens_q, max_seqlen_q=max_seqlen_q, softmax_scale=scaling,
-        causal=True, window_size=(-1 if sliding_window is None else sliding_window - 1, 0), softcap=softcap or 0.0,
-        sinks=s_aux,
-    ))  # fmt: skip
-    return out[None], None
+        **seen(sliding_window, softcap, s_aux),
+    )  # fmt: skip
+    return attend_cached(call)[None], None
+
+
+def seen(sliding_window: int | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
+    """Return what a layer that keeps all keys says of its mask and its scores, as a ``CachedCall`` takes it."""
+    sides = (-1 if sliding_window is None else sliding_window - 1, 0)
+    return {"causal": True, "window_size": sides, "softcap": softcap or 0.0, "sinks": s_aux}
 
 
 def page_table(rows: Tensor, starts: Tensor, page_size: int, width: int) -> Tensor:

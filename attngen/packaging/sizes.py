@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 from attngen.errors import PackageError
+from attngen.formats import APPEND
 from attngen.runtime.shipped import INDEX, KERNELS
+from attngen.schema.expand import KernelSpec, appends
 
 #: Rows that a refusal shows.
 _SHOWN = 8
@@ -91,6 +93,25 @@ def sizes_of(wheel: Path) -> Sizes:
     shares = [Share(*key, *values) for key, values in figures.items()]
     shares.sort(key=lambda share: (-share.wheel_bytes, share.module, share.variant, share.head_dim, share.arch))
     return Sizes(wheel.stat().st_size, tuple(shares))
+
+
+#: Bytes in a wheel, as measured on wheels of kernels in CUDA (those in Triton are smaller): of a kernel by what it
+#: computes, with its row in the index, and of what every wheel has.
+_BYTES = {"forward": 28_000, "split": 40_000, "backward": 42_000, APPEND: 15_000}
+_REST = 210_000
+
+
+def estimated(kernels: Sequence[KernelSpec]) -> Sizes:
+    """Return about what a wheel of these kernels weighs, before any is compiled; bytes on disk are not estimated."""
+    shares: dict[tuple[str, str, str, str], list[int]] = {}
+    for kernel in (*kernels, *appends(kernels)):
+        row = {"head_dim_qk": kernel.head_dim_qk, "head_dim_v": kernel.head_dim_v}
+        share = shares.setdefault((kernel.package, kernel.variant.name, head_dim_of(row), kernel.arch), [0, 0])
+        share[0] += 1
+        share[1] += _BYTES["split" if kernel.split_kv else kernel.direction]
+    rows = [Share(*key, count, 0, size) for key, (count, size) in shares.items()]
+    rows.sort(key=lambda share: (-share.wheel_bytes, share.variant, share.head_dim, share.arch))
+    return Sizes(_REST + sum(share.wheel_bytes for share in rows), tuple(rows))
 
 
 def head_dim_of(row: Mapping[str, Any]) -> str:

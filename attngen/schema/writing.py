@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 from typing import Any
 
 import yaml
@@ -14,17 +15,37 @@ from attngen.lang.variant import Scalar, Tensor, Variant
 
 
 def spec_text(
-    variants: Mapping[str, Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]], package: str | None = None
+    variants: Mapping[str, Mapping[str, Any]],
+    kernels: Sequence[Mapping[str, Any]],
+    package: str | None = None,
+    arches: Sequence[str] = (),
+    head: str | None = None,
+    comments: Sequence[str] = (),
 ) -> str:
-    """Return a spec with these variants and these entries of ``kernels``; their values are not checked."""
+    """Return a spec with these variants and these entries of ``kernels``; their values are not checked.
+
+    ``head`` is its first line, and ``comments`` are lines above the entries, one for each.
+    """
     content: dict[str, Any] = {"schema": SCHEMA}
     if package is not None:
         content["package"] = package
+    if arches:
+        content["arch"] = list(arches)
     if variants:
         content["variants"] = {name: _plain(fields) for name, fields in variants.items()}
-    if kernels:
-        content["kernels"] = [_plain(entry) for entry in kernels]
-    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    if not comments:
+        if kernels:
+            content["kernels"] = [_plain(entry) for entry in kernels]
+        return _dumped(content)
+    entries = "".join(
+        f"  # {comment}\n  - {indent(_dumped(_plain(entry), flow=True), '    ').lstrip()}"
+        for comment, entry in zip(comments, kernels, strict=True)
+    )
+    return (f"{head}\n" if head else "") + _dumped(content) + f"kernels:\n{entries}"
+
+
+def _dumped(content: Any, *, flow: bool | None = None) -> str:
+    return str(yaml.safe_dump(content, sort_keys=False, default_flow_style=flow, width=110, allow_unicode=True))
 
 
 def declaration(variant: Variant) -> dict[str, Any]:

@@ -42,6 +42,9 @@ WITHOUT_A_GPU = {"bench": "--dry-run"}
 #: The spec of README, whose kernel is compiled.
 MINE = "my_mask.yaml"
 
+#: The model whose spec is written.
+CONFIG = '{"model_type": "llama", "num_hidden_layers": 2, "dtype": "bfloat16"}'
+
 #: What stands for the words in capitals that prose uses.
 PLACEHOLDERS = {"SPEC": f"specs/{MINE}", "KERNEL": "my_mask", "NAME": "example", "P": "sliding_window", "FILE": "file"}
 
@@ -85,6 +88,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         shutil.copytree(resources.specs_dir(), folder / "specs")
         (folder / "specs" / MINE).write_text(blocks(README, "yaml")[0].text)
         shutil.copy(folder / "specs/presets/causal.yaml", folder / "specs/presets/example.yaml")
+        (folder / "config.json").write_text(CONFIG)
     for path in (found["small"] / "specs").rglob("*.yaml"):
         path.write_text(_first_kernel(path.read_text()))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,142 @@
+"""The models of transformers by their configuration: read from a file, and made without weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from attngen.errors import CallError, SpecError, suggest
+from attngen.runtime.arguments import ATTENTION_DTYPES
+
+_CONFIG = "config.json"
+#: The dtypes of kernels, as torch's.
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def read_config(path: Path) -> Any:
+    """Return the configuration of a file, or of the folder that holds it. Only the file is read.
+
+    Raises SpecError for what is no configuration, and for a model that transformers does not have.
+    """
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    file = path / _CONFIG if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise SpecError(f"--model {path}: {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise SpecError(f"--model {path}: {file} is no JSON: {error}") from None
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(kind, str):
+        raise SpecError(f"--model {path}: {file} has no 'model_type', as the configuration of a model has")
+    known = f"transformers {transformers.__version__} does not know"
+    if kind not in CONFIG_MAPPING:
+        raise SpecError(f"{file}: model_type: {known} '{kind}'{suggest(kind, CONFIG_MAPPING.keys())}")
+    named = content.get("architectures") or []
+    for architecture in named if isinstance(named, list) else [named]:
+        if _class_of(architecture) is None:
+            raise SpecError(f"{file}: architectures: {known} '{architecture}', and code beside it is not run")
+    try:
+        with quiet():
+            return CONFIG_MAPPING[kind].from_dict(content)
+    except Exception as error:  # whatever a family's own checks raise
+        raise SpecError(f"{file}: {CONFIG_MAPPING[kind].__name__} refuses it: {error}") from None
+
+
+def dtype_of(config: Any) -> str | None:
+    """Return the dtype that a configuration names, as kernels name it, or None. Raises SpecError for another one."""
+    found = next((each for each in _with_text(config) if each is not None), None)
+    if found is None:
+        return None
+    dtype = getattr(torch, found, found) if isinstance(found, str) else found
+    if dtype not in TORCH_DTYPES.values():
+        raise SpecError(f"dtype: found {found} in the configuration; allowed: {', '.join(TORCH_DTYPES)}, by --dtype")
+    return ATTENTION_DTYPES[dtype]
+
+
+def _with_text(config: Any) -> tuple[Any, Any]:
+    return getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None)
+
+
+def _class_of(architecture: Any) -> Any:
+    """Return transformers' class of a name, or None if it has none that is a model."""
+    import transformers
+
+    found = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def made(config: Any, dtype: torch.dtype, implementation: str) -> Any:
+    """Return the model of a configuration, on torch's ``meta`` device, or raise SpecError."""
+    from transformers import MODEL_MAPPING, AutoModel
+
+    named = (getattr(config, "architectures", None) or [None])[0]
+    own = _class_of(named)
+    if own is None and MODEL_MAPPING.get(type(config), None) is None:
+        raise SpecError(f"--model: transformers has no model of a {type(config).__name__} alone")
+    make = AutoModel.from_config if own is None else own._from_config
+    try:
+        with torch.device("meta"):
+            model = make(config, attn_implementation=implementation, dtype=dtype)
+    except KeyError as error:
+        if error.args != (implementation,):
+            raise SpecError(f"--model: the model cannot be made: {error!r}") from None
+        raise SpecError(without_interface(own or MODEL_MAPPING[type(config)])) from None
+    except Exception as error:  # whatever a family's own checks raise
+        raise SpecError(f"--model: the model cannot be made: {sentence(error)}") from None
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # which asks no tensor for the experts that it names
+    for module in model.modules():  # else a layer is missing now and then
+        for owner in (module, getattr(module, "config", None)):
+            for name in [name for name in getattr(owner, "__dict__", ()) if name.endswith("layerdrop")]:
+                setattr(owner, name, 0.0)
+    return model
+
+
+def without_interface(model: Any) -> str:
+    """Return the sentence on a model that asks attngen for nothing."""
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
+    return (
+        f"--model: {name} computes its attention itself, and takes no attn_implementation from others; where it calls "
+        "torch's scaled_dot_product_attention, attngen.integrations.sdpa() serves it, with specs/integrations/sdpa.yaml"
+    )
+
+
+def sentence(error: Exception) -> str:
+    """Return the first line of what an exception says, and its kind, unless it is attngen's own."""
+    lines = str(error).strip().splitlines()
+    return (
+        lines[0] if lines and isinstance(error, CallError) else f"{type(error).__name__}: {lines[0] if lines else ''}"
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' remarks on a configuration from a report about kernels."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Keep models that fetch a part of theirs from doing so."""
+    with ExitStack() as stack:
+        constants = sys.modules.get("huggingface_hub.constants")
+        if constants is not None:
+            stack.enter_context(mock.patch.object(constants, "HF_HUB_OFFLINE", True))
+        yield
