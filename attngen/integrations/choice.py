@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ def attend(
     backend: str | None = None,
     or_reference: bool = False,
     deterministic: bool = False,
-    descales: Mapping[str, Tensor] = MappingProxyType({}),
+    descales: Mapping[str, Tensor] | None = None,
 ) -> Any:
     """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``. With ``pages``
     k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
@@ -117,7 +116,7 @@ def attend(
     """
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend,
-        "deterministic": deterministic, **descales,
+        "deterministic": deterministic, **(descales or {}),
     }  # fmt: skip
     own = candidates[0].arguments.values()
     learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *own))

@@ -25,7 +25,9 @@ FULL = compile_variant("x", None, None)
 
 
 def kernel(head_dim: int) -> Any:
-    return SimpleNamespace(dtype="fp32", head_dim_qk=head_dim, head_dim_v=head_dim, variant=FULL, layout="dense")
+    return SimpleNamespace(
+        dtype="fp32", head_dim_qk=head_dim, head_dim_v=head_dim, variant=FULL, layout="dense", scale_block=0
+    )
 
 
 def product(a: Tensor, b: Tensor, *, rough: bool = False) -> Tensor:
