@@ -22,9 +22,9 @@ def plan(spec: KernelSpec) -> Plan:
     arch = ARCHES[spec.arch]
     spec = replace(spec, variant=settle(spec.variant))
     if spec.scale_block and spec.dtype not in QUANTIZED_DTYPES:
-        raise refuse(spec, "scale_block", f"{spec.dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
+        raise refuse(spec, "descale", f"{spec.dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
     if spec.scale_block == 1:
-        raise refuse(spec, "scale_block", "no kernel has a scale for each token; allowed: head, 64, 128")
+        raise refuse(spec, "descale", "no kernel has a scale for each token; allowed: head, 64, 128")
     if spec.backend is None:
         return _fastest(spec, arch)
     return replace(_of_backend(spec, arch), backend_reason="the spec names it")
