@@ -210,6 +210,8 @@ CHOICES = [
     ("causal", 128, "    warps: {schedule: cooperative, overlap: false}\n    softmax: lazy\n"),
     ("causal", 64, "    softmax: exact_max\n    layout: varlen\n"),
     ("causal", 128, "    epilogue: direct\n    order: natural\n"),
+    ("causal", 128, "    dtype: fp8_e4m3\n"),
+    ("sliding_window", 256, "    dtype: fp8_e4m3\n    descale: 128\n"),
     ("sliding_window", 128, "    warps: {producer: 0}\n    tile: {m: 192, n: 64}\n"),
     ("causal", 64, "    warps: {producer: 0, overlap: false}\n    epilogue: direct\n    order: natural\n"),
 ]

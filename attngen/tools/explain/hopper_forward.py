@@ -88,6 +88,7 @@ class HopperExplanation(ScheduleExplanation):
                 *(f"{r.offset:6d} {r.bytes:6d}  {r.name:10s} {self.holds(r.name)}" for r in self.hopper.shared),
             ],
             "steps": [f"{name:10s} {text}" for name, text in self.loop()],
+            **({"scales": _scales(self.plan), "error": list(_ERROR)} if self.plan.descaled else {}),
         }
 
     def grid(self, section: str) -> str:
@@ -132,7 +133,9 @@ class HopperExplanation(ScheduleExplanation):
         """Return the warp of each role of the producer; without roles, the first warp loads."""
         if not self.hopper.specialized or self.pipes is None:
             return {"scheduler_warp": None, "loader_warp": 0, "query_loader_warp": 0}
-        return {f"{name}_warp": self.pipes.role(name).first for name in ("scheduler", "loader", "query_loader")}
+        by_name = {role.name: role.first for role in self.pipes.roles}
+        of_q = by_name.get("query_loader", by_name["scheduler"])
+        return {"scheduler_warp": by_name["scheduler"], "loader_warp": by_name["loader"], "query_loader_warp": of_q}
 
     def _registers(self) -> list[str]:
         r, consumers = self.registers, self.hopper.consumers
@@ -192,11 +195,17 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
     first = {role.name: role.first for role in hopper.warp_roles}
-    scheduler, loader, of_q = (first[name] for name in ("scheduler", "loader", "query_loader"))
-    loads = f"warp {loader} loads K and V, and {of_q} Q"
-    if hopper.value_loader:
-        loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
-    yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
+    scheduler, loader = first["scheduler"], first["loader"]
+    if hopper.transposes:
+        turning = first["transposers"]
+        yield f"producer: warp {scheduler} schedules tiles of work and loads Q; {loader} loads K and V, all by TMA"
+        yield f"warps {turning} and {turning + 1} transpose V, since products of 8 bits take keys along the rows alone"
+    else:
+        of_q = first["query_loader"]
+        loads = f"warp {loader} loads K and V, and {of_q} Q"
+        if hopper.value_loader:
+            loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
+        yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, the softmax of one runs under the MMAs of another"
     else:
@@ -206,6 +215,25 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
         yield f"persistent; the next tile of work is taken when {hopper.lookahead} steps of a tile are left to load"
     else:
         yield "not persistent: one tile of work per block"
+
+
+#: Of kernels in 8 bits: docs/fp8.md, "Errors".
+_ERROR = (
+    "P is rounded to 8 bits: for normal numbers the output is off by 2.6 % of its root mean square, beside what "
+    "rounding q, k and v did",
+    "products are added up with about 13 bits: log-sum-exps are off by up to 0.004",
+)
+
+
+def _scales(plan: Plan) -> list[str]:
+    """Say what has a scale of its own."""
+    if not plan.scale_block:
+        return ["q_descale, k_descale and v_descale: one number, or (batch, kv_heads)"]
+    block = f"blocks of {plan.scale_block} tokens"
+    return [
+        f"q_descale (batch, heads, {block}); k_descale and v_descale (batch, kv_heads, {block})",
+        "those of a tile of keys come with it; P takes up that of its values as a part of its exponents",
+    ]
 
 
 def _overlap(hopper: HopperForward) -> str:
@@ -237,6 +265,8 @@ def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
         "q": f"Q: {tiles} of {plan.tile_m} x {width_qk}",
         "k": f"K: {plan.stages} stages of {plan.tile_n} x {width_qk}",
         "v": f"V: {plan.stages} stages of {plan.tile_n} x {width_v}",
+        "v_rows": f"V before it is transposed: {plan.stages} stages of {plan.tile_n} x {hopper.box_bytes} B",
+        "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
         "out": f"O for its store: {plan.tile_m} x {hopper.out_columns}{parts}",
         "work": "records of two tiles of work: place, and ranges of KV tiles",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
