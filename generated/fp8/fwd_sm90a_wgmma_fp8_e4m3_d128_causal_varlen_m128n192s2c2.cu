@@ -46,6 +46,7 @@ constexpr int kLookahead = 2;  // steps before the end of a tile of work at whic
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
+
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
