@@ -6,8 +6,9 @@ it the same model runs on the CPU with random weights, where each call says whic
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,13 @@ def made(family: str) -> Any:
     return cls._from_config(config, attn_implementation="attngen", dtype=torch.bfloat16).eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def some(families: Iterable[str], count: int) -> list[Any]:
+    """Return the first families for every run, and the others for the exhaustive one."""
+    marks = (() if place < count else pytest.mark.exhaustive for place in itertools.count())
+    return [pytest.param(family, marks=mark) for family, mark in zip(families, marks, strict=False)]
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, 16))
 def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) -> None:
     spec, done = written(FAMILIES[family].make()[1], tmp_path)
     assert "warning" not in done.stderr
@@ -144,7 +151,7 @@ def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) 
 TRAINED = ("llama", "gpt2", "bert", "t5", "bart", "gemma2", "gpt_oss", "llama4", "vit", "deepseek_v3", "mistral")
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", some(TRAINED, 5))
 def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path, calls: set[Call]) -> None:
     spec, _ = written(FAMILIES[family].make()[1], tmp_path, "--backward")
     kernels = kernels_in(spec)
@@ -163,7 +170,7 @@ def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path
     assert unused(kernels, calls) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", some(["llama", "mistral", "gpt_oss", "gemma2", "gemma3", "qwen3"], 3))
 def test_a_spec_for_serving_has_what_continuous_batching_takes(family: str, tmp_path: Path, calls: set[Call]) -> None:
     pytest.importorskip("psutil", reason="transformers asks it how much memory a cache may take")
     spec, _ = written(FAMILIES[family].make()[1], tmp_path, "--serving")
