@@ -119,6 +119,12 @@ class KernelSpec:
         name = name.split(".")[0]
         return self.places.get(_FIELD_OF.get(name, name), self.location)
 
+    @property
+    def fixes_choices(self) -> bool:
+        """Whether the spec chooses a tile, stages or warps itself."""
+        fixed = (self.tile_m, self.tile_n, self.stages, self.num_warps, self.roles)
+        return any(value is not None for value in fixed) or self.backward not in (None, Backward())
+
     def to_dict(self) -> dict[str, Any]:
         """Return what is to be built as a JSON value: no places, no names of files, no formatting of expressions."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
@@ -318,8 +324,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         tile_n=tile.n,
         stages=values["stages"],
         num_warps=warps.count,
-        roles=_roles(warps),
-        backward=_backward(entry.backward) if backward else None,
+        roles=roles_of(warps),
+        backward=gradients_of(entry.backward) if backward else None,
         loads=values["loads"],
         tile_map=values["tile_map"],
         alignment=_element_bytes(values["dtype"]) if alignment == "element" else alignment,
@@ -355,7 +361,8 @@ def _element_bytes(dtype: str) -> int:
     return DTYPES[dtype].bytes
 
 
-def _roles(warps: WarpsModel) -> Roles | None:
+def roles_of(warps: WarpsModel) -> Roles | None:
+    """Return the roles that a spec gives, or None if it gives none."""
     registers = warps.registers
     roles = Roles(
         warps.producer,
@@ -394,7 +401,8 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
         )
 
 
-def _backward(model: BackwardModel | None) -> Backward:
+def gradients_of(model: BackwardModel | None) -> Backward:
+    """Return what a spec says of the kernels of a backward."""
     if model is None:
         return Backward()
     return Backward(*(_gradient(getattr(model, name) or GradientModel()) for name in ("dkdv", "dq")))
