@@ -78,7 +78,8 @@ def test_what_a_spec_chooses_itself_stays(tmp_path: Path) -> None:
         ("tuned: 1\nversions: {}\n", "gpu: missing"),
         ("tuned: 1\ngpu: x\nversions: {}\nchoices: [{kernel: a, of: zz, speedup: 1.0}]\n", "choices[0].of"),
         (
-            "tuned: 1\ngpu: x\nversions: {}\nchoices:\n- {kernel: a, of: 0123456789abcdef, speedup: 1.0, tiles: {n: 64}}\n",
+            "tuned: 1\ngpu: x\nversions: {}\nchoices:\n"
+            "- {kernel: a, of: 0123456789abcdef, speedup: 1.0, tiles: {n: 64}}\n",
             "unknown field; did you mean 'tile'?",
         ),
     ],

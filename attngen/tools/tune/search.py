@@ -105,7 +105,7 @@ def search(
 
 @dataclass
 class _Arena:
-    """The candidates of one kernel so far, by name: all that are ``known``, and the ``kernels`` of those that ran right."""
+    """The candidates of one kernel by name: all that are ``known``, and the ``kernels`` of those that ran right."""
 
     own: Plan
     forwards: Sequence[Prepared]
