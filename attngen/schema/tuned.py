@@ -63,9 +63,14 @@ class Tuned:
 
     file: str
     name: str
-    sha256: str
+    content: bytes
     gpu: str
     choices: Mapping[str, ChoiceModel]
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the file."""
+        return sha256(self.content).hexdigest()
 
     @property
     def told(self) -> str:
@@ -97,8 +102,11 @@ def identity(kernel: KernelSpec) -> str:
     return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_tuned(path: str | Path) -> Tuned:
-    """Read and check a file of choices; SpecError, with file, line and field, for anything wrong with it."""
+def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
+    """Read and check a file of choices, which manifests call ``name``.
+
+    Raises SpecError, with file, line and field, for anything that is wrong with it.
+    """
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -120,7 +128,7 @@ def load_tuned(path: str | Path) -> Tuned:
                 f"{choice.kernel} is chosen for twice", location=node.locate(("choices", index)),
                 field=f"choices[{index}].of",
             )  # fmt: skip
-    return Tuned(str(path), resources.display_name(path), sha256(content).hexdigest(), model.gpu, choices)
+    return Tuned(str(path), name or resources.display_name(path), content, model.gpu, choices)
 
 
 def fields_of(kernel: KernelSpec) -> dict[str, Any]:

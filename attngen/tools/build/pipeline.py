@@ -193,9 +193,9 @@ def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
     return list(found.values())
 
 
-def prepare(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
+def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Tuned | None = None) -> list[Prepared]:
     """Return the kernels of a spec, planned and rendered, each once, in its order; raises what ``plans`` does."""
-    prepared, failures = prepare_each(spec, arches)
+    prepared, failures = prepare_each(spec, arches, tuned=tuned)
     if failures:
         raise _together([failure.error for failure in failures])
     return prepared
