@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ _WRITERS = {"i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """A launch: its blocks at most, and what it is given that another one of the call is not."""
+    """A launch: its blocks, and what it is given that another one of the call is not."""
 
     blocks: int
     numbers: Mapping[str, int]
@@ -95,8 +96,7 @@ class PreparedQuantize:
                 writer, size = _WRITERS[parameter.type]
                 getattr(packed, writer)[parameter.offset // size] = known[key]
             self._templates.append(bytes(packed.bytes))
-            resident = driver.multiprocessors(device) * max(_RESIDENT // threads, 1)
-            function, blocks, _, shared, pdl = entry.launch_on(driver, device, min(phase.blocks, resident))
+            function, blocks, _, shared, pdl = entry.launch_on(driver, device, phase.blocks)
             self._functions.append((function, blocks, threads, shared, pdl))
         #: Blocks of parameters that no launch is using. Threads take and return one atomically.
         self._free: list[tuple[list[Frame], list[Launch]]] = []
@@ -147,11 +147,13 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     )
     if sum(units) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + max(rows) > _MOST:
         return "more rows than 32 bits count"
-    phases = [_phase(units, rounds=1)]
+    resident = driver.multiprocessors(call.q.device.index or 0) * max(_RESIDENT // threads, 1)
+    phase = partial(_phase, resident=resident, in_runs=call.rotary_cos is not None)
+    phases = [phase(units, rounds=1)]
     maxima = 0
     if of_v in (_TENSOR, _HEAD):  # of q and k as well, but for scales of tokens
         maxima = 3 * (1 if of_v == _TENSOR else sizes.batch * sizes.kv_heads)
-        phases.insert(0, _phase((0, 0, units[2]) if of_qk == _TOKEN else units, rounds=0))
+        phases.insert(0, phase((0, 0, units[2]) if of_qk == _TOKEN else units, rounds=0))
     divisors = {
         "heads": sizes.heads, "kv_heads": sizes.kv_heads, "group": sizes.heads // sizes.kv_heads, "tiles_q": tiles[0],
         "tiles_k": tiles[1], "tiles_v": tiles[2], "lanes_qk": shares[0].lanes, "lanes_v": shares[1].lanes,
@@ -171,9 +173,13 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     return PreparedQuantize(kernel, numbers, phases, threads, maxima, driver, call.q.device.index or 0)
 
 
-def _phase(units: tuple[int, int, int], *, rounds: int) -> _Phase:
-    numbers = {"units": sum(units), "units_q": units[0], "units_k": units[1], "run": 1, "rounds": rounds}
-    return _Phase(sum(units), numbers)
+def _phase(units: tuple[int, int, int], *, rounds: int, resident: int, in_runs: bool) -> _Phase:
+    """Return a launch of as many blocks as run at once. ``in_runs``: a block has neighbouring units, which are rotated
+    by the same rows of the tables; else blocks that run together have them, so that what they read is close by."""
+    blocks = min(sum(units), resident)
+    run = -(-sum(units) // blocks) if in_runs else 0
+    numbers = {"units": sum(units), "units_q": units[0], "units_k": units[1], "run": run, "rounds": rounds}
+    return _Phase(blocks, numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,17 @@ __device__ __forceinline__ void to_floats(float (&to)[kNumbers], const Words& wo
   }
 }
 
+// Slot 1 becomes slot 0, and so on; slot 0 becomes the last.
+__device__ __forceinline__ void next_slot_first(float (&x)[kSlots][kNumbers]) {
+#pragma unroll
+  for (int i = 0; i < kNumbers; ++i) {
+    const float first = x[0][i];
+#pragma unroll
+    for (int slot = 0; slot < kSlots - 1; ++slot) x[slot][i] = x[slot + 1][i];
+    x[kSlots - 1][i] = first;
+  }
+}
+
 // Rotates vectors as a whole: in slots that differ in bit `kStep` lie numbers and their partners, or in one with 0 as
 // neighbours. `place_of` gives the first angle of a slot in both tables, or -1 where nothing is to be rotated.
 template <int kStep, typename Place>
@@ -108,9 +119,10 @@ __device__ __forceinline__ void add_and_subtract_lanes(float (&x)[kSlots][kNumbe
   }
 }
 
-// All stages. Slots 0 and 1 are neighbours; those that differ in bit 1 or 2 are apart by all 2^lane_bits lanes which share
-// a transform, and twice as far. 2^slot_bits: vectors of one transform in a thread, which may have several transforms.
-__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers], int slot_bits, int lane_bits) {
+// All stages. Slots 0 and 1 are neighbours; those that differ in bit 1 or 2 are apart by all 2^kLaneBits lanes which share
+// a transform, and twice as far. 2^kSlotBits: vectors of one transform in a thread, which may have several transforms.
+template <int kSlotBits, int kLaneBits>
+__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers]) {
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
@@ -121,11 +133,24 @@ __device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers],
       }
     }
   }
-  if (slot_bits > 0) add_and_subtract_slots<1>(x);
-  if (lane_bits > 0) add_and_subtract_lanes<1>(x);
-  if (lane_bits > 1) add_and_subtract_lanes<2>(x);
-  if (slot_bits > 1) add_and_subtract_slots<2>(x);
-  if (slot_bits > 2) add_and_subtract_slots<4>(x);
+  if constexpr (kSlotBits > 0) add_and_subtract_slots<1>(x);
+  if constexpr (kLaneBits > 0) add_and_subtract_lanes<1>(x);
+  if constexpr (kLaneBits > 1) add_and_subtract_lanes<2>(x);
+  if constexpr (kSlotBits > 1) add_and_subtract_slots<2>(x);
+  if constexpr (kSlotBits > 2) add_and_subtract_slots<4>(x);
+}
+
+// The same where bits are those of a call. A form for each size, so that registers need not agree between stages.
+__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers], int slot_bits, int lane_bits) {
+  switch (4 * slot_bits + lane_bits) {
+    case 0: return hadamard_transform<0, 0>(x);
+    case 4: return hadamard_transform<1, 0>(x);
+    case 8: return hadamard_transform<2, 0>(x);
+    case 9: return hadamard_transform<2, 1>(x);
+    case 12: return hadamard_transform<3, 0>(x);
+    case 13: return hadamard_transform<3, 1>(x);
+    case 14: return hadamard_transform<3, 2>(x);
+  }
 }
 
 // The largest finite magnitudes of both halves of the slots; 0 if there is none.

@@ -20,21 +20,14 @@ __device__ __forceinline__ float scale_of(float largest, float limit) {
 // Maxima of magnitudes as bits, which compare as the numbers do.
 __device__ __forceinline__ void raise(uint32_t* largest, uint32_t magnitude) { atomicMax(largest, magnitude); }
 
-// Two neighbouring vectors times `factor`, in 8 bits, or the first alone where a row has but that `left`. `whole`: rows are
-// whole chunks of 16 bytes.
+// Two neighbouring vectors times `factor`, in 8 bits.
 template <typename Rounded>
-__device__ __forceinline__ void store_rounded(
-    unsigned char* to, const float (&a)[kNumbers], const float (&b)[kNumbers], float factor, int left, bool whole) {
+__device__ __forceinline__ uint4 in_8_bits(const float (&a)[kNumbers], const float (&b)[kNumbers], float factor) {
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* const four = (i < 2 ? a : b) + 4 * (i % 2);
     words[i] = pack<Rounded>(four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor);
   }
-  if (whole) {
-    *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
-  } else {
-    *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
-    if (left > 1) *reinterpret_cast<uint2*>(to + kNumbers) = {words[2], words[3]};
-  }
+  return {words[0], words[1], words[2], words[3]};
 }
