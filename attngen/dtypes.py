@@ -82,8 +82,12 @@ QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16"}
 #: What brings each quantized operand back to its units, as arguments of calls and kernels name it.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
-#: Tokens that share a scale, by the name that specs give it: all of a head, those of a block, or each of q and k alone.
-DESCALE_BLOCKS: dict[str | int, int] = {"head": 0, "token": 1, 64: 64, 128: 128}
+#: What stands for the tokens of a page of a cache, whatever their number.
+PAGE_BLOCK = -1
+
+#: Tokens that share a scale, by the name that specs give it: all of a head, those of a block, each of q and k alone, or
+#: those of a page of a cache.
+DESCALE_BLOCKS: dict[str | int, int] = {"head": 0, "token": 1, 64: 64, 128: 128, "page": PAGE_BLOCK}
 
 #: Element types of q, k and v that are also that of the output.
 PLAIN_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")

@@ -250,8 +250,19 @@ class Plan:
 
     @property
     def descaled(self) -> bool:
-        """Whether q, k and v come with scales."""
-        return self.dtype_name in QUANTIZED_DTYPES
+        """Whether k and v, and maybe q, come with scales."""
+        return self.operands.k.name in QUANTIZED_DTYPES
+
+    @property
+    def scaled_logits(self) -> bool:
+        """Whether products become logits only by the scales of q and k, which the softmax scale takes up."""
+        return self.descaled and not self.split_kv
+
+    @property
+    def lane_keys_apart(self) -> int:
+        """How far apart the two keys lie that a lane has of each 8 in a product: in rows of 8 bits, whose banks would
+        collide otherwise, 4."""
+        return 4 if self.split_kv and self.descaled else 1
 
     @property
     def varlen(self) -> bool:

@@ -47,11 +47,17 @@ class Operands:
         return {field.name: self.of(field.name).name for field in fields(self)}
 
 
+#: What split-KV kernels multiply where K and V have 8 bits: they all are numbers of it, and conversion is one instruction.
+_WIDENED = "fp16"
+
+
 def operands_of(spec: KernelSpec) -> Operands:
     """Return the dtypes of a spec's kernel; KeyError for one that attngen does not know."""
     element, out = dtype(spec.dtype), dtype(QUANTIZED_DTYPES.get(spec.dtype, spec.dtype))
+    kv = dtype(spec.kv_dtype or spec.dtype)
+    p = dtype(_WIDENED) if spec.split_kv and kv.name in QUANTIZED_DTYPES else element
     return Operands(
-        q=element, k=element, v=element, p=element, out=out, dout=out, ds=out, dq=out, dk=out, dv=out,
+        q=element, k=kv, v=kv, p=p, out=out, dout=out, ds=out, dq=out, dk=out, dv=out,
         accumulator=dtype("fp32"),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.dtypes import PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.settle import settle
 from attngen.plan.choices import refuse
@@ -16,13 +16,29 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import backends, candidates
 from attngen.schema.expand import KernelSpec
 
+#: Dtypes of q beside a cache in fewer bits.
+_BESIDE_CACHES = ("bf16", "fp16")
+
 
 def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
     spec = replace(spec, variant=settle(spec.variant))
-    if spec.scale_block and spec.dtype not in QUANTIZED_DTYPES:
-        raise refuse(spec, "descale", f"{spec.dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
+    kv_dtype = spec.kv_dtype or spec.dtype
+    if spec.kv_dtype is not None and (spec.dtype not in _BESIDE_CACHES or kv_dtype not in QUANTIZED_DTYPES):
+        raise refuse(
+            spec, "kv_dtype", f"no kernel mixes q of {spec.dtype} with k and v of {kv_dtype}; allowed: "
+            f"{' or '.join(QUANTIZED_DTYPES)} with dtype {' or '.join(_BESIDE_CACHES)}, or leave it out"
+        )  # fmt: skip
+    if spec.kv_dtype is not None and not spec.split_kv and spec.direction == "forward":
+        raise refuse(
+            spec, "kv_dtype", "kernels whose blocks share the keys of a sequence alone read k and v in fewer bits than q; "
+            "allowed: split_kv: true"
+        )  # fmt: skip
+    if spec.scale_block and kv_dtype not in QUANTIZED_DTYPES:
+        raise refuse(spec, "descale", f"{kv_dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
+    if spec.scale_block == PAGE_BLOCK and spec.layout != "paged":
+        raise refuse(spec, "descale", f"layout {spec.layout} has no pages; allowed: head, 64, 128, or layout: paged")
     if spec.scale_block == 1:
         raise refuse(spec, "descale", "no kernel has a scale for each token; allowed: head, 64, 128")
     if spec.backend is None:

@@ -36,6 +36,11 @@ ATTENTION_DTYPES: dict[torch.dtype, str] = {
 TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION_DTYPES.items()}
 
 
+def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
+    """Whether k and v of a dtype may stand beside q of another one: a cache in 8 bits, which products convert."""
+    return ATTENTION_DTYPES.get(kv) in QUANTIZED_DTYPES and ATTENTION_DTYPES.get(q) not in (None, *QUANTIZED_DTYPES)
+
+
 def out_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the output of a call whose q has ``dtype``: the same, or what goes with a quantized one."""
     name = ATTENTION_DTYPES.get(dtype)
@@ -148,6 +153,7 @@ class Call:
     q: View
     k: View
     v: View
+    kv_dtype: str = ""  # of k and v; that of q unless they are a cache in 8 bits
     batch: int = 0
     seqlen_q: int = 0
     seqlen_k: int = 0
@@ -165,13 +171,17 @@ class Call:
     num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
     split_size: int = 0  # keys of each; 0: the kernel's choice
     out: View | None = None  # of a result that the caller allocated
-    #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks).
+    #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks), or
+    #: (pages, kv_heads) of k and v.
     descales: dict[str, torch.Tensor] = field(default_factory=dict)
-    scale_blocks: tuple[int, ...] = (0,)  # what tokens of a block these may mean; 0: all of a head
+    scale_blocks: tuple[int, ...] = (0,)  # what tokens of a block these may mean; 0: all of a head, -1: those of a page
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Number] = field(default_factory=dict)
     extents: dict[str, int] = field(default_factory=dict)
     rules: tuple[ScalarRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.kv_dtype = self.kv_dtype or self.dtype
 
     @property
     def empty(self) -> bool:
@@ -285,7 +295,7 @@ def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
             raise CallError(f"{name} has batch {views[name].shape[0]}, but q has {batch}")
     if views["v"].shape[1] != seqlen_k:
         raise CallError(f"k has {seqlen_k} keys, but v has {views['v'].shape[1]}")
-    call = common(variant, q, views, "dense", order)
+    call = common(variant, q, k, views, "dense", order)
     call.batch, call.seqlen_q, call.seqlen_k = batch, seqlen_q, seqlen_k
     call.total_q, call.total_k = batch * seqlen_q, batch * seqlen_k
     return call
@@ -296,7 +306,7 @@ def _bind_packed(variant: Variant, q: Any, k: Any, v: Any, packing: Packing) -> 
     total_q, total_k = views["q"].shape[0], views["k"].shape[0]
     if views["v"].shape[0] != total_k:
         raise CallError(f"k has {total_k} keys, but v has {views['v'].shape[0]}")
-    call = common(variant, q, views, "varlen", "thd")
+    call = common(variant, q, k, views, "varlen", "thd")
     call.total_q, call.total_k = total_q, total_k
     call.cu_seqlens_q = index_vector("cu_seqlens_q", packing.cu_seqlens_q, call.device)
     call.cu_seqlens_k = index_vector("cu_seqlens_k", packing.cu_seqlens_k, call.device)
@@ -328,16 +338,19 @@ def check_rank(name: str, tensor: Any, rank: int, form: str) -> None:
 
 
 def check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CallError unless all have the dtype and the device of q, and a contiguous last dimension."""
-    q = tensors["q"]
+    """Raise CallError unless all have the dtype and the device of q, and a contiguous last dimension. k and v may be a
+    cache in 8 bits beside a wider q."""
+    q, k, _ = tensors.values()
+    kv_dtype = k.dtype if mixes(q.dtype, k.dtype) else q.dtype
     if q.dtype not in ATTENTION_DTYPES:
         raise CallError(f"q has dtype {q.dtype}; allowed: {', '.join(map(str, ATTENTION_DTYPES))}")
     for name, tensor in tensors.items():
-        if tensor.dtype != q.dtype:
+        if tensor is not q and tensor.dtype != kv_dtype:
             first, second, third = tensors
+            beside = f"{second} has dtype {k.dtype}" if kv_dtype != q.dtype else f"q has dtype {q.dtype}"
             raise CallError(
-                f"q has dtype {q.dtype}, but {name} has {tensor.dtype}; {first}, {second} and {third} must have one "
-                "dtype"
+                f"{beside}, but {name} has {tensor.dtype}; {first}, {second} and {third} must have one dtype, or "
+                f"{second} and {third} one of 8 bits beside a wider q"
             )
         if tensor.device != q.device:
             raise CallError(f"q is on {q.device}, but {name} is on {tensor.device}; all tensors must be on one device")
@@ -347,7 +360,9 @@ def check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def common(variant: Variant, q: torch.Tensor, views: Mapping[str, View], layout: str, order: str) -> Call:
+def common(
+    variant: Variant, q: torch.Tensor, k: torch.Tensor, views: Mapping[str, View], layout: str, order: str
+) -> Call:
     """Check head counts and head dims, and return the call without its lengths."""
     heads, head_dim_qk = views["q"].shape[-2:]
     kv_heads, head_dim_k = views["k"].shape[-2:]
@@ -360,6 +375,7 @@ def common(variant: Variant, q: torch.Tensor, views: Mapping[str, View], layout:
         raise CallError(f"the number of query heads ({heads}) must be a multiple of that of KV heads ({kv_heads})")
     return Call(
         variant=variant, layout=layout, order=order, dtype=ATTENTION_DTYPES[q.dtype], device=q.device,
+        kv_dtype=ATTENTION_DTYPES[k.dtype],
         heads=heads, kv_heads=kv_heads, head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,
         q=views["q"], k=views["k"], v=views["v"],
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
-from attngen.dtypes import DESCALES, HEAD_DIMS
+from attngen.dtypes import DESCALES, HEAD_DIMS, QUANTIZED_DTYPES
 from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
@@ -95,6 +95,10 @@ def _with_needs(error: NoKernelError, q: Any, v: Any, layout: str) -> NoKernelEr
     if any(dim not in HEAD_DIMS for dim in dims) or dtype not in KERNEL_DTYPES:
         return error
     head_dim = str(dims[0]) if dims[0] == dims[1] else f"{{qk: {dims[0]}, v: {dims[1]}}}"
-    found = [f"      head_dim: {head_dim}", f"      dtype: {dtype}", f"      layout: {layout}"]
+    cache = ATTENTION_DTYPES.get(v.dtype)
+    found = [f"      head_dim: {head_dim}", f"      dtype: {dtype}"]
+    found += [f"      kv_dtype: {cache}"] if cache != dtype else []
+    found += [f"      layout: {layout}"]
+    found += ["      split_kv: true"] if cache in QUANTIZED_DTYPES and (cache != dtype or layout == "paged") else []
     lines = [line for line in str(error).splitlines() if not line.startswith("      head_dim:")]
     return NoKernelError("\n".join([*lines, *found]))

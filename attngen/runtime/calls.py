@@ -48,7 +48,8 @@ def attention(
     element stands for itself times its scale. A scale is of shape (), or (batch, kv_heads), where query heads share
     that of their KV head; or each block of 64 or 128 tokens has one, (batch, heads or kv_heads, blocks); or each query
     and each key, (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k). The output is bfloat16.
-    ``attngen.quantize`` makes such tensors and scales.
+    ``attngen.quantize`` makes such tensors and scales. k and v may be quantized alone, as a cache is: then the output
+    has the dtype of q, and scales are of shape () or (batch, kv_heads).
 
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
@@ -137,6 +138,9 @@ def attention_paged(
     return_lse: bool = False,
     backend: str | None = None,
     package: str | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for keys and values in the pages of a cache. Forward alone.
@@ -154,12 +158,16 @@ def attention_paged(
     ``num_splits`` says how many blocks share the keys of a sequence, ``split_size`` how many keys each of them takes;
     left out, the kernel chooses. With a ``split_size`` the bits of a row depend on its own sequence alone.
 
+    A cache in 8 bits (float8_e4m3fn) may stand beside q in bfloat16 or float16, or in its own dtype. It comes with
+    ``k_descale`` and ``v_descale``, positive float32: of shape (), of (batch, kv_heads), or of (pages, kv_heads), where
+    each page has its own. ``q_descale``, () or (batch, kv_heads), is that of q in 8 bits, whose output is bfloat16.
+
     Whether a page is one of the cache, and what lengths and offsets hold, is checked on the CPU and under
     ``attngen.debug()`` only, since reading it would wait for the GPU. Raises CallError and NoKernelError as
     ``attention`` does, and CallError where a gradient is wanted and a kernel would run: the reference has gradients.
     """
     given = make(Given, (
-        q, k_pages, v_pages, None, None, None, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant,
+        q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant,
         softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None, num_splits,
         split_size,
     ))  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, dtype
+from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, PAGE_BLOCK, dtype
 from attngen.errors import NoKernelError
 from attngen.runtime import on_demand, tensormap
 from attngen.runtime.arguments import Call, Number, View
@@ -139,6 +139,7 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     for label, built, asked in (
         ("layout", kernel.layout, call.layout),
         ("dtype", kernel.dtype, call.dtype),
+        ("dtype of k and v", kernel.dtype_of("k").name, call.kv_dtype),
         ("head_dim of q and k", kernel.head_dim_qk, call.head_dim_qk),
         ("head_dim of v", kernel.head_dim_v, call.head_dim_v),
     ):
@@ -167,6 +168,8 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
 
 def _sharing(block: int) -> str:
     """Say whose tokens share a scale."""
+    if block == PAGE_BLOCK:
+        return "each page"
     return f"each block of {block} tokens" if block > 1 else "each query and key" if block else "each head"
 
 
@@ -332,7 +335,8 @@ def _another_machine(kernels: Sequence[Kernel], capability: int, driver: Driver)
 def describe(call: Call, direction: str = "forward") -> str:
     """Say in a few words what a call needs."""
     dims = str(call.head_dim_qk) if call.head_dim_qk == call.head_dim_v else f"{call.head_dim_qk}/{call.head_dim_v}"
-    return f"{direction}, {call.layout}, {call.dtype}, head_dim {dims}"
+    cache = "" if call.kv_dtype == call.dtype else f" with k and v in {call.kv_dtype}"
+    return f"{direction}, {call.layout}, {call.dtype}{cache}, head_dim {dims}"
 
 
 def _beyond_all_kernels(call: Call, capability: int) -> str | None:
@@ -340,6 +344,16 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
     if call.dtype not in ATTENTION_DTYPES:
         return (
             f"No kernel can be built for {call.dtype}, only for {', '.join(ATTENTION_DTYPES)}; the reference takes it"
+        )
+    if call.kv_dtype != call.dtype and call.dtype not in ("bf16", "fp16"):
+        return (
+            f"No kernel can be built for q of {call.dtype} with k and v in {call.kv_dtype}, only of bf16 and fp16; the "
+            "reference takes it"
+        )
+    if call.kv_dtype != call.dtype and max(call.scale_blocks) > 0:
+        return (
+            f"No kernel can be built for {call.dtype} with k and v in {call.kv_dtype} and a scale of each block; the "
+            "reference takes it"
         )
     if call.scale_blocks == (1,):
         return "No kernel can be built for a scale of each token; the reference takes it"
@@ -371,6 +385,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         f"    - variant: {call.variant.name}",
         f"      head_dim: {head_dim}",
         f"      dtype: {call.dtype}",
+        *([] if call.kv_dtype == call.dtype else [f"      kv_dtype: {call.kv_dtype}"]),
         f"      layout: {call.layout}",
     ]
     if request is not None and request.direction == "backward":
@@ -379,10 +394,12 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
             lines.append("      deterministic: true")
     elif request is not None and request.backend is not None:
         lines.append(f"      backend: {request.backend}")
-    if call.split_size or call.num_splits > 1:
+    caches = call.kv_dtype != call.dtype or (call.layout == "paged" and call.descales)
+    if call.split_size or call.num_splits > 1 or caches:
         lines.append("      split_kv: true")
     if call.descales and 0 not in call.scale_blocks:
-        lines.append(f"      descale: {max(call.scale_blocks)}")
+        block = max(call.scale_blocks)
+        lines.append(f"      descale: {'page' if block == PAGE_BLOCK else block}")
     lines += _access_lines(call, request)
     return lines
 
@@ -406,6 +423,8 @@ def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
 
 def _access_lines(call: Call, request: Request | None) -> list[str]:
     """Return what a spec has to say for tensors that TMA or 16-byte loads cannot address."""
+    if call.kv_dtype != call.dtype:
+        return []  # such kernels have no other access
     size = dtype(call.dtype).bytes
     views = {"q": call.q, "k": call.k, "v": call.v}
     addresses = request.addresses if request is not None else {}

@@ -35,7 +35,10 @@ _TRAILING = (
 TRAILING = {
     "dense": _TRAILING,
     "varlen": _TRAILING,
-    "paged": ("float? softmax_scale", "str page_layout", "SymInt? num_splits", "SymInt? split_size", "str? backend"),
+    "paged": (
+        "float? softmax_scale", "str page_layout", "SymInt? num_splits", "SymInt? split_size", "str? backend",
+        *_DESCALES,
+    ),
 }
 
 #: Parameters that a call has under another name.

@@ -228,9 +228,12 @@ class KernelModel(Model):
     head_dim: OneOrMany[Annotated[HeadDimModel, Shorthand("qk", "v")]]
     arch: OneOrMany[ArchName] | None = Field(default=None, description="instead of the spec's own")
     dtype: OneOrMany[AttentionDType] = ("bf16",)
+    kv_dtype: OneOrMany[AttentionDType] | None = Field(
+        default=None, description="of k and v where they are a cache in fewer bits than q; left out: that of q"
+    )
     layout: OneOrMany[Layout] = ("dense",)
     descale: OneOrMany[Descale] | None = Field(
-        default=None, description="what shares a scale of quantized q, k and v: all tokens of a head, or so many"
+        default=None, description="what shares a scale of quantized q, k and v: all tokens of a head, so many, or a page"
     )
     passes: OneOrMany[Pass] = ("forward",)
     backend: OneOrMany[Backend] | None = Field(

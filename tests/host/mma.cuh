@@ -5,7 +5,8 @@
 
 struct Operands { const uint32_t* a; uint32_t b[2]; };
 
-inline float half_of(uint32_t pair, int upper) { return to_float(bf16{static_cast<uint16_t>(pair >> 16 * upper)}); }
+template <typename Element>
+inline float half_of(uint32_t pair, int upper) { return to_float(Element{static_cast<uint16_t>(pair >> 16 * upper)}); }
 constexpr int kMmaN = 8, kMmaK = 16;
 
 template <typename Element>
@@ -19,7 +20,7 @@ inline void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
     for (int k = 0; k < 16; ++k) {
       const Operands& of_a = *reinterpret_cast<const Operands*>(all[row % 8 * 4 + k % 8 / 2]);
       const Operands& of_b = *reinterpret_cast<const Operands*>(all[column * 4 + k % 8 / 2]);
-      sum += static_cast<double>(half_of(of_a.a[row / 8 + 2 * (k / 8)], k % 2)) * half_of(of_b.b[k / 8], k % 2);
+      sum += static_cast<double>(half_of<Element>(of_a.a[row / 8 + 2 * (k / 8)], k % 2)) * half_of<Element>(of_b.b[k / 8], k % 2);
     }
     d[i] = static_cast<float>(sum);
   }

@@ -4,7 +4,8 @@
 #include "barrier.cuh"
 
 struct TensorMap {
-  const uint16_t* base;
+  const void* base;
+  int size;  // bytes of an element
   int rank, swizzle;
   long long extent[5], stride[5];
   int box[5];
@@ -27,9 +28,11 @@ inline void load_box_once(uint32_t to, const TensorMap& map, uint32_t full, Coor
       inside = inside && at >= 0 && at < map.extent[axis];
       place += at * map.stride[axis];
     }
-    const uint32_t address = to + 2 * element;
+    const uint32_t address = to + map.size * element;
     const uint32_t swizzled = map.swizzle == 128 ? (address >> 7 & 7) << 4 : (address >> 7 & 3) << 4;
-    *reinterpret_cast<uint16_t*>(place_of_address(address ^ swizzled)) = inside ? map.base[place] : 0;
+    char* const at = place_of_address(address ^ swizzled);
+    std::memset(at, 0, map.size);
+    if (inside) std::memcpy(at, static_cast<const char*>(map.base) + place * map.size, map.size);
   }
-  land(full, 2 * elements);
+  land(full, map.size * elements);
 }
