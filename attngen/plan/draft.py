@@ -24,7 +24,7 @@ def drafted(
         direction=spec.direction,
         arch=spec.arch,
         schedule=label,
-        dtype=naming.dtype_label(spec.dtype, spec.kv_dtype),
+        dtype=naming.dtype_label(spec.dtype, spec.kv_dtype, spec.out_dtype),
         head_dim_qk=spec.head_dim_qk,
         head_dim_v=spec.head_dim_v,
         variant=spec.variant.name,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
-from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.dtypes import OUT_DTYPES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import RNG_STATE
@@ -37,14 +37,24 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION
 
 
 def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
-    """Whether k and v of a dtype may stand beside q of another one: a cache in 8 bits, which products convert."""
-    return ATTENTION_DTYPES.get(kv) in QUANTIZED_DTYPES and ATTENTION_DTYPES.get(q) not in (None, *QUANTIZED_DTYPES)
+    """Whether k and v of a dtype may stand beside q of another one: other 8 bits, or a cache of them, which products
+    convert."""
+    return q != kv and ATTENTION_DTYPES.get(kv) in QUANTIZED_DTYPES and q in ATTENTION_DTYPES
 
 
-def out_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the output of a call whose q has ``dtype``: the same, or what goes with a quantized one."""
+def out_dtype_of(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of the output of a call whose q has ``dtype``: the same, or of a quantized one what is asked for,
+    or else what goes with it."""
     name = ATTENTION_DTYPES.get(dtype)
-    return TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
+    return asked or TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
+
+
+def check_out_dtype(q: torch.dtype, asked: Any) -> torch.dtype | None:
+    """Return the dtype of the output that a call asks for. Raises CallError for one that it cannot have."""
+    allowed = [TORCH_DTYPES[name] for name in OUT_DTYPES] if ATTENTION_DTYPES.get(q) in QUANTIZED_DTYPES else [q]
+    if asked is None or asked in allowed:
+        return None if asked is None else allowed[allowed.index(asked)]
+    raise CallError(f"out_dtype must be {' or '.join(map(str, allowed))} with q of {q}, got {asked!r}")
 
 
 LAYOUTS = ("bshd", "bhsd")
@@ -171,6 +181,7 @@ class Call:
     num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
     split_size: int = 0  # keys of each; 0: the kernel's choice
     out: View | None = None  # of a result that the caller allocated
+    asked_out: torch.dtype | None = None  # dtype of the output, where q is quantized and the caller names one
     #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks), or
     #: (pages, kv_heads) of k and v.
     descales: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -205,7 +216,7 @@ class Call:
     @property
     def out_dtype(self) -> torch.dtype:
         """The dtype of the output: that of q, or what goes with it if q is quantized."""
-        return out_dtype_of(TORCH_DTYPES[self.dtype])
+        return out_dtype_of(TORCH_DTYPES[self.dtype], self.asked_out)
 
     @property
     def ragged(self) -> bool:

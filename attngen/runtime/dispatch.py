@@ -300,6 +300,7 @@ def explain(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
@@ -323,7 +324,7 @@ def explain(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits, split_size=split_size,
         variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
-        package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
+        package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
     given = in_rows(_with_state(given, draws=False))
     call, found = bind_call(given)

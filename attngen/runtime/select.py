@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, PAGE_BLOCK, dtype
+from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, PAGE_BLOCK, QUANTIZED_DTYPES, dtype
 from attngen.errors import NoKernelError
 from attngen.runtime import on_demand, tensormap
+from attngen.runtime.arguments import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments import Call, Number, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.geometry import group_of, tiles_of
@@ -140,6 +141,7 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         ("layout", kernel.layout, call.layout),
         ("dtype", kernel.dtype, call.dtype),
         ("dtype of k and v", kernel.dtype_of("k").name, call.kv_dtype),
+        ("dtype of the output", kernel.dtype_of("out").name, ATTENTION_NAMES.get(call.out_dtype, call.dtype)),
         ("head_dim of q and k", kernel.head_dim_qk, call.head_dim_qk),
         ("head_dim of v", kernel.head_dim_v, call.head_dim_v),
     ):
@@ -332,11 +334,17 @@ def _another_machine(kernels: Sequence[Kernel], capability: int, driver: Driver)
     )
 
 
+def _mixes_widths(call: Call) -> bool:
+    """Whether k and v are a cache in fewer bits than q."""
+    return call.kv_dtype != call.dtype and call.dtype not in QUANTIZED_DTYPES
+
+
 def describe(call: Call, direction: str = "forward") -> str:
     """Say in a few words what a call needs."""
     dims = str(call.head_dim_qk) if call.head_dim_qk == call.head_dim_v else f"{call.head_dim_qk}/{call.head_dim_v}"
     cache = "" if call.kv_dtype == call.dtype else f" with k and v in {call.kv_dtype}"
-    return f"{direction}, {call.layout}, {call.dtype}{cache}, head_dim {dims}"
+    out = "" if call.asked_out is None else f" to {ATTENTION_NAMES[call.asked_out]}"
+    return f"{direction}, {call.layout}, {call.dtype}{cache}{out}, head_dim {dims}"
 
 
 def _beyond_all_kernels(call: Call, capability: int) -> str | None:
@@ -345,12 +353,12 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
         return (
             f"No kernel can be built for {call.dtype}, only for {', '.join(ATTENTION_DTYPES)}; the reference takes it"
         )
-    if call.kv_dtype != call.dtype and call.dtype not in ("bf16", "fp16"):
+    if _mixes_widths(call) and call.dtype not in ("bf16", "fp16"):
         return (
             f"No kernel can be built for q of {call.dtype} with k and v in {call.kv_dtype}, only of bf16 and fp16; the "
             "reference takes it"
         )
-    if call.kv_dtype != call.dtype and max(call.scale_blocks) > 0:
+    if _mixes_widths(call) and max(call.scale_blocks) > 0:
         return (
             f"No kernel can be built for {call.dtype} with k and v in {call.kv_dtype} and a scale of each block; the "
             "reference takes it"
@@ -386,6 +394,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         f"      head_dim: {head_dim}",
         f"      dtype: {call.dtype}",
         *([] if call.kv_dtype == call.dtype else [f"      kv_dtype: {call.kv_dtype}"]),
+        *([] if call.asked_out is None else [f"      out_dtype: {ATTENTION_NAMES[call.asked_out]}"]),
         f"      layout: {call.layout}",
     ]
     if request is not None and request.direction == "backward":
@@ -394,7 +403,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
             lines.append("      deterministic: true")
     elif request is not None and request.backend is not None:
         lines.append(f"      backend: {request.backend}")
-    caches = call.kv_dtype != call.dtype or (call.layout == "paged" and call.descales)
+    caches = _mixes_widths(call) or (call.layout == "paged" and call.descales)
     if call.split_size or call.num_splits > 1 or caches:
         lines.append("      split_kv: true")
     if call.descales and 0 not in call.scale_blocks:
@@ -423,7 +432,7 @@ def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
 
 def _access_lines(call: Call, request: Request | None) -> list[str]:
     """Return what a spec has to say for tensors that TMA or 16-byte loads cannot address."""
-    if call.kv_dtype != call.dtype:
+    if _mixes_widths(call):
         return []  # such kernels have no other access
     size = dtype(call.dtype).bytes
     views = {"q": call.q, "k": call.k, "v": call.v}

@@ -88,6 +88,7 @@ class KernelSpec:
     head_dim_v: int
     dtype: str
     kv_dtype: str | None = None  # of k and v, where another than that of q
+    out_dtype: str | None = None  # of the output, where another than the usual one
     layout: str = "dense"
     direction: str = "forward"
     backend: str | None = None
@@ -139,7 +140,7 @@ _FIELD_OF = {
 
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
-    "variant", "arch", "dtype", "kv_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages", "warps",
+    "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages", "warps",
     "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order", "epilogue",
     "pack_gqa", "split_kv",
 )  # fmt: skip
@@ -148,7 +149,7 @@ _AXES = (
 #: Fields that say something of the forward only; those of the backward stand in ``backward``.
 _FORWARDS = (
     "backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa", "split_kv",
-    "kv_dtype", "descale",
+    "kv_dtype", "out_dtype", "descale",
 )  # fmt: skip
 #: Fields that say something of the ordinary forward only; a split-KV one has none of its own.
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
@@ -261,7 +262,7 @@ def _splits_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> 
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
     if chosen["split_kv"] or chosen["passes"] == "backward":
         return False
-    other = chosen["kv_dtype"] not in (None, chosen["dtype"])
+    other = chosen["kv_dtype"] not in (None, chosen["dtype"]) and chosen["dtype"] not in QUANTIZED_DTYPES
     return other or (chosen["layout"] == "paged" and chosen["dtype"] in QUANTIZED_DTYPES)
 
 
@@ -328,6 +329,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         head_dim_v=values["head_dim"].v,
         dtype=values["dtype"],
         kv_dtype=None if values["kv_dtype"] == values["dtype"] else values["kv_dtype"],
+        out_dtype=_out_dtype(values),
         layout=values["layout"],
         direction=values["passes"],
         backend=values["backend"],
@@ -355,6 +357,12 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         location=spec.tree.locate(("kernels", index)),
         places=_places(spec, index, chosen, declared),
     )
+
+
+def _out_dtype(values: dict[str, Any]) -> str | None:
+    """Return the dtype of an output that is not the usual one."""
+    usual = QUANTIZED_DTYPES.get(values["dtype"], values["dtype"])
+    return None if values["out_dtype"] == usual else values["out_dtype"]
 
 
 def _backend_of_backward(entry: KernelModel) -> str | None:

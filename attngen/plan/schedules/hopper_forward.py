@@ -269,7 +269,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
 def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int) -> HopperTile:
     """Return the tile of ``tile_n`` keys."""
     operands = operands_of(spec)
-    element = operands.shared("q", "k", "v", "p")
+    size = operands.bytes_of("q", "k", "v", "p")
     qk, v = (columns.width for columns in _widths(spec, operands))
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
@@ -294,7 +294,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     stages = spec.stages or 2
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
-    box = widest_box(qk * element.bytes, v * element.bytes)
+    box = widest_box(qk * size, v * size)
     softmax, numbers = spec.softmax or _SOFTMAXES[0], form.numbers[spec.dtype]
     draft = HopperForward(
         specialized=specialized,
