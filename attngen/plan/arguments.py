@@ -99,7 +99,8 @@ def descales(plan: Plan) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
     for name in given:
         of_pages = plan.scale_block == PAGE_BLOCK and name != "q_descale"
-        for axis in ("page", "h") if of_pages else ("b", "h", "s") if plan.scale_block > 0 else ("b", "h"):
+        of_tokens = plan.block_scales or (plan.token_scales and name != "v_descale")
+        for axis in ("page", "h") if of_pages else ("b", "h", "s") if of_tokens else ("b", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
 
 

@@ -254,6 +254,16 @@ class Plan:
         return self.operands.k.name in QUANTIZED_DTYPES
 
     @property
+    def block_scales(self) -> bool:
+        """Whether blocks of so many tokens have scales of their own."""
+        return self.scale_block > 1
+
+    @property
+    def token_scales(self) -> bool:
+        """Whether each query and each key has a scale of its own."""
+        return self.scale_block == 1
+
+    @property
     def scaled_logits(self) -> bool:
         """Whether products become logits only by the scales of q and k, which the softmax scale takes up."""
         return self.descaled and not self.split_kv

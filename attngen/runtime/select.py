@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, PAGE_BLOCK, QUANTIZED_DTYPES, dtype
+from attngen.dtypes import ATTENTION_DTYPES, DESCALE_BLOCKS, HEAD_DIM_STEP, HEAD_DIMS, PAGE_BLOCK, QUANTIZED_DTYPES, dtype
 from attngen.errors import NoKernelError
 from attngen.runtime import on_demand, tensormap
 from attngen.runtime.arguments import ATTENTION_DTYPES as ATTENTION_NAMES
@@ -363,8 +363,6 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
             f"No kernel can be built for {call.dtype} with k and v in {call.kv_dtype} and a scale of each block; the "
             "reference takes it"
         )
-    if call.scale_blocks == (1,):
-        return "No kernel can be built for a scale of each token; the reference takes it"
     if arch_of(capability) is None:
         return f"No kernel can be built for sm{capability}, only for {', '.join(ARCHES)}; the reference runs there"
     for dim in (call.head_dim_qk, call.head_dim_v):
@@ -408,7 +406,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         lines.append("      split_kv: true")
     if call.descales and 0 not in call.scale_blocks:
         block = max(call.scale_blocks)
-        lines.append(f"      descale: {'page' if block == PAGE_BLOCK else block}")
+        lines.append(f"      descale: {next(name for name, size in DESCALE_BLOCKS.items() if size == block)}")
     lines += _access_lines(call, request)
     return lines
 

@@ -188,7 +188,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
-            *([f"scale{spec.scale_block}"] if spec.scale_block else []),
+            *([_scale_label(spec.scale_block)] if spec.scale_block else []),
         ),
         columns_qk=columns[:1],
         columns_v=columns[1:],
@@ -218,6 +218,11 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         max_spills=SPILLS.bytes,
         products=_products(planned, roles, form),
     )
+
+
+def _scale_label(block: int) -> str:
+    """Return how names of kernels say what shares a scale."""
+    return "tokenscales" if block == 1 else f"scale{block}"
 
 
 def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
@@ -258,7 +263,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
     step = _key_step(operands_of(spec), transposes=form.transposes)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
-    usual = min(choice.tile_n, spec.scale_block or choice.tile_n)
+    usual = min(choice.tile_n, spec.scale_block) if spec.scale_block > 1 else choice.tile_n
     *larger, least = spec.tile_n or usual, *fewer
     for tile_n in larger:
         with suppress(PlanError):
@@ -275,7 +280,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
     step = _key_step(operands, transposes=form.transposes)
-    if spec.scale_block % tile_n:
+    if spec.scale_block > 1 and spec.scale_block % tile_n:
         raise refuse(
             spec,
             "tile.n",
@@ -359,7 +364,7 @@ def _families(spec: KernelSpec) -> frozenset[str]:
     if reads_data_per_key(spec.variant):
         found.add("listed")
     if spec.scale_block:
-        found.add("blocks")
+        found.add("tokens" if spec.scale_block == 1 else "blocks")
     return frozenset(found)
 
 

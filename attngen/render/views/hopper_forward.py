@@ -212,7 +212,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
         logit_partial=masked,
         logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
-        multiplier=leaf("multiplier") if plan.scale_block and plan.variant.score is None else code.multiplier,
+        multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
