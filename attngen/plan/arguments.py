@@ -125,8 +125,9 @@ def tensor_map(
     arrive as zeros.
     """
     columns = box_bytes // plan.operands.of(of).bytes
+    transposed = of == "v" and plan.transposed_v
     paged = plan.key_access == "paged" and of in _OF_KEYS
-    box: tuple[int, ...] = (1, rows, columns) if paged else (rows, 1, columns)
+    box: tuple[int, ...] = (1, rows, columns) if paged or transposed else (rows, 1, columns)
     if window is not None:
         box = (1, *box)
     if paged or not plan.ragged_queries:
@@ -141,6 +142,7 @@ def tensor_map(
         window=window,
         packed=packed,
         paged=paged,
+        transposed=transposed,
     )
 
 

@@ -51,6 +51,7 @@ def drafted(
         layout=spec.layout,
         split_kv=spec.split_kv,
         scale_block=spec.scale_block,
+        transposed_v=spec.transposed_v,
         direction=spec.direction,
         alignment=alignment,
         fast_math=spec.fast_math,

@@ -97,6 +97,11 @@ class View:
         """Stride along a named axis; 0 for ``b`` in a varlen call."""
         return self.strides[self.axes.index(axis)] if axis in self.axes else 0
 
+    @property
+    def keys_side_by_side(self) -> bool:
+        """Whether neighbours in memory are rows, not columns, as of a tensor that was transposed."""
+        return self.shape[-1] > 1 and self.strides[-1] != 1 and self.stride("s") == 1
+
 
 @dataclass(frozen=True, slots=True)
 class ScalarRule:
@@ -365,10 +370,16 @@ def check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
             )
         if tensor.device != q.device:
             raise CallError(f"q is on {q.device}, but {name} is on {tensor.device}; all tensors must be on one device")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and not _lies_by_columns(name, tensor):
             raise CallError(
                 f"{name}'s last dimension must be contiguous, got strides {tensor.stride()}; {name}.contiguous() helps"
             )
+
+
+def _lies_by_columns(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is v in 8 bits whose keys lie side by side, as products of 8 bits read them."""
+    quantized = ATTENTION_DTYPES.get(tensor.dtype) in QUANTIZED_DTYPES
+    return name == "v" and quantized and tensor.dim() == 4 and 1 in tensor.stride()[1:3]
 
 
 def common(

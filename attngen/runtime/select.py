@@ -147,6 +147,10 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     ):
         if built != asked:
             return f"{label} is {built}, the call has {asked}"
+    if kernel.transposed_v and call.seqused_k is not None:
+        return "it takes no seqused_k: keys that lie side by side cannot be left out of its copies"
+    if kernel.transposed_v != call.v.keys_side_by_side and kernel.direction == "forward":
+        return f"it takes v whose {'keys' if kernel.transposed_v else 'columns'} lie side by side"
     if call.descales and kernel.scale_block not in call.scale_blocks:
         given = _sharing(call.scale_blocks[0])
         return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
@@ -226,7 +230,8 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
             if request.addresses[parameter.of] % tensormap.ADDRESS_ALIGNMENT:
                 return f"{parameter.of} does not start at a multiple of 16 B, which a TMA descriptor needs"
             view, size = views[parameter.of], kernel.dtype_of(parameter.of).bytes
-            reason = tensormap.reason_against(parameter.of, view.shape, view.strides, size)
+            form = tensormap.columns_first if parameter.transposed else tuple
+            reason = tensormap.reason_against(parameter.of, form(view.shape), form(view.strides), size)
             if reason:
                 return reason
         elif parameter.divisibility:

@@ -109,6 +109,7 @@ class KernelSpec:
     order: str | None = None
     epilogue: str | None = None
     pack_gqa: bool | None = None
+    transposed_v: bool = False  # keys lie side by side in v
     split_kv: bool = False
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     allow: tuple[str, ...] = ()
@@ -142,14 +143,14 @@ _FIELD_OF = {
 _AXES = (
     "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages", "warps",
     "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order", "epilogue",
-    "pack_gqa", "split_kv",
+    "pack_gqa", "transposed_v", "split_kv",
 )  # fmt: skip
 
 
 #: Fields that say something of the forward only; those of the backward stand in ``backward``.
 _FORWARDS = (
     "backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa", "split_kv",
-    "kv_dtype", "out_dtype", "descale",
+    "kv_dtype", "out_dtype", "transposed_v", "descale",
 )  # fmt: skip
 #: Fields that say something of the ordinary forward only; a split-KV one has none of its own.
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
@@ -350,6 +351,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         order=values["order"],
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
+        transposed_v=bool(values["transposed_v"]),
         split_kv=values["split_kv"],
         scale_block=DESCALE_BLOCKS[values["descale"] or "head"],
         allow=tuple(sorted(set(entry.allow))),

@@ -263,6 +263,9 @@ class KernelModel(Model):
     epilogue: OneOrMany[Epilogue] | None = Field(
         default=None, description="outputs leave through shared memory, or directly from registers"
     )
+    transposed_v: OneOrMany[bool] | None = Field(
+        default=None, description="keys lie side by side in v, whose 8 bits need no turning then"
+    )
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"
     )

@@ -144,7 +144,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
     kv_first = f"{tile} * kBlockN + 2 * (lane % 4)"
-    v_box = widest_box(plan.tile_n * plan.operands.v.bytes) if hopper.transposes else hopper.box_bytes
+    v_box = widest_box(plan.tile_n * plan.operands.v.bytes) if hopper.v_by_columns else hopper.box_bytes
     alike = plan.operands.alike("q", "k", "v", "p")
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     return CudaView(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, DESCALES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call, Packing, bind
@@ -88,6 +88,7 @@ class Element:
     scale_block: int = 0  # tokens that share a scale of a quantized dtype; 0: all of a head
     kv_dtype: str = ""  # of k and v, where another than that of q
     out_dtype: str = ""  # of the output of a quantized q, where it is not the usual one
+    transposed_v: bool = False  # keys lie side by side in v
 
     @property
     def torch(self) -> torch.dtype:
@@ -124,6 +125,8 @@ def make_inputs(
     filled = {name: fill(*rows[name], shapes[name], generator) for name in shapes}
     tensors = {name: element.rounded(name, tensor).to(device) for name, tensor in filled.items()}
     cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}
+    if element.transposed_v:
+        cut["v"] = by_columns(cut["v"])
     arguments = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in arguments_of(variant, case, layout, generator, calm).items()
@@ -136,6 +139,16 @@ def make_inputs(
         descales=_descales(case, element, generator, device) if element.dtype in QUANTIZED_DTYPES else {},
         out_dtype=torch_dtype(element.out_dtype) if element.out_dtype else None,
     )
+
+
+def by_columns(v: Tensor) -> Tensor:
+    """Return a tensor (batch, seqlen, heads, head_dim) with the same numbers, whose rows lie side by side. Memory after
+    the last one is NaN."""
+    batch, seqlen, heads, width = v.shape
+    room = -(-seqlen // CHUNK_BYTES) * CHUNK_BYTES + CHUNK_BYTES
+    found = torch.full((batch, heads, width, room), torch.nan, device=v.device).to(v.dtype)
+    found[..., :seqlen] = v.permute(0, 2, 3, 1)
+    return found[..., :seqlen].permute(0, 3, 1, 2)
 
 
 def _descales(

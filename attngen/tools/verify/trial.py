@@ -172,8 +172,9 @@ def element_of(kernel: Kernel) -> Element:
     """Return what q, k and v of a kernel are made of."""
     out = kernel.dtype_of("out").name if kernel.dtype in QUANTIZED_DTYPES else ""
     return Element(
-        kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block, kernel.dtype_of("k").name, out
-    )
+        kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block, kernel.dtype_of("k").name, out,
+        kernel.transposed_v,
+    )  # fmt: skip
 
 
 def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call, Expected]:
@@ -182,6 +183,8 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
     Raises IndexError if mask or score read a tensor out of its extent, however its integers are chosen.
     """
     element = element_of(kernel)
+    if kernel.transposed_v:
+        case = replace(case, used=None)
     raised: IndexError | None = None
     for calm in _CALM:
         inputs = make_inputs(kernel.variant, case, kernel.layout, element, device, seed, calm=calm)
