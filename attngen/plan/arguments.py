@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from attngen.dtypes import DESCALES, dtype
+from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES, dtype
 from attngen.lang.variant import Variant
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan
@@ -90,13 +90,17 @@ def row_pointer(of: str) -> Argument:
 
 def descales(plan: Plan) -> Iterator[Argument]:
     """Yield the addresses of the scales of quantized operands, and their strides; nothing where operands are what they
-    stand for. There is one for each batch entry and KV head, or for each block of tokens of each head."""
+    stand for. There is one for each batch entry and KV head, for each block of tokens of each head, or for each KV head
+    of a page."""
     if not plan.descaled:
         return
-    for name in DESCALES:
+    given = [name for name in DESCALES if plan.operands.of(name[0]).name in QUANTIZED_DTYPES]
+    for name in given:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
-    for name in DESCALES:
-        for axis in ("b", "h", "s") if plan.scale_block else ("b", "h"):
+    for name in given:
+        of_pages = plan.scale_block == PAGE_BLOCK and name != "q_descale"
+        of_tokens = plan.block_scales or (plan.token_scales and name != "v_descale")
+        for axis in ("page", "h") if of_pages else ("b", "h", "s") if of_tokens else ("b", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
 
 
@@ -121,8 +125,9 @@ def tensor_map(
     arrive as zeros.
     """
     columns = box_bytes // plan.operands.of(of).bytes
+    transposed = of == "v" and plan.transposed_v
     paged = plan.key_access == "paged" and of in _OF_KEYS
-    box: tuple[int, ...] = (1, rows, columns) if paged else (rows, 1, columns)
+    box: tuple[int, ...] = (1, rows, columns) if paged or transposed else (rows, 1, columns)
     if window is not None:
         box = (1, *box)
     if paged or not plan.ragged_queries:
@@ -137,6 +142,7 @@ def tensor_map(
         window=window,
         packed=packed,
         paged=paged,
+        transposed=transposed,
     )
 
 

@@ -10,6 +10,12 @@ def head_dim_label(head_dim_qk: int, head_dim_v: int) -> str:
     return str(head_dim_qk) if head_dim_qk == head_dim_v else f"{head_dim_qk}x{head_dim_v}"
 
 
+def dtype_label(dtype: str, kv_dtype: str | None, out_dtype: str | None = None) -> str:
+    """Return ``bf16`` or, where k and v have another one, ``bf16_kv_fp8_e4m3``; and an output that is not the usual one,
+    as in ``fp8_e4m3_out_fp16``."""
+    return "_".join([dtype, *(["kv", kv_dtype] if kv_dtype else []), *(["out", out_dtype] if out_dtype else [])])
+
+
 def kernel_name(
     *,
     direction: str,
@@ -51,9 +57,10 @@ def kernel_name(
     return "_".join(parts)
 
 
-def append_name(*, arch: str, dtype: str) -> str:
-    """Return the name of the kernel that appends to caches, such as ``append_sm90a_bf16``."""
-    return f"append_{arch}_{dtype}"
+def append_name(*, arch: str, dtype: str, kv_dtype: str | None = None) -> str:
+    """Return the name of the kernel that appends to caches, such as ``append_sm90a_bf16``; one that quantizes on the way
+    names the dtype of the cache, too."""
+    return f"append_{arch}_{dtype_label(dtype, kv_dtype)}"
 
 
 def quantize_name(*, arch: str, dtype: str) -> str:

@@ -149,7 +149,7 @@ def logits(plan: Plan) -> Logits:
             multiplier = scored.results[1]
     statements = list(work)
     if variant.score is None:
-        statements.insert(0, log2_scale(LOGIT_SCALE) if plan.descaled else SCALE)
+        statements.insert(0, log2_scale(LOGIT_SCALE) if plan.scaled_logits else SCALE)
     elif not _is_leaf(multiplier):
         statements.append(constant("float", "scale_log2e", multiplier))
         multiplier = leaf("scale_log2e")
@@ -194,7 +194,7 @@ def _steps(plan: Plan, tile: Sequence[Statement], row: Sequence[Statement], body
         tile=needed(tile, [*row, *key, *element]),
         row=row,
         row_values=row_values(row, element),
-        key=(*_key_lines(reads([*key, *element])), *key),
+        key=(*_key_lines(plan, reads([*key, *element])), *key),
         element=element,
     )
 
@@ -280,11 +280,12 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
     return scalar_bindings(plan, CUDA) | heads | rows
 
 
-def _key_lines(read: frozenset[str]) -> list[Statement]:
+def _key_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
     """Return the statements that say which key an element belongs to, as far as it is read."""
     lines = []
     if read & {"key", "kv", "kv_packed"}:
-        lines.append(int_constant("key", "8 * ({i} / 2) + {i} % 2", comment="from the first one of the lane"))
+        second = "{i} % 2" if plan.lane_keys_apart == 1 else f"{plan.lane_keys_apart} * ({{i}} % 2)"
+        lines.append(int_constant("key", f"8 * ({{i}} / 2) + {second}", comment="from the first one of the lane"))
     if read & {"kv", "kv_packed"}:
         lines.append(int_constant("kv", "{kv_first} + {key}"))
     if "kv_packed" in read:

@@ -84,7 +84,7 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
     """Return the bindings of what is the same for a whole block."""
     plain = ("b", "h", "hk", "heads", "kv_heads", "seqlen_q", "seqlen_k", "total_q", "total_k", "softmax_scale")
     bound = {name: Binding(name) for name in plain}
-    if plan.descaled:
+    if plan.scaled_logits:
         bound[SOFTMAX_SCALE.name] = Binding(LOGIT_SCALE)
     bound[LOG2E.name] = Binding(language.log2e)
     for tensor in plan.variant.tensors:  # an extent that nobody declares is what the first tensor that names it has

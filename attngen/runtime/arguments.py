@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
-from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.dtypes import OUT_DTYPES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import RNG_STATE
@@ -36,10 +36,25 @@ ATTENTION_DTYPES: dict[torch.dtype, str] = {
 TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION_DTYPES.items()}
 
 
-def out_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the output of a call whose q has ``dtype``: the same, or what goes with a quantized one."""
+def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
+    """Whether k and v of a dtype may stand beside q of another one: other 8 bits, or a cache of them, which products
+    convert."""
+    return q != kv and ATTENTION_DTYPES.get(kv) in QUANTIZED_DTYPES and q in ATTENTION_DTYPES
+
+
+def out_dtype_of(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of the output of a call whose q has ``dtype``: the same, or of a quantized one what is asked for,
+    or else what goes with it."""
     name = ATTENTION_DTYPES.get(dtype)
-    return TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
+    return asked or TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
+
+
+def check_out_dtype(q: torch.dtype, asked: Any) -> torch.dtype | None:
+    """Return the dtype of the output that a call asks for. Raises CallError for one that it cannot have."""
+    allowed = [TORCH_DTYPES[name] for name in OUT_DTYPES] if ATTENTION_DTYPES.get(q) in QUANTIZED_DTYPES else [q]
+    if asked is None or asked in allowed:
+        return None if asked is None else allowed[allowed.index(asked)]
+    raise CallError(f"out_dtype must be {' or '.join(map(str, allowed))} with q of {q}, got {asked!r}")
 
 
 LAYOUTS = ("bshd", "bhsd")
@@ -81,6 +96,11 @@ class View:
     def stride(self, axis: str) -> int:
         """Stride along a named axis; 0 for ``b`` in a varlen call."""
         return self.strides[self.axes.index(axis)] if axis in self.axes else 0
+
+    @property
+    def keys_side_by_side(self) -> bool:
+        """Whether neighbours in memory are rows, not columns, as of a tensor that was transposed."""
+        return self.shape[-1] > 1 and self.strides[-1] != 1 and self.stride("s") == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +168,7 @@ class Call:
     q: View
     k: View
     v: View
+    kv_dtype: str = ""  # of k and v; that of q unless they are a cache in 8 bits
     batch: int = 0
     seqlen_q: int = 0
     seqlen_k: int = 0
@@ -165,13 +186,18 @@ class Call:
     num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
     split_size: int = 0  # keys of each; 0: the kernel's choice
     out: View | None = None  # of a result that the caller allocated
-    #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks).
+    asked_out: torch.dtype | None = None  # dtype of the output, where q is quantized and the caller names one
+    #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks), or
+    #: (pages, kv_heads) of k and v.
     descales: dict[str, torch.Tensor] = field(default_factory=dict)
-    scale_blocks: tuple[int, ...] = (0,)  # what tokens of a block these may mean; 0: all of a head
+    scale_blocks: tuple[int, ...] = (0,)  # what tokens of a block these may mean; 0: all of a head, -1: those of a page
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Number] = field(default_factory=dict)
     extents: dict[str, int] = field(default_factory=dict)
     rules: tuple[ScalarRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.kv_dtype = self.kv_dtype or self.dtype
 
     @property
     def empty(self) -> bool:
@@ -195,7 +221,7 @@ class Call:
     @property
     def out_dtype(self) -> torch.dtype:
         """The dtype of the output: that of q, or what goes with it if q is quantized."""
-        return out_dtype_of(TORCH_DTYPES[self.dtype])
+        return out_dtype_of(TORCH_DTYPES[self.dtype], self.asked_out)
 
     @property
     def ragged(self) -> bool:
@@ -285,7 +311,7 @@ def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
             raise CallError(f"{name} has batch {views[name].shape[0]}, but q has {batch}")
     if views["v"].shape[1] != seqlen_k:
         raise CallError(f"k has {seqlen_k} keys, but v has {views['v'].shape[1]}")
-    call = common(variant, q, views, "dense", order)
+    call = common(variant, q, k, views, "dense", order)
     call.batch, call.seqlen_q, call.seqlen_k = batch, seqlen_q, seqlen_k
     call.total_q, call.total_k = batch * seqlen_q, batch * seqlen_k
     return call
@@ -296,7 +322,7 @@ def _bind_packed(variant: Variant, q: Any, k: Any, v: Any, packing: Packing) -> 
     total_q, total_k = views["q"].shape[0], views["k"].shape[0]
     if views["v"].shape[0] != total_k:
         raise CallError(f"k has {total_k} keys, but v has {views['v'].shape[0]}")
-    call = common(variant, q, views, "varlen", "thd")
+    call = common(variant, q, k, views, "varlen", "thd")
     call.total_q, call.total_k = total_q, total_k
     call.cu_seqlens_q = index_vector("cu_seqlens_q", packing.cu_seqlens_q, call.device)
     call.cu_seqlens_k = index_vector("cu_seqlens_k", packing.cu_seqlens_k, call.device)
@@ -328,26 +354,37 @@ def check_rank(name: str, tensor: Any, rank: int, form: str) -> None:
 
 
 def check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CallError unless all have the dtype and the device of q, and a contiguous last dimension."""
-    q = tensors["q"]
+    """Raise CallError unless all have the dtype and the device of q, and a contiguous last dimension. k and v may be a
+    cache in 8 bits beside a wider q."""
+    q, k, _ = tensors.values()
+    kv_dtype = k.dtype if mixes(q.dtype, k.dtype) else q.dtype
     if q.dtype not in ATTENTION_DTYPES:
         raise CallError(f"q has dtype {q.dtype}; allowed: {', '.join(map(str, ATTENTION_DTYPES))}")
     for name, tensor in tensors.items():
-        if tensor.dtype != q.dtype:
+        if tensor is not q and tensor.dtype != kv_dtype:
             first, second, third = tensors
+            beside = f"{second} has dtype {k.dtype}" if kv_dtype != q.dtype else f"q has dtype {q.dtype}"
             raise CallError(
-                f"q has dtype {q.dtype}, but {name} has {tensor.dtype}; {first}, {second} and {third} must have one "
-                "dtype"
+                f"{beside}, but {name} has {tensor.dtype}; {first}, {second} and {third} must have one dtype, or "
+                f"{second} and {third} one of 8 bits beside a wider q"
             )
         if tensor.device != q.device:
             raise CallError(f"q is on {q.device}, but {name} is on {tensor.device}; all tensors must be on one device")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and not _lies_by_columns(name, tensor):
             raise CallError(
                 f"{name}'s last dimension must be contiguous, got strides {tensor.stride()}; {name}.contiguous() helps"
             )
 
 
-def common(variant: Variant, q: torch.Tensor, views: Mapping[str, View], layout: str, order: str) -> Call:
+def _lies_by_columns(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is v in 8 bits whose keys lie side by side, as products of 8 bits read them."""
+    quantized = ATTENTION_DTYPES.get(tensor.dtype) in QUANTIZED_DTYPES
+    return name == "v" and quantized and tensor.dim() == 4 and 1 in tensor.stride()[1:3]
+
+
+def common(
+    variant: Variant, q: torch.Tensor, k: torch.Tensor, views: Mapping[str, View], layout: str, order: str
+) -> Call:
     """Check head counts and head dims, and return the call without its lengths."""
     heads, head_dim_qk = views["q"].shape[-2:]
     kv_heads, head_dim_k = views["k"].shape[-2:]
@@ -360,6 +397,7 @@ def common(variant: Variant, q: torch.Tensor, views: Mapping[str, View], layout:
         raise CallError(f"the number of query heads ({heads}) must be a multiple of that of KV heads ({kv_heads})")
     return Call(
         variant=variant, layout=layout, order=order, dtype=ATTENTION_DTYPES[q.dtype], device=q.device,
+        kv_dtype=ATTENTION_DTYPES[k.dtype],
         heads=heads, kv_heads=kv_heads, head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,
         q=views["q"], k=views["k"], v=views["v"],
     )  # fmt: skip

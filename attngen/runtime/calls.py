@@ -31,6 +31,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
@@ -44,11 +45,12 @@ def attention(
     With ``deterministic`` its gradients have the same bits on every run, as under
     ``torch.use_deterministic_algorithms``; the output has them in any case.
 
-    Quantized q, k and v (float8_e4m3fn) come with ``q_descale``, ``k_descale`` and ``v_descale``, positive float32: an
+    Quantized q, k and v (float8_e4m3fn or float8_e5m2; k and v alike, q as they are or the other) come with ``q_descale``, ``k_descale`` and ``v_descale``, positive float32: an
     element stands for itself times its scale. A scale is of shape (), or (batch, kv_heads), where query heads share
     that of their KV head; or each block of 64 or 128 tokens has one, (batch, heads or kv_heads, blocks); or each query
-    and each key, (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k). The output is bfloat16.
-    ``attngen.quantize`` makes such tensors and scales.
+    and each key, (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k). The output is bfloat16, or float16 with
+    ``out_dtype=torch.float16``. ``attngen.quantize`` makes such tensors and scales. k and v may be quantized alone, as a cache is: then the output
+    has the dtype of q, and scales are of shape () or (batch, kv_heads).
 
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
@@ -64,6 +66,7 @@ def attention(
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
         softmax_scale, return_lse, deterministic, "dense", layout, backend, package, None, None, None, None,
+        out_dtype,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 
@@ -88,6 +91,7 @@ def attention_varlen(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for sequences packed one after the other: q (total_q, heads, head_dim), k and v (total_k, …).
@@ -102,7 +106,7 @@ def attention_varlen(
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments,
         tile_map, variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q,
-        max_seqlen_k, None, None,
+        max_seqlen_k, None, None, out_dtype,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 
@@ -137,6 +141,9 @@ def attention_paged(
     return_lse: bool = False,
     backend: str | None = None,
     package: str | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for keys and values in the pages of a cache. Forward alone.
@@ -154,14 +161,18 @@ def attention_paged(
     ``num_splits`` says how many blocks share the keys of a sequence, ``split_size`` how many keys each of them takes;
     left out, the kernel chooses. With a ``split_size`` the bits of a row depend on its own sequence alone.
 
+    A cache in 8 bits (float8_e4m3fn) may stand beside q in bfloat16 or float16, or in its own dtype. It comes with
+    ``k_descale`` and ``v_descale``, positive float32: of shape (), of (batch, kv_heads), or of (pages, kv_heads), where
+    each page has its own. ``q_descale``, () or (batch, kv_heads), is that of q in 8 bits, whose output is bfloat16.
+
     Whether a page is one of the cache, and what lengths and offsets hold, is checked on the CPU and under
     ``attngen.debug()`` only, since reading it would wait for the GPU. Raises CallError and NoKernelError as
     ``attention`` does, and CallError where a gradient is wanted and a kernel would run: the reference has gradients.
     """
     given = make(Given, (
-        q, k_pages, v_pages, None, None, None, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant,
+        q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant,
         softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None, num_splits,
-        split_size,
+        split_size, None,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 

@@ -2,7 +2,7 @@
 
 An element of 8 bits times its scale is what it stands for. A scale is one number; or one for each batch entry and KV
 head, whose query heads share that of q; or one for each block of 64 or 128 tokens of each head; or one for each query
-and each key, and values as before.
+and each key, and values as before; or, of a cache in pages, one for each KV head of a page.
 """
 
 from __future__ import annotations
@@ -13,38 +13,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALE_BLOCKS, DESCALES, QUANTIZED_DTYPES
+from attngen.dtypes import DESCALE_BLOCKS, DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import CallError
 from attngen.runtime.arguments import Call
 
 #: Tokens that may share a scale, where not all of a head do.
-_BLOCKS = tuple(block for block in DESCALE_BLOCKS.values() if block)
+_BLOCKS = tuple(block for block in DESCALE_BLOCKS.values() if block > 0)
 
 
 def check_descales(call: Call, given: Mapping[str, Any]) -> None:
-    """Put the scales of a call where kernels look for them; there are none where q has no quantized dtype.
+    """Put the scales of a call where kernels look for them; there are none of operands that have no quantized dtype.
 
     Raises CallError for scales that are missing, that nobody asked for, or of another form.
     """
-    named = {name: given.get(name) for name in DESCALES}
-    if call.dtype not in QUANTIZED_DTYPES:
-        for name, value in named.items():
-            if value is not None:
-                raise CallError(f"{name} is of quantized tensors, but q has dtype {call.dtype}; leave it out")
+    named: dict[str, Any] = {}
+    for name in DESCALES:
+        value, operand = given.get(name), name[0]
+        dtype = call.dtype if operand == "q" else call.kv_dtype
+        if dtype in QUANTIZED_DTYPES:
+            named[name] = value
+        elif value is not None:
+            raise CallError(f"{name} is of quantized tensors, but {operand} has dtype {dtype}; leave it out")
+    if not named:
         return
     for name, value in named.items():
         if value is None:
             needed = _form(call, name, ())
             raise CallError(
-                f"{name} is missing: {call.dtype} tensors need a scale, {needed}; attngen.quantize makes it"
+                f"{name} is missing: {call.kv_dtype} tensors need a scale, {needed}; attngen.quantize makes it"
             )
         if not isinstance(value, Tensor):
             raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         if value.device != call.device:
             raise CallError(f"{name} is on {value.device}, but q is on {call.device}")
-    blocks = _blocks(call, named)
-    call.scale_blocks = blocks or (0,)
-    call.descales = {name: _laid_out(call, name, value, blocks) for name, value in named.items()}
+    if call.layout == "paged":
+        call.scale_blocks, of_pages = _of_pages(call, named)
+    else:
+        call.scale_blocks, of_pages = _blocks(call, named) or (0,), False
+    blocks = tuple(block for block in call.scale_blocks if block > 0)
+    call.descales = {
+        name: _by_page(call, name, value) if of_pages and name != "q_descale" else _laid_out(call, name, value, blocks)
+        for name, value in named.items()
+    }
+
+
+def _of_pages(call: Call, given: Mapping[str, Tensor]) -> tuple[tuple[int, ...], bool]:
+    """Return what the scales of keys in pages may be of, and whether pages have scales of their own.
+
+    (pages, kv_heads) of a cache with as many pages as there are sequences is (batch, kv_heads); with a last axis of 1
+    it is of pages in any case. One number for all suits kernels of both kinds.
+    """
+    scales = [given[name] for name in ("k_descale", "v_descale")]
+    if all(tuple(scale.shape) in ((), (1,)) for scale in scales):
+        return (0, PAGE_BLOCK), False
+    pages = (call.num_pages, call.kv_heads)
+    heads = (call.batch, call.kv_heads)
+    if any(tuple(scale.shape) == (*pages, 1) or tuple(scale.shape) == pages != heads for scale in scales):
+        return (PAGE_BLOCK,), True
+    return (0,), False
+
+
+def _by_page(call: Call, name: str, scale: Tensor) -> Tensor:
+    """Return a scale as (pages, kv_heads), a view of what was given."""
+    pages = (call.num_pages, call.kv_heads)
+    if scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (1,), pages, (*pages, 1)):
+        raise CallError(
+            f"{name} must be float32 of shape () or (pages, kv_heads) = {pages}, where the other one is of pages, got "
+            f"{scale.dtype} of shape {tuple(scale.shape)}"
+        )
+    return (scale[..., 0] if scale.dim() == 3 else scale).expand(pages)
 
 
 def _blocks(call: Call, given: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -92,7 +129,9 @@ def _laid_out(call: Call, name: str, scale: Tensor, blocks: tuple[int, ...]) -> 
 def _form(call: Call, name: str, blocks: tuple[int, ...]) -> str:
     """Say what a scale may be, beside others for blocks of so many tokens."""
     if not blocks:
-        return f"float32 of shape () or (batch, kv_heads) = {_shape(call, name, 0)}"
+        of_pages = call.layout == "paged" and name != "q_descale"
+        pages = f", or (pages, kv_heads) = {(call.num_pages, call.kv_heads)}" if of_pages else ""
+        return f"float32 of shape () or (batch, kv_heads) = {_shape(call, name, 0)}{pages}"
     heads = "heads" if name == "q_descale" else "kv_heads"
     shapes = " or ".join(dict.fromkeys(str(_shape(call, name, block)) for block in blocks))
     return f"float32 of shape (), (batch, {heads}) or (batch, {heads}, blocks of {_either(blocks)} tokens) = {shapes}"
@@ -108,9 +147,18 @@ def dequantized(call: Call, name: str, rows: Tensor, b: int, compute: torch.dtyp
     scale = call.descales.get(f"{name}_descale")
     if scale is None:
         return rows
+    if call.scale_blocks[0] == PAGE_BLOCK and name != "q":
+        return rows * _of_keys(call, scale, b, rows.shape[0])[..., None].to(compute)
     of_sequence = scale[b].to(compute)  # (heads,) or (heads, blocks)
     of_sequence = of_sequence.repeat_interleave(rows.shape[1] // of_sequence.shape[0], dim=0)
     if of_sequence.dim() == 1:
         return rows * of_sequence[:, None]
     each = of_sequence.repeat_interleave(call.scale_blocks[0], dim=1)[:, : rows.shape[0]]
     return rows * each.t()[..., None]
+
+
+def _of_keys(call: Call, scale: Tensor, b: int, keys: int) -> Tensor:
+    """Return the scales (keys, kv_heads) of the keys of a sequence from those of pages."""
+    assert call.page_table is not None
+    listed = call.page_table[b, : -(-keys // max(call.page_size, 1))].long()
+    return scale[listed].repeat_interleave(call.page_size, dim=0)[:keys]

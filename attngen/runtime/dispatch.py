@@ -224,7 +224,7 @@ def tile_map(
     """
     given = _with_state(
         Given(
-            q, k, k if v is None else v, **_any_descales(q), seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
+            q, k, k if v is None else v, **_any_descales(q, k), seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q),
             layout=layout, backend=backend, package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
@@ -254,11 +254,13 @@ def tile_map(
     return TileMap(call.variant.name, words, kernel.tile_m, kernel.tile_n, call.seqlen_q, call.seqlen_k)
 
 
-def _any_descales(q: Any) -> dict[str, Any]:
-    """Return scales for a call whose result does not depend on them; none where q needs none."""
-    if isinstance(q, Tensor) and ATTENTION_DTYPES.get(q.dtype) in QUANTIZED_DTYPES:
-        return dict.fromkeys(DESCALES, torch.ones((), device=q.device))
-    return {}
+def _any_descales(q: Any, k: Any) -> dict[str, Any]:
+    """Return scales for a call whose result does not depend on them; none of what needs none."""
+    quantized = {
+        name for name, given in (("q", q), ("k", k), ("v", k))
+        if isinstance(given, Tensor) and ATTENTION_DTYPES.get(given.dtype) in QUANTIZED_DTYPES
+    }  # fmt: skip
+    return {name: torch.ones((), device=q.device) for name in DESCALES if name[0] in quantized}
 
 
 def _form(cu_seqlens_q: Any) -> str:
@@ -298,6 +300,7 @@ def explain(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
@@ -321,7 +324,7 @@ def explain(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits, split_size=split_size,
         variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
-        package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
+        package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
     given = in_rows(_with_state(given, draws=False))
     call, found = bind_call(given)

@@ -219,7 +219,7 @@ class Geometry:
         if of == "lse":
             return self._lse_stride(str(axis))
         if of in self.call.descales:
-            return self.call.descales[of].stride(("b", "h", "s").index(str(axis)))
+            return self.call.descales[of].stride({"b": 0, "page": 0, "h": 1, "s": 2}[str(axis)])
         if of == "page_table" and self.call.page_table is not None:
             return self.call.page_table.stride(0)
         if of == "tile_map" and self.map is not None:

@@ -61,6 +61,7 @@ _NAME = _Kind("a name", lambda v: isinstance(v, str) and v.isprintable() and v !
 _TEXT = _Kind("a text", lambda v: isinstance(v, str) and "\0" not in v)
 _FLAG = _Kind("true or false", lambda v: isinstance(v, bool))
 _COUNT = _Kind(f"a number from 0 to {_MOST}", lambda v: type(v) is int and 0 <= v <= _MOST)
+_BLOCK = _Kind(f"a number from -1 to {_MOST}", lambda v: type(v) is int and -1 <= v <= _MOST)
 _SOME = _Kind(f"a number from 1 to {_MOST}", lambda v: type(v) is int and 0 < v <= _MOST)
 _NUMBER = _Kind("a number", _is_number)
 _BOUND = _Kind("a number or an extent", lambda v: isinstance(v, str) or _is_number(v))
@@ -81,7 +82,7 @@ _PARAMETERS = _List(
         **_required(name=_NAME, kind=_TEXT),
         **_optional(of=_TEXT.or_none(), axis=_AXIS.or_none(), type=_TEXT, offset=_COUNT, box=_List(_SOME),
                     divisibility=_COUNT.or_none(), swizzle=_COUNT.or_none(), window=_COUNT.or_none(), packed=_FLAG,
-                    paged=_FLAG),
+                    paged=_FLAG, transposed=_FLAG),
     })
 )  # fmt: skip
 
@@ -129,8 +130,9 @@ _MANIFEST = _Object({
         main=_NAME, launches=_List(_LAUNCH), resources=_Object(_required(shared_memory=_COUNT)),
     ),
     **_optional(
-        section_heads=_SOME, scale_block=_COUNT, split_size=_COUNT, tile_time=_NUMBER, pack_gqa=_FLAG, split_kv=_FLAG,
-        sum_columns=_COUNT, tuned=_TEXT,
+        section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, tile_time=_NUMBER, pack_gqa=_FLAG, split_kv=_FLAG,
+        transposed_v=_FLAG, tuned=_TEXT,
+        sum_columns=_COUNT,
         ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
         operands=_Object({}, others=_NAME),
     ),

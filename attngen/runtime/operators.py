@@ -104,7 +104,7 @@ class _Calls:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
         given = self.given(arguments)
         q = given.q
-        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype))
+        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype, given.out_dtype))
         lse_shape: tuple[int, ...]
         if given.form == "varlen":
             lse_shape = (q.shape[1], q.shape[0])

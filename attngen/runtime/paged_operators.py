@@ -14,6 +14,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
+from attngen.runtime.arguments import out_dtype_of
 from attngen.runtime.given import Given
 from attngen.runtime.signature import TAGS, Signature, parameters_of
 
@@ -68,7 +69,9 @@ class _Calls:
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes and strides, for tracing."""
         given = self.given(arguments)
-        return given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1])), self._fake_lse(given.q)
+        q = given.q
+        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype))
+        return out, self._fake_lse(q)
 
     def fake_forward_into(self, out: Tensor, *arguments: Any) -> Tensor:
         """Return a log-sum-exp of the right shape and strides, for tracing."""

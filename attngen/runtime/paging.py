@@ -108,7 +108,7 @@ def bind_paged(
     (num_pages, page_size), of_v = pages["k"].shape[:2], pages["v"].shape[:2]
     if of_v != (num_pages, page_size):
         raise CallError(f"k_pages has {num_pages} pages of {page_size} keys, but v_pages has {of_v[0]} of {of_v[1]}")
-    call = common(variant, q, {"q": rows, **pages}, "paged", "thd" if packed else "bshd")
+    call = common(variant, q, k, {"q": rows, **pages}, "paged", "thd" if packed else "bshd")
     call.page_layout, call.page_size, call.num_pages = page_layout, page_size, num_pages
     call.page_table = _page_table(paging.page_table, call.device)
     call.batch, max_pages = call.page_table.shape
@@ -172,7 +172,7 @@ def _given_out(out: Any, call: Call, q: torch.Tensor) -> View | None:
         raise CallError(f"out must be a torch.Tensor, got {type(out).__name__}")
     for label, found, wanted in (
         ("shape", tuple(out.shape), call.out_shape()),
-        ("dtype", out.dtype, q.dtype),
+        ("dtype", out.dtype, call.out_dtype),
         ("device", out.device, q.device),
     ):
         if found != wanted:

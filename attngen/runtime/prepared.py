@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.addresses import LSE, OUT
@@ -80,7 +81,7 @@ class PreparedCall:
         self._workspace_words = 0
         if kernel is None:
             return
-        self._like_q = call.q == call.out_view() and not call.descales
+        self._like_q = call.q == call.out_view() and call.dtype not in QUANTIZED_DTYPES
         self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
         self._enqueue = launch.direct or launch
         self._map_shape = next(iter(launch.maps.values()), None)

@@ -30,12 +30,15 @@ LEADING = {
 _DESCALES = tuple(f"Tensor? {name}=None" for name in DESCALES)
 _TRAILING = (
     "float? softmax_scale", "Tensor? seqused_k", "Tensor? tile_map", "str layout", "str? backend",
-    "bool deterministic=False", *_DESCALES,
+    "bool deterministic=False", *_DESCALES, "ScalarType? out_dtype=None",
 )  # fmt: skip
 TRAILING = {
     "dense": _TRAILING,
     "varlen": _TRAILING,
-    "paged": ("float? softmax_scale", "str page_layout", "SymInt? num_splits", "SymInt? split_size", "str? backend"),
+    "paged": (
+        "float? softmax_scale", "str page_layout", "SymInt? num_splits", "SymInt? split_size", "str? backend",
+        *_DESCALES,
+    ),
 }
 
 #: Parameters that a call has under another name.

@@ -87,6 +87,8 @@ class KernelSpec:
     head_dim_qk: int
     head_dim_v: int
     dtype: str
+    kv_dtype: str | None = None  # of k and v, where another than that of q
+    out_dtype: str | None = None  # of the output, where another than the usual one
     layout: str = "dense"
     direction: str = "forward"
     backend: str | None = None
@@ -107,6 +109,7 @@ class KernelSpec:
     order: str | None = None
     epilogue: str | None = None
     pack_gqa: bool | None = None
+    transposed_v: bool = False  # keys lie side by side in v
     split_kv: bool = False
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     allow: tuple[str, ...] = ()
@@ -144,16 +147,16 @@ _FIELD_OF = {
 
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
-    "variant", "arch", "dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages", "warps",
+    "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages", "warps",
     "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order", "epilogue",
-    "pack_gqa", "split_kv",
+    "pack_gqa", "transposed_v", "split_kv",
 )  # fmt: skip
 
 
 #: Fields that say something of the forward only; those of the backward stand in ``backward``.
 _FORWARDS = (
     "backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa", "split_kv",
-    "descale",
+    "kv_dtype", "out_dtype", "transposed_v", "descale",
 )  # fmt: skip
 #: Fields that say something of the ordinary forward only; a split-KV one has none of its own.
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
@@ -171,17 +174,22 @@ def expand(spec: Spec) -> tuple[KernelSpec, ...]:
 
 
 def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Return what writes into the caches that kernels read: one kernel for each arch and dtype of those with pages.
+    """Return what writes into the caches that kernels read: one kernel for each arch, dtype of new rows and dtype of the
+    cache of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
 
     No entry of a spec asks for these. Their head dims are the widest that they are to serve.
     """
-    found: dict[tuple[str, str], KernelSpec] = {}
+    found: dict[tuple[str, str, str | None], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.layout == "paged":
-            key = kernel.arch, kernel.dtype
+        if kernel.layout != "paged":
+            continue
+        quantized = kernel.dtype in QUANTIZED_DTYPES
+        for dtype in _UNQUANTIZED if quantized else (kernel.dtype,):
+            kv_dtype = kernel.dtype if quantized else kernel.kv_dtype
+            key = kernel.arch, dtype, kv_dtype
             first = found.get(key) or KernelSpec(
                 package=kernel.package, variant=Variant(APPEND_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
-                dtype=kernel.dtype, layout=kernel.layout, direction=APPEND, backend="cuda",
+                dtype=dtype, kv_dtype=kv_dtype, layout=kernel.layout, direction=APPEND, backend="cuda",
                 spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
             )  # fmt: skip
             found[key] = replace(
@@ -243,7 +251,7 @@ def _all(spec: Spec) -> list[KernelSpec]:
         _kernel(spec, index, dict(zip(axes, choice, strict=True)))
         for index, axes in entries
         for choice in product(*axes.values())
-        if not _is_anothers_alone(axes, choice)
+        if not (_is_anothers_alone(axes, choice) or (spec.model.kernels[index].split_kv and _splits_alone(axes, choice)))
     ]
 
 
@@ -253,6 +261,16 @@ def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]
     chosen = dict(zip(axes, choice, strict=True))
     others = _FORWARDS if chosen["passes"].value == "backward" else _UNSPLIT if chosen["split_kv"].value else ()
     return any(chosen[name] is not axes[name][0] for name in others)
+
+
+def _splits_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
+    """Whether a choice is the ordinary forward of what split-KV ones alone read: a cache in fewer bits than q, or one of
+    quantized pages."""
+    chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
+    if chosen["split_kv"] or chosen["passes"] == "backward":
+        return False
+    other = chosen["kv_dtype"] not in (None, chosen["dtype"]) and chosen["dtype"] not in QUANTIZED_DTYPES
+    return other or (chosen["layout"] == "paged" and chosen["dtype"] in QUANTIZED_DTYPES)
 
 
 def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]:
@@ -317,6 +335,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         head_dim_qk=values["head_dim"].qk,
         head_dim_v=values["head_dim"].v,
         dtype=values["dtype"],
+        kv_dtype=None if values["kv_dtype"] == values["dtype"] else values["kv_dtype"],
+        out_dtype=_out_dtype(values),
         layout=values["layout"],
         direction=values["passes"],
         backend=values["backend"],
@@ -337,6 +357,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         order=values["order"],
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
+        transposed_v=bool(values["transposed_v"]),
         split_kv=values["split_kv"],
         scale_block=DESCALE_BLOCKS[values["descale"] or "head"],
         allow=tuple(sorted(set(entry.allow))),
@@ -344,6 +365,12 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         location=spec.tree.locate(("kernels", index)),
         places=_places(spec, index, chosen, declared),
     )
+
+
+def _out_dtype(values: dict[str, Any]) -> str | None:
+    """Return the dtype of an output that is not the usual one."""
+    usual = QUANTIZED_DTYPES.get(values["dtype"], values["dtype"])
+    return None if values["out_dtype"] == usual else values["out_dtype"]
 
 
 def _backend_of_backward(entry: KernelModel) -> str | None:

@@ -92,7 +92,18 @@ static float random_number() {
   }
   return (sum - 2.0f) * 1.7f;
 }
-static bf16 element(float x) { return {static_cast<uint16_t>(rounded(x))}; }
+template <typename Number>
+static Number element(float x) {
+  if constexpr (sizeof(Number) == 1) return {static_cast<unsigned char>(pack<Number>(x, 0.0f, 0.0f, 0.0f))};
+  else return {static_cast<uint16_t>(pack<Number>(x, 0.0f))};
+}
+#if SCALED
+using Query = QElement;
+static const Element kNan = {0x7f};
+#else
+using Query = Element;
+static const Element kNan = {0x7fff};
+#endif
 
 // What kernels multiply by to divide.
 static int reciprocal(int divisor) {
@@ -107,9 +118,10 @@ static int reciprocal(int divisor) {
 static void run(const std::vector<int>& lengths, int heads, int kv_heads, int rows, int grid, int split_tiles, int page_size, int cluster) {
   const int batch = lengths.size(), longest = std::max(*std::max_element(lengths.begin(), lengths.end()), 1);
   const int group = heads / kv_heads, width = HEAD_DIM;
-  std::vector<bf16> q(batch * rows * heads * width), out(q.size(), element(7.0f));
+  std::vector<Query> q(batch * rows * heads * width);
+  std::vector<OutElement> out(q.size(), element<OutElement>(7.0f));
   std::vector<float> lse(batch * rows * heads, 7.0f);
-  for (bf16& x : q) x = element(random_number());
+  for (Query& x : q) x = element<Query>(random_number());
 
   // What no sequence has is NaN, and no entry of the table beyond a length is a page.
   const int pages_of_row = PAGED ? (longest + page_size - 1) / page_size : 1, pages = batch * pages_of_row + 2;
@@ -126,22 +138,39 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     return (row * kv_heads + h) * width;
   };
   const size_t elements = static_cast<size_t>(PAGED ? pages * page_size : batch * longest) * kv_heads * width;
-  std::vector<bf16> k(elements, bf16{0x7fff}), v(elements, bf16{0x7fff});
+  std::vector<Element> k(elements, kNan), v(elements, kNan);
   for (int b = 0; b < batch; ++b) {
     for (int i = 0; i < lengths[b] * kv_heads * width; ++i) {
       const size_t place = place_of(b, i / width / kv_heads, i / width % kv_heads) + i % width;
-      k[place] = element(random_number());
-      v[place] = element(random_number());
+      k[place] = element<Element>(random_number());
+      v[place] = element<Element>(random_number());
     }
   }
+
+  // Scales of heads, and of the KV heads of pages.
+  std::vector<float> q_scales, k_scales, v_scales;
+  for (std::vector<float>* scales : {&q_scales, &k_scales, &v_scales}) {
+    for (int i = 0; i < std::max(batch, pages) * kv_heads; ++i) scales->push_back(SCALED && (SCALED > 1 || scales != &q_scales) ? 1.0f + random_number() / 8.0f : 1.0f);
+  }
+  const auto scale_of_key = [&](const std::vector<float>& scales, int b, int key, int h) -> double {
+    return scales[(PAGE_SCALES ? table[b * (pages_of_row + 1) + key / page_size] : b) * kv_heads + h];
+  };
+#define OF_SCALES(name) name##_scales.data()
+#if SCALED == 2
+#define SCALES OF_SCALES(q), OF_SCALES(k), OF_SCALES(v), kv_heads, 1, kv_heads, 1, kv_heads, 1,
+#elif SCALED
+#define SCALES OF_SCALES(k), OF_SCALES(v), kv_heads, 1, kv_heads, 1,
+#else
+#define SCALES
+#endif
   const long long step = static_cast<long long>(kv_heads) * width;
-  const auto map_of = [&](const std::vector<bf16>& of) -> TensorMap {
-    const uint16_t* base = &of.data()->bits;
+  const auto map_of = [&](const std::vector<Element>& of) -> TensorMap {
+    const void* base = of.data();
     if (PAGED) {
-      return {base, 4, kBoxBytes, {width, page_size, kv_heads, pages}, {1, step, width, page_size * step},
+      return {base, sizeof(Element), 4, kBoxBytes, {width, page_size, kv_heads, pages}, {1, step, width, page_size * step},
               {kBoxColumns, std::__gcd(page_size, kBlockN), 1, 1}};
     }
-    return {base, 4, kBoxBytes, {width, kv_heads, longest, batch}, {1, width, step, longest * step}, {kBoxColumns, 1, kBlockN, 1}};
+    return {base, sizeof(Element), 4, kBoxBytes, {width, kv_heads, longest, batch}, {1, width, step, longest * step}, {kBoxColumns, 1, kBlockN, 1}};
   };
   const TensorMap k_map = map_of(k), v_map = map_of(v);
 
@@ -156,19 +185,19 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
 
   kernel = [&] {
 #if PAGED
-    KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), partials.data(), counters.data(), nullptr, table.data(),
+    KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), SCALES partials.data(), counters.data(), nullptr, table.data(),
            lengths.data(), heads * width, width, heads * width, width, batch, heads, kv_heads, group, row_bits, row_units,
            split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units), reciprocal(split_tiles), rows, pages_of_row * page_size, batch * rows, 0, pages_of_row + 1, page_size, pages,
            std::__gcd(page_size, kBlockN), reciprocal(page_size), scale, 1, 0);
 #else
-    KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), partials.data(), counters.data(), lengths.data(),
+    KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), SCALES partials.data(), counters.data(), lengths.data(),
            rows * heads * width, heads * width, width, rows * heads * width, heads * width, width, batch, heads, kv_heads, group,
            row_bits, row_units, split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units),
            reciprocal(split_tiles), rows, longest, batch * rows, batch * longest, scale, 1, 1);
 #endif
   };
   launch(grid, cluster);
-  const std::vector<bf16> first = out;
+  const std::vector<OutElement> first = out;
   launch(grid, cluster);
   if (std::memcmp(first.data(), out.data(), 2 * out.size())) fail("another result the second time");
   for (uint32_t counter : counters) {
@@ -182,6 +211,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     double maximum = -INFINITY, sum = 0.0;
     for (size_t key = 0; key < p.size(); ++key) {
       for (int c = 0; c < width; ++c) p[key] += static_cast<double>(to_float(q[i * width + c])) * to_float(k[place_of(b, key, hk) + c]);
+      p[key] *= q_scales[b * kv_heads + hk] * scale_of_key(k_scales, b, key, hk);
       maximum = std::max(maximum, p[key] *= scale);
     }
     for (double& x : p) sum += x = std::exp(x - maximum);
@@ -190,7 +220,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     if (!(found == wanted || std::abs(found - wanted) < 1e-3)) fail("a log-sum-exp", i);
     for (int c = 0; c < width; ++c) {
       double o = 0.0;
-      for (size_t key = 0; key < p.size(); ++key) o += p[key] / sum * to_float(v[place_of(b, key, hk) + c]);
+      for (size_t key = 0; key < p.size(); ++key) o += p[key] / sum * scale_of_key(v_scales, b, key, hk) * to_float(v[place_of(b, key, hk) + c]);
       const double error = std::abs(o - to_float(out[i * width + c]));
       worst = std::max(worst, error == error ? error : 99.0);
     }

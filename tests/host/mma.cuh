@@ -5,7 +5,8 @@
 
 struct Product { float* d; const uint32_t* a; uint32_t b[2]; };
 
-inline float half_of(uint32_t pair, int upper) { return to_float(bf16{static_cast<uint16_t>(pair >> 16 * upper)}); }
+template <typename Element>
+inline float half_of(uint32_t pair, int upper) { return to_float(Element{static_cast<uint16_t>(pair >> 16 * upper)}); }
 constexpr int kMmaN = 8, kMmaK = 16;
 
 template <typename Element>
@@ -16,8 +17,8 @@ inline void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
     for (int lane = 0; lane < 32; ++lane) {
       const Product& of = *reinterpret_cast<const Product*>(all[lane]);
       const int row = lane / 4, pair = 2 * (lane % 4);
-      for (int i = 0; i < 8; ++i) left[row + i / 2 % 2 * 8][pair + i / 4 * 8 + i % 2] = half_of(of.a[i / 2], i % 2);
-      for (int i = 0; i < 4; ++i) right[pair + i / 2 * 8 + i % 2][row] = half_of(of.b[i / 2], i % 2);
+      for (int i = 0; i < 8; ++i) left[row + i / 2 % 2 * 8][pair + i / 4 * 8 + i % 2] = half_of<Element>(of.a[i / 2], i % 2);
+      for (int i = 0; i < 4; ++i) right[pair + i / 2 * 8 + i % 2][row] = half_of<Element>(of.b[i / 2], i % 2);
     }
     for (int row = 0; row < 16; ++row) {
       const auto at = [&](int column) -> float& {

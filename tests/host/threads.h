@@ -23,6 +23,13 @@ inline int __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * 
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t from) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) picked |= static_cast<uint32_t>(bytes >> 8 * (from >> 4 * i & 7) & 0xff) << 8 * i;
+  return picked;
+}
+
 using std::max;
 using std::min;
 

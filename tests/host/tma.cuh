@@ -4,7 +4,8 @@
 #include "barrier.cuh"
 
 struct TensorMap {
-  const uint16_t* base;
+  const void* base;
+  int size;  // bytes of an element
   int rank, swizzle;
   long long extent[5], stride[5];
   int box[5];
@@ -28,11 +29,13 @@ inline void load_box_once(uint32_t to, const TensorMap& map, uint32_t full, Coor
       place += at * map.stride[axis];
     }
     for (int column = 0; column < map.box[0]; ++column) {
-      const uint32_t address = to + 2 * (row + column);
+      const uint32_t address = to + map.size * (row + column);
       const uint32_t swizzled = map.swizzle == 128 ? (address >> 7 & 7) << 4 : (address >> 7 & 3) << 4;
       const bool there = inside && first[0] + column >= 0 && first[0] + column < map.extent[0];
-      *reinterpret_cast<uint16_t*>(place_of_address(address ^ swizzled)) = there ? map.base[place + column] : 0;
+      char* const at = place_of_address(address ^ swizzled);
+      std::memset(at, 0, map.size);
+      if (there) std::memcpy(at, static_cast<const char*>(map.base) + (place + column) * map.size, map.size);
     }
   }
-  land(full, 2 * elements);
+  land(full, map.size * elements);
 }

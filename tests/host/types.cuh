@@ -42,6 +42,13 @@ inline float2 unpack(uint32_t both) {
 struct e4m3 { unsigned char bits; };
 struct e5m2 { unsigned char bits; };
 
+inline float to_float(e4m3 x) {
+  const int exponent = x.bits >> 3 & 15, fraction = x.bits & 7;
+  const float magnitude = (x.bits & 0x7f) == 0x7f ? NAN
+                          : exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(static_cast<float>(fraction), -9);
+  return x.bits & 0x80 ? -magnitude : magnitude;
+}
+
 // Rounds to nearest even and saturates: `kMantissa` bits behind the point, `kBias` of exponents, `kMost` the bits of the
 // largest finite number.
 template <int kMantissa, int kBias, unsigned kMost>
@@ -71,4 +78,10 @@ template <>
 inline uint32_t pack<e5m2>(float x0, float x1, float x2, float x3) {
   const auto one = rounded_to_8_bits<2, 15, 0x7b>;
   return one(x0) | one(x1) << 8 | one(x2) << 16 | one(x3) << 24;
+}
+
+// Four e4m3 as two pairs of fp16.
+inline uint2 widened_by_table(uint32_t four) {
+  const auto one = [&](int i) { return to_float(e4m3{static_cast<unsigned char>(four >> 8 * i)}); };
+  return {pack<fp16>(one(0), one(1)), pack<fp16>(one(2), one(3))};
 }

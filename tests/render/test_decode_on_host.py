@@ -26,7 +26,11 @@ HOST = root() / "tests" / "host"
 #: What headers ask of the hardware in PTX, and the same on the host.
 PTX = {
     r'asm\("ex2\.approx\.ftz\.f32 .*?\);': "y = exp2f(x);",
-    r'asm\("rcp\.approx\.ftz\.f32 .*?\);': "quotient = 1.0f / sum[row];",
+    r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(quotient.*?\);': "quotient = 1.0f / sum[row];",
+    r'asm\("lg2\.approx\.ftz\.f32 .*?\);': "found.y = log2f(positive);",
+    r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(found.*?\);': "found.z = 1.0f / positive;",
+    r'asm\("max\.u16x2 .*?\);': "larger = max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16;",
+    r'asm\("\{\.reg .*? cvt\.rn\.f16x2\.e4m3x2 .*?\);': "wide = widened_by_table(four);",
     r'asm\("tanh\.approx\.f32 .*?\);': "y = tanhf(x);",
     r'asm\("" : "\+r"\(number\)\);': "",
     r'asm volatile\("atom\.acq_rel\.gpu\.global\.add\.u32 .*?\);': "before = (*counter)++;",
@@ -49,6 +53,9 @@ CASES = [
     "8,2,1,17,0,16," + ",".join(["200"] * 16),  # 32 units for 17 blocks: 16 of them take two each
 ]
 
+#: What kernels of 8 bits have of their own: the step, and the scales of pages.
+FEW_CASES = ["4,1,1,8,0,16,100", "8,2,5,16,0,8,300,77,3", "4,2,1,120,0,64,0,1,15,16,17,33,200", "8,2,1,16,2,1,90,77"]
+
 
 def on_host(name: str, text: str) -> str:
     for pattern, instead in PTX.items():
@@ -61,18 +68,44 @@ def on_host(name: str, text: str) -> str:
 @pytest.mark.parametrize(("head_dim", "layout"), [(128, "dense"), (128, "paged"), (256, "paged"), (80, "dense")])
 def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, tmp_path: Path) -> None:
     """Each case runs with single blocks and with clusters."""
-    source = render(planned("causal", backend="cuda", split_kv="true", head_dim=head_dim, layout=layout))
+    run({"head_dim": head_dim, "layout": layout}, CASES, tmp_path)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": 128, "kv_dtype": "fp8_e4m3"},
+        {"head_dim": 64, "layout": "paged", "kv_dtype": "fp8_e4m3", "descale": "page"},
+        {"head_dim": 192, "layout": "paged", "dtype": "fp8_e4m3", "descale": "page"},
+        {"head_dim": 256, "kv_dtype": "fp8_e4m3"},
+        {"head_dim": 80, "layout": "paged", "dtype": "fp16", "kv_dtype": "fp8_e4m3"},
+        {"head_dim": 48, "dtype": "fp8_e4m3"},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_one_that_reads_8_bits_is_right(fields: dict[str, object], tmp_path: Path) -> None:
+    run(fields, FEW_CASES, tmp_path)
+
+
+def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
+    """Compile the kernel of a spec with these fields, and run it."""
+    plan = planned("causal", backend="cuda", split_kv="true", **fields)
+    source = render(plan)
     text = source.text.replace("extern __shared__ char shared_memory[];", "")
-    (tmp_path / "kernel.inc").write_text(text)
-    for name in ("softmax.cuh", "divisor.cuh", "split.cuh", "ring.cuh", "expression.cuh"):
-        (tmp_path / name).write_text(on_host(name, headers()[name].replace("#ifdef __CUDA_ARCH__", "#if 1")))
-    program = tmp_path / "program"
-    defined = {"KERNEL": source.name, "HEAD_DIM": head_dim, "PAGED": int(layout == "paged")}
+    (folder / "kernel.inc").write_text(text)
+    for name in ("softmax.cuh", "divisor.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh"):
+        (folder / name).write_text(on_host(name, headers()[name].replace("#ifdef __CUDA_ARCH__", "#if 1")))
+    program = folder / "program"
+    defined = {
+        "KERNEL": source.name, "HEAD_DIM": plan.head_dim_qk, "PAGED": int(plan.layout == "paged"),
+        "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),
+    }  # fmt: skip
     assert COMPILER is not None
     subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{tmp_path}", f"-I{HOST}",
+        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-I{HOST}",
          *(f"-D{k}={v}" for k, v in defined.items()), str(HOST / "decode.cpp"), "-o", str(program)],
         check=True,
     )  # fmt: skip
-    done = subprocess.run([program, *CASES], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([program, *cases], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from attngen.plan.model import Plan
+from dataclasses import replace
+
+from attngen.dtypes import CHUNK_BYTES, PAGE_BLOCK, DType
+from attngen.plan.model import Columns, Plan
 from attngen.plan.pipes import BARRIER_BYTES, NamedBarrier, Pipes, Ring, Role, Signal
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("kv", "q", "merge", "barriers", "begin", "last", "counts")
+_ORDER = ("kv", "q", "merge", "scales", "barriers", "begin", "last", "counts")
 _WALK_BYTES = 24  # where a share begins
 _COUNT_BYTES = 12  # of a warp: pieces, units, tiles of the longest unit
+_SCALE_BYTES = 16  # of a page: scale of K, and the logarithm and reciprocal of that of V
+_WIDENED_BYTES = 2  # of an element that products take
 _FILE = 64 * 1024  # registers of a multiprocessor
 
 #: Warps that copy: one takes about 500 cycles for a step, in which a block can read four from memory.
@@ -18,9 +23,10 @@ LOADERS = 4
 ROW_PADDING = 8
 
 
-def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> Pipes:
+def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int, scales: int = 0) -> Pipes:
     """Return the pipes of a block of ``warps`` that multiply and those that copy, whose ``stages`` have ``stage`` bytes
-    each, with ``merge`` bytes for partial results, and ``q`` for Q if it lies in shared memory."""
+    each and ``scales`` of the scales of pages, with ``merge`` bytes for partial results, and ``q`` for Q if it lies in
+    shared memory."""
     kv = Ring(
         "kv", stages, "a loader", "the warps of a group",
         guards="a tile of K and one of V stay until all warps of a group have multiplied them; groups take the stages "
@@ -30,7 +36,7 @@ def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> 
             warps // 2, "each warp of the group, as many times as make half of the warps together",
             "all warps of the group are done with a step",
         ),
-        stored=(("kv", stage),),
+        stored=(("kv", stage), *([("scales", scales)] if scales else [])),
     )  # fmt: skip
     others = {
         "q": q, "merge": merge, "begin": _WALK_BYTES, "last": BARRIER_BYTES, "counts": (warps + LOADERS) * _COUNT_BYTES,
@@ -50,18 +56,31 @@ def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int) -> 
 
 def decode_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned kernel."""
-    qk, v = plan.columns_qk[0].width, plan.columns_v[0].width
     warps = plan.num_warps - LOADERS
-    sizes = memory(warps, qk, v, plan.operands.k.bytes, plan.q_operand)
+    sizes = memory(
+        warps, plan.columns_qk[0], plan.columns_v[0], plan.operands.k, plan.q_operand, keys=plan.tile_n,
+        of_pages=plan.scale_block == PAGE_BLOCK,
+    )  # fmt: skip
     return decode_pipes(warps=warps, stages=plan.stages, **sizes)
 
 
-def memory(warps: int, qk: int, v: int, element: int, q_operand: str) -> dict[str, int]:
-    """Return the bytes of a stage, of what all warps have found, and of Q; ``qk`` and ``v`` are columns in shared
-    memory, of ``element`` bytes."""
-    rows = keys = 16
+def multiplied(columns: Columns, element: DType) -> Columns:
+    """Return the columns that take part in products, of those in shared memory; a lane has 16 bytes of a row."""
+    step = 4 * CHUNK_BYTES
+    width = columns.width if element.bytes > 1 else -(-columns.used // step) * step
+    return replace(columns, width=width)
+
+
+def memory(
+    warps: int, qk: Columns, v: Columns, element: DType, q_operand: str, *, keys: int, of_pages: bool = False
+) -> dict[str, int]:
+    """Return the bytes of a stage of ``keys``, of what all warps have found, and of Q. ``of_pages``: pages have scales."""
+    rows, size = 16, element.bytes
+    of_q, of_o = multiplied(qk, element).width, multiplied(v, element).width
+    factors = 4 if size < _WIDENED_BYTES else 0  # what brings a row of Q back to its units
     return {
-        "stage": keys * (qk + v) * element,
-        "merge": warps * rows * 4 * (v + ROW_PADDING),
-        "q": warps // 2 * rows * qk * element if q_operand == "shared" else 0,
+        "stage": keys * (qk.width + v.width) * size,
+        "scales": keys * _SCALE_BYTES if of_pages else 0,
+        "merge": warps * rows * 4 * (of_o + ROW_PADDING),
+        "q": warps // 2 * rows * (of_q * max(size, _WIDENED_BYTES) + factors) if q_operand == "shared" else 0,
     }

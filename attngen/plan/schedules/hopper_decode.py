@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from attngen.arch import Arch
+from attngen.dtypes import PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
-from attngen.plan.model import Argument, Launch, Plan, Structure, Workspace
+from attngen.plan.model import Argument, Columns, Launch, Plan, Structure, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.pipes import BARRIER_BYTES, Pipes
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.decode_pipes import LOADERS, ROW_PADDING, decode_pipes, decode_pipes_of, memory
+from attngen.plan.schedules.decode_pipes import LOADERS, ROW_PADDING, decode_pipes, decode_pipes_of, memory, multiplied
 from attngen.plan.schedules.hopper_forward import BOX_BYTES, keep_promises, widest_box, widths
 from attngen.schema.expand import KernelSpec
 
-_DTYPES = ("bf16", "fp16")
+_DTYPES = ("bf16", "fp16", *QUANTIZED_DTYPES)
 _ROWS = 16  # query rows of a warp: M of mma.m16n8k16
-_KEYS = 16  # of a step: its K in the second product
+#: Keys of a step by the bytes of an element: K of the second product, or twice that, so that a step has as many bytes.
+_KEYS = {2: 16, 1: 32}
 _WHOLE_BYTES = 8 * 2**20  # see docs/notebook/hopper_decode.md
 _CLUSTER = 8  # the most blocks of a cluster that every Hopper card takes
 
@@ -53,12 +56,15 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     packed = replace(spec, pack_gqa=True)
     driver = driver_of(packed)
     operands = operands_of(spec)
-    element = operands.shared("q", "k", "v", "p")
+    element = operands.shared("k", "v")
+    keys = _KEYS[element.bytes]
     # a copy of a page may bring a single row, of 128 bytes then: it begins at a multiple of these in shared memory
     parts = BOX_BYTES[0] // BOX_BYTES[-1] if LAYOUTS[spec.layout].key_access == "paged" else 1
     qk, v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
-    q_operand = "shared" if qk.width // 4 + v.width // 2 > _MOST_REGISTERS else "registers"
-    warps, pipes = _memory(arch, qk.width, v.width, element.bytes, q_operand)
+    of_q, of_o = multiplied(qk, element).width, multiplied(v, element).width
+    q_operand = "shared" if of_q // 4 + of_o // 2 > _MOST_REGISTERS else "registers"
+    sizes = {"element": element, "q_operand": q_operand, "keys": keys, "of_pages": spec.scale_block == PAGE_BLOCK}
+    warps, pipes = _memory(arch, qk, v, **sizes)
     stages = pipes.ring("kv").stages
     structure = HopperDecode(
         persistent=True,
@@ -69,7 +75,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         least_tiles=8,
         cut_tiles=12,
-        whole_tiles=_WHOLE_BYTES // (_KEYS * (qk.width + v.width) * element.bytes),
+        whole_tiles=_WHOLE_BYTES // (keys * (qk.width + v.width) * element.bytes),
     )
     planned = drafted(
         spec,
@@ -84,7 +90,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         loads="descriptor",
         q_operand=q_operand,
         tile_m=_ROWS,
-        tile_n=_KEYS,
+        tile_n=keys,
         stages=stages,
         num_warps=warps + LOADERS,
         max_registers=None,
@@ -95,13 +101,14 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         section_bytes=SECTION_BYTES,
         structure=structure,
         pack_gqa=True,
+        choices=("pagescales",) if spec.scale_block == PAGE_BLOCK else (),
     )
     forward = Launch(
-        "forward", planned.name, "splits", _ROWS, _KEYS, stages, planned.num_warps, planned.driver, None,
+        "forward", planned.name, "splits", _ROWS, keys, stages, planned.num_warps, planned.driver, None,
         _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER, row_warps=warps // 2,
         pdl=True, shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=0,
     )  # fmt: skip
-    partials = ("split_slots", "row_warps", _ROWS * (v.width + ROW_PADDING))
+    partials = ("split_slots", "row_warps", _ROWS * (of_o + ROW_PADDING))
     return planned.with_launches(
         forward,
         workspaces=(Workspace("partials", "fp32", (partials,)),),
@@ -113,9 +120,10 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
     ragged = plan.ragged_queries
     return (
         arguments.pointer(plan, "q"),
-        *(arguments.tensor_map(plan, name, _KEYS, box_bytes) for name in "kv"),
+        *(arguments.tensor_map(plan, name, plan.tile_n, box_bytes) for name in "kv"),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
+        *arguments.descales(plan),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
@@ -137,13 +145,13 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
     )
 
 
-def _memory(arch: Arch, qk: int, v: int, element: int, q_operand: str) -> tuple[int, Pipes]:
+def _memory(arch: Arch, qk: Columns, v: Columns, **given: Any) -> tuple[int, Pipes]:
     """Return the warps that multiply, and their pipes: as many warps as have enough stages."""
     for warps in _WARPS:
-        sizes = memory(warps, qk, v, element, q_operand)
+        sizes = memory(warps, qk, v, **given)
         bare = decode_pipes(warps=warps, stages=0, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
-        stages = min(room // (sizes["stage"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps) // LOADERS * LOADERS
+        stages = min(room // (sizes["stage"] + sizes["scales"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps) // LOADERS * LOADERS
         if stages >= _LEAST_STEPS * warps:
             break
     return warps, decode_pipes(warps=warps, stages=stages, **sizes)
@@ -155,6 +163,11 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "split_kv", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: false")
     if spec.dtype not in _DTYPES:
         return refuse(spec, "dtype", f"cuda kernels take {' and '.join(_DTYPES)}, not {spec.dtype}")
+    if spec.scale_block > 0:
+        return refuse(
+            spec, "descale", f"blocks of {spec.scale_block} tokens have scales in forwards alone whose blocks share no "
+            "keys; allowed: head, or page with layout: paged"
+        )  # fmt: skip
     if spec.loads == "pointer":
         return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
     if spec.alignment not in (None, 16):

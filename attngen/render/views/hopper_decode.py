@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from attngen.dtypes import PAGE_BLOCK
 from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Plan
-from attngen.plan.schedules.decode_pipes import decode_pipes_of
+from attngen.plan.schedules.decode_pipes import decode_pipes_of, multiplied
 from attngen.plan.schedules.hopper_decode import HopperDecode
 from attngen.render.cuda_math import Sink, Steps, Tiles, logits, sink, tiles
 from attngen.render.cuda_statements import int_constant
@@ -19,7 +20,7 @@ from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, argum
 _REGION_TEXTS = {
     "kv": "K and V, a tile of each per stage", "merge": "partial results of warps",
     "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the share begins",
-    "last": "whether the block came last", "counts": "what each warp has counted",
+    "scales": "scales of the pages of a step", "last": "whether the block came last", "counts": "what each warp has counted",
 }  # fmt: skip
 _WRITTEN = frozenset({"out", "lse", "partials", "split_counters"})
 #: What differs from unit to unit, in the order in which it is kept.
@@ -69,6 +70,10 @@ class DecodeView:
     logit_partial: str
     multiplier: Piece
     sink: Sink | None
+    widens: bool  # K and V have 8 bits, and products take 16
+    page_scales: bool
+    head_scales: bool  # all values of a KV head share a scale
+    descaled: tuple[str, ...]  # scales of Q and K that all of a unit share
 
 
 def decode_view(plan: Plan, template: str) -> DecodeView:
@@ -79,7 +84,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
     in_spans = reads([*found.lines, *found.values.values()])
     steps = reads([*code.partial.all, *code.full.all])
     fields = _fields(plan, reads(code.work) | steps)
-    kv_first = "tile * kBlockN + 2 * (lane % 4)"
+    kv_first = f"tile * kBlockN + {'2 * (lane % 4)' if plan.lane_keys_apart == 1 else 'lane % 4'}"
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     ragged = plan.ragged_queries
     return DecodeView(
@@ -88,10 +93,10 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         summary=summary(plan),
         uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
         searches=any("first_at_least(" in line.text for line in found.lines),
-        width_qk=plan.columns_qk[0].width,
-        padding_qk=padding(plan.columns_qk[0]),
-        width_v=plan.columns_v[0].width,
-        padding_v=padding(plan.columns_v[0]),
+        width_qk=(qk := multiplied(plan.columns_qk[0], plan.operands.k)).width,
+        padding_qk=padding(qk),
+        width_v=(v := multiplied(plan.columns_v[0], plan.operands.v)).width,
+        padding_v=padding(v),
         regions=tuple(
             RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
             for region in decode.shared
@@ -125,7 +130,20 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         logit_partial=_partial(found),
         multiplier=code.multiplier,
         sink=_sink(plan, work_lines),
+        widens=plan.descaled,
+        page_scales=plan.scale_block == PAGE_BLOCK,
+        head_scales=plan.descaled and plan.scale_block != PAGE_BLOCK,
+        descaled=_unit_scales(plan),
     )
+
+
+def _unit_scales(plan: Plan) -> tuple[str, ...]:
+    """Return the scales that all logits of a unit of work share."""
+    names = [argument.of for argument in plan.arguments if argument.kind == "stride" and argument.axis == "b"]
+    return tuple(
+        f"{name}_ptr[work.b * stride_{name}_b + work.hk * stride_{name}_h]"
+        for name in ("q_descale", "k_descale") if name in names
+    )  # fmt: skip
 
 
 def _fields(plan: Plan, read: Collection[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, DESCALES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call, Packing, bind
@@ -50,11 +50,13 @@ class Inputs:
     page_layout: str = "NHD"
     packed: Inputs | None = None  # of a call over pages: the same sequences, one after the other
     descales: Mapping[str, Tensor] = field(default_factory=dict)  # of quantized q, k and v
+    out_dtype: torch.dtype | None = None  # of their output
 
     def bind(self, variant: Variant) -> Call:
         """Return the checked call; the log-sum-exp is asked for."""
         call = self._bind(variant)
         check_descales(call, self.descales)
+        call.asked_out = self.out_dtype
         return call
 
     def _bind(self, variant: Variant) -> Call:
@@ -69,6 +71,13 @@ class Inputs:
         )  # fmt: skip
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return a dtype as torch knows it, by its name in specs."""
+    found = getattr(torch, dtype_row(name).torch)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Element:
     """What q, k and v are made of: their dtype (its name in specs) and head dims."""
@@ -77,17 +86,19 @@ class Element:
     head_dim_qk: int
     head_dim_v: int
     scale_block: int = 0  # tokens that share a scale of a quantized dtype; 0: all of a head
+    kv_dtype: str = ""  # of k and v, where another than that of q
+    out_dtype: str = ""  # of the output of a quantized q, where it is not the usual one
+    transposed_v: bool = False  # keys lie side by side in v
 
     @property
     def torch(self) -> torch.dtype:
         """The dtype as torch knows it."""
-        found = getattr(torch, dtype_row(self.dtype).torch)
-        assert isinstance(found, torch.dtype)
-        return found
+        return torch_dtype(self.dtype)
 
-    def rounded(self, tensor: Tensor) -> Tensor:
-        """Return random numbers in this dtype: one of 8 bits holds them larger, so that they use its range."""
-        return (tensor * _QUANTIZED_SCALE if self.dtype in QUANTIZED_DTYPES else tensor).to(self.torch)
+    def rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """Return random numbers in the dtype of q, k or v: one of 8 bits holds them larger, so that they use its range."""
+        dtype = self.dtype if name == "q" or not self.kv_dtype else self.kv_dtype
+        return (tensor * _QUANTIZED_SCALE if dtype in QUANTIZED_DTYPES else tensor).to(torch_dtype(dtype))
 
 
 def make_inputs(
@@ -112,8 +123,10 @@ def make_inputs(
     }
     fill = _packed if layout == "varlen" else _padded
     filled = {name: fill(*rows[name], shapes[name], generator) for name in shapes}
-    tensors = {name: element.rounded(tensor).to(device) for name, tensor in filled.items()}
+    tensors = {name: element.rounded(name, tensor).to(device) for name, tensor in filled.items()}
     cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}
+    if element.transposed_v:
+        cut["v"] = by_columns(cut["v"])
     arguments = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in arguments_of(variant, case, layout, generator, calm).items()
@@ -124,7 +137,18 @@ def make_inputs(
         seqused_k=None if case.used is None else torch.tensor(case.used, dtype=torch.int32, device=device),
         arguments=arguments,
         descales=_descales(case, element, generator, device) if element.dtype in QUANTIZED_DTYPES else {},
+        out_dtype=torch_dtype(element.out_dtype) if element.out_dtype else None,
     )
+
+
+def by_columns(v: Tensor) -> Tensor:
+    """Return a tensor (batch, seqlen, heads, head_dim) with the same numbers, whose rows lie side by side. Memory after
+    the last one is NaN."""
+    batch, seqlen, heads, width = v.shape
+    room = -(-seqlen // CHUNK_BYTES) * CHUNK_BYTES + CHUNK_BYTES
+    found = torch.full((batch, heads, width, room), torch.nan, device=v.device).to(v.dtype)
+    found[..., :seqlen] = v.permute(0, 2, 3, 1)
+    return found[..., :seqlen].permute(0, 3, 1, 2)
 
 
 def _descales(

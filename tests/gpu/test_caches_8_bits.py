@@ -1,0 +1,259 @@
+"""Kernels that read caches in 8 bits, against float64 on what the bytes stand for."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.runtime.module import read_kernel
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.schema import load_spec
+from attngen.store.store import Store
+from attngen.tools.build.pipeline import compile_kernels, prepare_each
+from tests.runtime.pages import cache as pages_of
+from tests.runtime.pages import starts_of
+
+PACKAGE = "cached_tests"
+E4M3 = torch.float8_e4m3fn
+LENGTHS = [0, 1, 15, 16, 17, 100, 1000, 8200]
+OWN: dict[str, dict[str, Any]] = {
+    "sliding_window": {"window": 70},
+    "softcap": {"cap": 20.0},
+    "causal_sink": {"sinks": torch.linspace(-2, 3, 8)},
+    "alibi": {"slope": torch.linspace(0, 0.1, 8)},
+}
+
+
+@cache
+def kernels() -> None:
+    """Compile the split-KV kernels of the spec, which alone are known as the package."""
+    spec = load_spec(Path(__file__).with_name("caches_8_bits.yaml"))
+    wanted = [one for one in prepare_each(spec)[0] if one.plan.split_kv]
+    store = Store()
+    built, failures = compile_kernels(wanted, store=store)
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    found = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
+    registry.add(package_of_kernels(found, "tests/gpu/test_caches_8_bits"))
+
+
+@pytest.fixture(autouse=True)
+def _known() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("split-KV kernels are for Hopper")
+    kernels()
+
+
+def on_gpu(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in own.items()}
+
+
+def close(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    out, lse = found[0].cpu().double(), found[1].cpu().double()
+    torch.testing.assert_close(out, wanted[0].double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, wanted[1].double(), rtol=1e-3, atol=2e-3)
+    assert not out.isnan().any()
+
+
+def scales(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return scales around 1, which differ by up to 8 times."""
+    generator = torch.Generator().manual_seed(9)
+    return {name: torch.exp2(3 * torch.rand(shape, generator=generator) - 2) for name, shape in shapes.items()}
+
+
+def paged(
+    variant: str = "causal", lengths: list[int] = LENGTHS, *, page_size: int = 16, page_layout: str = "NHD",
+    rows: int | list[int] = 1, heads: int = 8, kv_heads: int = 2, dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16, granularity: str = "head", large: float = 1.0, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run one call over pages, compare it with the reference in float64 on the CPU, and return its results."""
+    batch = len(lengths)
+    c = pages_of(
+        lengths, page_size, kv_heads=kv_heads, head_dim=dims[0], head_dim_v=dims[1], page_layout=page_layout, dtype=E4M3
+    )
+    each = [rows] * batch if isinstance(rows, int) else rows
+    torch.manual_seed(1)
+    q = (torch.randn(sum(each), heads, dims[0]) * large).to(dtype)
+    given: dict[str, Any] = {"cu_seqlens_q": starts_of(each), "max_seqlen_q": max(each)}
+    if isinstance(rows, int):
+        q, given = q.unflatten(0, (batch, rows)), {}
+    of_heads, of_pages = (batch, kv_heads), (c.k_pages.shape[0], kv_heads)
+    shape: tuple[int, ...] = {"head": of_heads, "page": of_pages, "tensor": ()}[granularity]
+    given |= scales({"k_descale": shape, "v_descale": shape} | ({"q_descale": of_heads} if dtype == E4M3 else {}))
+    given |= OWN.get(variant, {}) | {"variant": variant, "page_layout": page_layout, "return_lse": True}
+    if large != 1:
+        given["softmax_scale"] = dims[0] ** -0.5 / large
+    everything = (c.k_pages, c.v_pages, c.page_table, c.seqused_k)
+    own, units = dict(given), q.double()
+    if "q_descale" in own:
+        units *= own.pop("q_descale").double().repeat_interleave(heads // kv_heads, dim=1)[:, None, :, None]
+    wanted = attngen.attention_paged(units, *everything, package=PACKAGE, **own)
+    found = attngen.attention_paged(
+        q.cuda(), *(t.cuda() for t in everything), package=PACKAGE, **options, **on_gpu(given)
+    )
+    close(found, wanted)
+    return found
+
+
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("granularity", ["head", "page"])
+@pytest.mark.parametrize("page_size", [1, 8, 16, 48, 64, 256])
+def test_pages_of_any_size(page_size: int, granularity: str, page_layout: str) -> None:
+    """NaN after each length, no page at all after each row of the table."""
+    paged(page_size=page_size, page_layout=page_layout, granularity=granularity)
+
+
+@pytest.mark.parametrize("rows", [1, 3, [3, 0, 1, 8, 2, 5, 1, 8]], ids=str)
+@pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink", "alibi"])
+def test_masks_and_scores(variant: str, rows: int | list[int]) -> None:
+    paged(variant, rows=rows)
+    if variant in ("causal", "softcap", "causal_sink"):
+        paged(variant, rows=rows, granularity="page")
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16, 17, 48])
+def test_groups(group: int) -> None:
+    kv_heads = 2 if group < 16 else 1
+    paged(lengths=[1, 17, 900], heads=group * kv_heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("rows", [2, 15, 16, 17, 64, 300])
+def test_tokens(rows: int) -> None:
+    """As many as a prompt has: rows beyond those of a unit are more units."""
+    paged(lengths=[rows, rows + 6, 2000, rows], rows=rows)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (256, 256), (192, 128)], ids=str)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    paged(dims=dims, dtype=torch.float16, rows=2)
+    if dims in ((64, 64), (256, 256)):
+        paged(dims=dims, rows=2, granularity="page")
+    dense("causal", [0, 1, 16, 100, 1000], dims=dims, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "page"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_queries_in_8_bits(dims: tuple[int, int], granularity: str) -> None:
+    paged(dims=dims, dtype=E4M3, rows=2, granularity=granularity)
+
+
+@pytest.mark.parametrize("large", [1e-30, 1e-6, 1e6, 1e30])
+def test_queries_beyond_what_half_precision_holds(large: float) -> None:
+    """Rows are brought to its range by powers of two."""
+    paged(rows=2, large=large)
+
+
+def dense(
+    variant: str, lengths: list[int], *, rows: int = 1, dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16, layout: str = "bshd",
+) -> None:  # fmt: skip
+    """The same of a dense call, whose keys after the used lengths are NaN."""
+    batch, longest = len(lengths), max(lengths)
+    torch.manual_seed(2)
+    q = torch.randn(batch, rows, 8, dims[0]).to(dtype)
+    k, v = (torch.randn(batch, longest, 2, d).to(E4M3) for d in dims)
+    for b, length in enumerate(lengths):
+        for t in (k, v):
+            t[b, length:] = torch.nan
+    if layout == "bhsd":
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    given = {**OWN.get(variant, {}), **scales({"k_descale": (batch, 2), "v_descale": ()})}
+    given |= {"seqused_k": torch.tensor(lengths, dtype=torch.int32)}
+    everything: dict[str, Any] = {"variant": variant, "return_lse": True, "package": PACKAGE, "layout": layout}
+    wanted = attngen.attention(q.double(), k, v, **everything, **given)
+    found = attngen.attention(q.cuda(), k.cuda(), v.cuda(), **everything, **on_gpu(given))
+    close(found, wanted)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink", "alibi"])
+def test_dense(variant: str, layout: str) -> None:
+    dense(variant, LENGTHS, rows=2, layout=layout)
+
+
+@pytest.mark.parametrize("rows", [1, [3, 0, 1, 8, 2, 5, 1, 8]], ids=str)
+def test_varlen(rows: int | list[int]) -> None:
+    each = [rows] * len(LENGTHS) if isinstance(rows, int) else rows
+    torch.manual_seed(4)
+    q = torch.randn(sum(each), 8, 128).bfloat16()
+    k, v = (torch.randn(sum(LENGTHS), 2, 128).to(E4M3) for _ in "kv")
+    starts = starts_of(each), starts_of(LENGTHS)
+    given = scales({"k_descale": (len(each), 2), "v_descale": (len(each), 2)})
+    options: dict[str, Any] = {"variant": "causal", "return_lse": True, "package": PACKAGE}
+    longest = max(each), max(LENGTHS)
+    wanted = attngen.attention_varlen(q.double(), k, v, *starts, *longest, **options, **given)
+    tensors = (t.cuda() for t in (q, k, v, *starts))
+    close(attngen.attention_varlen(*tensors, *longest, **options, **on_gpu(given)), wanted)
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 5}, {"split_size": 64}, {"num_splits": 1}], ids=str)
+def test_splits_change_no_result_and_launches_repeat(options: dict[str, int]) -> None:
+    first, second = (paged(rows=3, granularity="page", **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_fixed_split_makes_rows_independent_of_the_batch() -> None:
+    """Bit by bit: alone, among others, and in another order."""
+    lengths = [300, 8200, 17, 2048, 5000]
+    c = pages_of(lengths, 16, kv_heads=2, head_dim=128, dtype=E4M3)
+    large = torch.tensor([1, 1e-9, 1e9, 1, 1e20])[:, None, None, None]
+    q = (torch.randn(len(lengths), 1, 8, 128) * large).bfloat16().cuda()
+    k, v, table, used = (t.cuda() for t in (c.k_pages, c.v_pages, c.page_table, c.seqused_k))
+    of_pages = on_gpu(scales({"k_descale": (k.shape[0], 2), "v_descale": (k.shape[0], 2)}))
+
+    def call(chosen: list[int]) -> Tensor:
+        return attngen.attention_paged(  # type: ignore[return-value]
+            q[chosen], k, v, table[chosen], used[chosen], variant="causal", split_size=256, package=PACKAGE, **of_pages
+        )
+
+    together = call(list(range(len(lengths))))
+    backwards = call(list(reversed(range(len(lengths)))))
+    for b in range(len(lengths)):
+        assert torch.equal(call([b])[0], together[b])
+        assert torch.equal(backwards[len(lengths) - 1 - b], together[b])
+
+
+def test_a_graph_stays_right_while_lengths_grow() -> None:
+    """Captured once; lengths change in place, from 1 key to 8192."""
+    c = pages_of([8192, 8192, 8192], 64, kv_heads=2, head_dim=128, dtype=E4M3)
+    q = torch.randn(3, 1, 8, 128).bfloat16().cuda()
+    k, v, table = (t.cuda() for t in (c.k_pages, c.v_pages, c.page_table))
+    used = torch.ones(3, dtype=torch.int32, device="cuda")
+    one = torch.ones((), device="cuda")
+    options: dict[str, Any] = {"variant": "causal", "return_lse": True, "package": PACKAGE}
+
+    def call() -> tuple[Tensor, Tensor]:
+        return attngen.attention_paged(q, k, v, table, used, k_descale=one, v_descale=one, **options)  # type: ignore[return-value]
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    one.fill_(0.5)  # scales are read on the device, too
+    for length in (1, 17, 64, 500, 4095, 8192):
+        used.copy_(torch.tensor([length, max(length // 2, 1), max(length // 7, 1)]))
+        graph.replay()
+        wanted = attngen.attention_paged(
+            q.double().cpu(), c.k_pages, c.v_pages, c.page_table, used.cpu(), k_descale=one.cpu(), v_descale=one.cpu(),
+            **options,
+        )  # fmt: skip
+        close(results, wanted)
+
+
+def test_many_ragged_batches() -> None:
+    """Batches of all sizes, on one stream one after the other: counters are 0 again after each launch."""
+    generator = torch.Generator().manual_seed(7)
+    for number in range(30):
+        batch = int(torch.randint(1, 40, (), generator=generator))
+        longest = int(torch.randint(1, 1500, (), generator=generator))
+        lengths = torch.randint(0, longest + 1, (batch,), generator=generator).tolist()
+        kv_heads = (1, 2, 8)[number % 3]
+        paged(
+            lengths=lengths, page_size=(16, 64)[number % 2], heads=4 * kv_heads, kv_heads=kv_heads,
+            granularity=("head", "page")[number // 2 % 2],
+        )  # fmt: skip
