@@ -79,6 +79,12 @@ ALIASES: dict[str, str] = {
 #: Element types of q, k and v that come with scales, and that of the output beside each.
 QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16"}
 
+#: Those of a cache that may stand beside a wider q: a split-KV kernel converts them on the way to its products.
+CACHE_DTYPES: tuple[str, ...] = ("fp8_e4m3",)
+
+#: Dtypes of q beside such a cache that kernels take.
+BESIDE_CACHES: tuple[str, ...] = ("bf16", "fp16")
+
 #: What brings each quantized operand back to its units, as arguments of calls and kernels name it.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 

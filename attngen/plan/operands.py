@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from attngen.dtypes import QUANTIZED_DTYPES, REGISTER_BYTES, DType, dtype
+from attngen.dtypes import CACHE_DTYPES, QUANTIZED_DTYPES, REGISTER_BYTES, DType, dtype
 from attngen.schema.expand import KernelSpec
 
 _WARPGROUP_ROWS_PER_THREAD = 2  # 64 rows x n columns over 128 threads: n / 2 elements of each
@@ -55,7 +55,7 @@ def operands_of(spec: KernelSpec) -> Operands:
     """Return the dtypes of a spec's kernel; KeyError for one that attngen does not know."""
     element, out = dtype(spec.dtype), dtype(QUANTIZED_DTYPES.get(spec.dtype, spec.dtype))
     kv = dtype(spec.kv_dtype or spec.dtype)
-    p = dtype(_WIDENED) if spec.split_kv and kv.name in QUANTIZED_DTYPES else element
+    p = dtype(_WIDENED) if spec.split_kv and kv.name in CACHE_DTYPES else element
     return Operands(
         q=element, k=kv, v=kv, p=p, out=out, dout=out, ds=out, dq=out, dk=out, dv=out,
         accumulator=dtype("fp32"),

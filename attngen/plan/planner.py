@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.settle import settle
 from attngen.plan.choices import refuse
@@ -16,19 +16,15 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import backends, candidates
 from attngen.schema.expand import KernelSpec
 
-#: Dtypes of q beside a cache in fewer bits.
-_BESIDE_CACHES = ("bf16", "fp16")
-
-
 def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
     spec = replace(spec, variant=settle(spec.variant))
     kv_dtype = spec.kv_dtype or spec.dtype
-    if spec.kv_dtype is not None and (spec.dtype not in _BESIDE_CACHES or kv_dtype not in QUANTIZED_DTYPES):
+    if spec.kv_dtype is not None and (spec.dtype not in BESIDE_CACHES or kv_dtype not in CACHE_DTYPES):
         raise refuse(
             spec, "kv_dtype", f"no kernel mixes q of {spec.dtype} with k and v of {kv_dtype}; allowed: "
-            f"{' or '.join(QUANTIZED_DTYPES)} with dtype {' or '.join(_BESIDE_CACHES)}, or leave it out"
+            f"{' or '.join(CACHE_DTYPES)} with dtype {' or '.join(BESIDE_CACHES)}, or leave it out"
         )  # fmt: skip
     if spec.kv_dtype is not None and not spec.split_kv and spec.direction == "forward":
         raise refuse(

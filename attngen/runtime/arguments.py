@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
-from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.dtypes import CACHE_DTYPES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import RNG_STATE
@@ -38,7 +38,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION
 
 def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
     """Whether k and v of a dtype may stand beside q of another one: a cache in 8 bits, which products convert."""
-    return ATTENTION_DTYPES.get(kv) in QUANTIZED_DTYPES and ATTENTION_DTYPES.get(q) not in (None, *QUANTIZED_DTYPES)
+    return ATTENTION_DTYPES.get(kv) in CACHE_DTYPES and ATTENTION_DTYPES.get(q) not in (None, *QUANTIZED_DTYPES)
 
 
 def out_dtype_of(dtype: torch.dtype) -> torch.dtype:
