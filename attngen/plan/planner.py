@@ -16,6 +16,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import backends, candidates
 from attngen.schema.expand import KernelSpec
 
+
 def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
@@ -28,8 +29,8 @@ def plan(spec: KernelSpec) -> Plan:
         )  # fmt: skip
     if spec.kv_dtype is not None and not spec.split_kv and spec.direction == "forward":
         raise refuse(
-            spec, "kv_dtype", "kernels whose blocks share the keys of a sequence alone read k and v in fewer bits than q; "
-            "allowed: split_kv: true"
+            spec, "kv_dtype", "only kernels whose blocks share the keys of a sequence read k and v in fewer bits than "
+            "q; allowed: split_kv: true"
         )  # fmt: skip
     if spec.scale_block and kv_dtype not in QUANTIZED_DTYPES:
         raise refuse(spec, "descale", f"{kv_dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")

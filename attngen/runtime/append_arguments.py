@@ -148,7 +148,11 @@ def _check_caches(k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, page_layout:
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_rank(name, cache, 4, f"pages x {middle} x head_dim")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if cache.dtype != new.dtype and mixes(new.dtype, cache.dtype) and (cache.device, new.dtype) == (k.device, k.dtype):
+        if (
+            cache.dtype != new.dtype
+            and mixes(new.dtype, cache.dtype)
+            and (cache.device, new.dtype) == (k.device, k.dtype)
+        ):
             if k_cache.dtype != v_cache.dtype:
                 raise CallError(f"k_cache has {k_cache.dtype}, but v_cache has {v_cache.dtype}")
         elif (cache.dtype, cache.device) != (new.dtype, k.device):

@@ -43,7 +43,10 @@ def kernels() -> dict[str, Kernel]:
     store, wanted = Store(), prepared(*APPENDED, arch=arch.name)
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return {one.plan.name.removeprefix(f"append_{arch.name}_"): read_kernel(store.path(built[one.plan.name].key)) for one in wanted}
+    return {
+        one.plan.name.removeprefix(f"append_{arch.name}_"): read_kernel(store.path(built[one.plan.name].key))
+        for one in wanted
+    }
 
 
 @pytest.fixture(autouse=True)

@@ -391,7 +391,9 @@ def in_8_bits(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "page", "page, named"])
 def test_a_cache_in_8_bits_holds_what_quantizing_one_in_16_bits_gives(granularity: str) -> None:
-    shape: tuple[int, ...] = {"tensor": (), "head": (4, HEADS), "page": (PAGES, HEADS)}.get(granularity, (PAGES, HEADS, 1))
+    shape: tuple[int, ...] = {"tensor": (), "head": (4, HEADS), "page": (PAGES, HEADS)}.get(
+        granularity, (PAGES, HEADS, 1)
+    )
     scales = {name: torch.rand(shape) + 0.1 for name in ("k_descale", "v_descale")}
     cos, sin = angles(8)
     given = in_8_bits(**scales, rotary_cos=cos, rotary_sin=sin)
@@ -403,7 +405,11 @@ def test_a_cache_in_8_bits_holds_what_quantizing_one_in_16_bits_gives(granularit
         for b, length in enumerate(LENGTHS):
             for position in range(length, length + 2):
                 page, row = int(given["page_table"][b, position // PAGE_SIZE]), position % PAGE_SIZE
-                own = scale.reshape(-1, HEADS)[page if "page" in granularity else b] if scale.dim() else scale.expand(HEADS)
+                own = (
+                    scale.reshape(-1, HEADS)[page if "page" in granularity else b]
+                    if scale.dim()
+                    else scale.expand(HEADS)
+                )
                 wanted = (wide[f"{name}_cache"][page, row].float() / own[:, None]).clamp(-448, 448)
                 assert torch.equal(given[f"{name}_cache"][page, row].float(), wanted.to(torch.float8_e4m3fn).float())
 
@@ -415,7 +421,7 @@ def test_a_cache_in_8_bits_holds_what_quantizing_one_in_16_bits_gives(granularit
         ({"k_descale": torch.ones(4, HEADS)}, r"k_descale must be float32 .* both of pages where one is"),
         ({"v_descale": torch.ones(PAGES, HEADS).double()}, "v_descale must be float32"),
         ({"v_descale": torch.full((PAGES, HEADS), torch.nan)}, "a scale is finite and positive"),
-        ({"v_cache": torch.zeros(PAGES, PAGE_SIZE, HEADS, DIM_V)}, "k_cache has torch.float8_e4m3fn, but v_cache has torch.float32"),
+        ({"v_cache": torch.zeros(PAGES, PAGE_SIZE, HEADS, DIM_V)}, "e4m3fn, but v_cache has torch.float32"),
         ({"k_cache": torch.zeros(PAGES, PAGE_SIZE, HEADS, DIM).to(torch.float8_e5m2)}, "k has torch.bfloat16 on cpu"),
     ],
 )  # fmt: skip

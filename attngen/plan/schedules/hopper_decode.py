@@ -152,7 +152,11 @@ def _memory(arch: Arch, qk: Columns, v: Columns, **given: Any) -> tuple[int, Pip
         sizes = memory(warps, qk, v, **given)
         bare = decode_pipes(warps=warps, stages=0, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
-        stages = min(room // (sizes["stage"] + sizes["scales"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps) // LOADERS * LOADERS
+        stages = (
+            min(room // (sizes["stage"] + sizes["scales"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps)
+            // LOADERS
+            * LOADERS
+        )
         if stages >= _LEAST_STEPS * warps:
             break
     return warps, decode_pipes(warps=warps, stages=stages, **sizes)
@@ -163,7 +167,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     if not arch.wgmma:
         return refuse(spec, "split_kv", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: false")
     if spec.dtype not in _DTYPES:
-        return refuse(spec, "dtype", f"cuda kernels take {' and '.join(_DTYPES)}, not {spec.dtype}")
+        return refuse(spec, "dtype", f"cuda kernels take {', '.join(_DTYPES)}, not {spec.dtype}")
     if spec.scale_block > 0:
         return refuse(
             spec, "descale", f"blocks of {spec.scale_block} tokens have scales in forwards alone whose blocks share no "

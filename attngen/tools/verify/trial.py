@@ -10,7 +10,7 @@ import torch
 from attngen.errors import AttngenError
 from attngen.lang.variant import Bound, Variant
 from attngen.runtime import debug
-from attngen.runtime.arguments import Call
+from attngen.runtime.arguments import TORCH_DTYPES, Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers
@@ -172,7 +172,9 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
 
     Raises IndexError if mask or score read a tensor out of its extent, however its integers are chosen.
     """
-    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block)
+    kv_dtype, p = kernel.dtype_of("k"), kernel.dtype_of("p")
+    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block, kv_dtype.name)
+    probabilities = TORCH_DTYPES[p.name] if p.bytes > kv_dtype.bytes else None  # products widen k and v
     raised: IndexError | None = None
     for calm in _CALM:
         inputs = make_inputs(kernel.variant, case, kernel.layout, element, device, seed, calm=calm)
@@ -180,7 +182,7 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
         debug.check(call)
         plain = inputs.packed or inputs  # the yardsticks know no pages
         try:
-            return inputs, call, expected(plain.bind(kernel.variant), plain.q, plain.k, plain.v)
+            return inputs, call, expected(plain.bind(kernel.variant), plain.q, plain.k, plain.v, probabilities)
         except IndexError as error:
             raised = error
     assert raised is not None
