@@ -147,9 +147,9 @@ _FIELD_OF = {
 
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
-    "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages", "warps",
-    "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order", "epilogue",
-    "pack_gqa", "transposed_v", "split_kv",
+    "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile",
+    "stages", "warps", "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
+    "epilogue", "pack_gqa", "transposed_v", "split_kv",
 )  # fmt: skip
 
 
@@ -174,8 +174,8 @@ def expand(spec: Spec) -> tuple[KernelSpec, ...]:
 
 
 def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Return what writes into the caches that kernels read: one kernel for each arch, dtype of new rows and dtype of the
-    cache of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
+    """Return what writes into the caches that kernels read: one kernel for each arch, dtype of new rows and dtype of
+    the cache of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
 
     No entry of a spec asks for these. Their head dims are the widest that they are to serve.
     """
@@ -251,7 +251,9 @@ def _all(spec: Spec) -> list[KernelSpec]:
         _kernel(spec, index, dict(zip(axes, choice, strict=True)))
         for index, axes in entries
         for choice in product(*axes.values())
-        if not (_is_anothers_alone(axes, choice) or (spec.model.kernels[index].split_kv and _splits_alone(axes, choice)))
+        if not (
+            _is_anothers_alone(axes, choice) or (spec.model.kernels[index].split_kv and _splits_alone(axes, choice))
+        )
     ]
 
 
@@ -264,8 +266,8 @@ def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]
 
 
 def _splits_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
-    """Whether a choice is the ordinary forward of what split-KV ones alone read: a cache in fewer bits than q, or one of
-    quantized pages."""
+    """Whether a choice is the ordinary forward of what split-KV ones alone read: a cache in fewer bits than q, or one
+    of quantized pages."""
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
     if chosen["split_kv"] or chosen["passes"] == "backward":
         return False
