@@ -20,7 +20,7 @@ from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
-from attngen.runtime import on_demand
+from attngen.runtime import on_demand, transforms
 from attngen.runtime.addresses import FORWARD, NO_FORWARD
 from attngen.runtime.arguments import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.binding import bind_call, find, require_reference
@@ -36,12 +36,13 @@ from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
-from attngen.runtime.training import asks_for_determinism, attend, carries_tangent
+from attngen.runtime.training import asks_for_determinism, attend, carries_tangent, differentiate
 
 _PREPARED: RecentCache[PreparedCall] = RecentCache(PREPARED_CALLS)
 
 #: Looked up once: every call asks.
 _is_compiling = torch.compiler.is_compiling
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def run(given: Given) -> Any:
@@ -50,6 +51,8 @@ def run(given: Given) -> Any:
     if arguments and DROPOUT_P.name in arguments:
         given = _with_state(given)
         arguments = given.arguments
+    if _transforms_active():
+        return transforms.attend(given, run, differentiate if _on_gpu(q) and backend != "reference" else None)
     if tile_map is not None and not isinstance(tile_map, TileMap):
         raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(tile_map).__name__}")
     if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in PLAIN and type(v) in PLAIN):
@@ -61,7 +64,7 @@ def run(given: Given) -> Any:
             require_reference(call, backend)
             return _run_reference(call, given)
     if forward_ad._current_level >= 0 and carries_tangent(q, k, v, *arguments.values()):
-        raise CallError("kernels have no forward-mode derivatives; backend='reference' has")
+        return transforms.attend(given, run, differentiate)
     variant, with_lse, shape, strides = given.variant, given.return_lse, q.shape, q.stride()
     learns = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (bool(arguments) and _learns(arguments))

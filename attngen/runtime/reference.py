@@ -26,7 +26,7 @@ from attngen.runtime.sinks import sinks
 
 #: Elements of the score matrix that are held at a time: some megabytes for a CPU's caches, more to fill a GPU.
 CHUNK_ELEMENTS = {"cpu": 2**21}
-_CHUNK_ELEMENTS_ELSEWHERE = 2**26
+CHUNK_ELEMENTS_ELSEWHERE = 2**26
 
 #: Keys with a NaN or an infinity that are handled at a time, since each takes a product of its own.
 _ODD_KEYS = 16
@@ -61,10 +61,9 @@ def reference(
         if call.descales:
             sequence = _dequantized(call, sequence, compute)
         out, lse = _attend(call, sequence, compute)
-        outs.append(out.to(out_dtype))
+        outs.append(out.to(out_dtype))  # while others are computed in twice the bytes
         lses.append(lse)
-    join = _join_packed if call.order == "thd" else _join_dense
-    out, lse = join(call, q, outs, lses, out_dtype, compute)
+    out, lse = joined(call, q, outs, lses, out_dtype, compute)
     out, anchored = with_zero_gradients(out, lse, (q, k, v, *call.tensors.values()))
     return out, lse if anchored is None else anchored
 
@@ -96,19 +95,25 @@ def lengths(call: Call) -> list[tuple[int, int, int, int]]:
 
 def _sequences(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[OneSequence]:
     """Yield the sequences of a call, cut to their used keys: what lies beyond is never read."""
+    for b, place in enumerate(lengths(call)):
+        yield one_sequence(call, q, k, v, b, place)
+
+
+def one_sequence(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: int, place: tuple[int, int, int, int]
+) -> OneSequence:
+    """Return a sequence of a call; ``place`` is its entry of ``lengths``."""
+    rows, keys, q_offset, k_offset = place
     if call.order == "bhsd":
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    if call.layout == "paged" and call.cu_seqlens_q is None:
-        q = q.flatten(0, 1)
-    for b, (rows, keys, q_offset, k_offset) in enumerate(lengths(call)):
-        if call.layout == "paged":
-            own_k, own_v = (_in_order(call, pages, b, keys) for pages in (k, v))
-            yield OneSequence(q[q_offset : q_offset + rows], own_k, own_v, b, q_offset, k_offset)
-        elif call.layout == "dense":
-            yield OneSequence(q[b], k[b, :keys], v[b, :keys], b, q_offset, k_offset)
-        else:
-            q_rows, k_rows = slice(q_offset, q_offset + rows), slice(k_offset, k_offset + keys)
-            yield OneSequence(q[q_rows], k[k_rows], v[k_rows], b, q_offset, k_offset)
+    if call.layout == "paged":
+        q = q if call.cu_seqlens_q is not None else q.flatten(0, 1)
+        own_k, own_v = (_in_order(call, pages, b, keys) for pages in (k, v))
+        return OneSequence(q[q_offset : q_offset + rows], own_k, own_v, b, q_offset, k_offset)
+    if call.layout == "dense":
+        return OneSequence(q[b], k[b, :keys], v[b, :keys], b, q_offset, k_offset)
+    q_rows, k_rows = slice(q_offset, q_offset + rows), slice(k_offset, k_offset + keys)
+    return OneSequence(q[q_rows], k[k_rows], v[k_rows], b, q_offset, k_offset)
 
 
 def _in_order(call: Call, pages: torch.Tensor, b: int, keys: int) -> torch.Tensor:
@@ -123,6 +128,24 @@ def _in_order(call: Call, pages: torch.Tensor, b: int, keys: int) -> torch.Tenso
         return pages.new_zeros((0, *pages.shape[2:]))
     listed = call.page_table[b, : -(-keys // call.page_size)].long()
     return pages[listed].flatten(0, 1)[:keys]
+
+
+def joined(
+    call: Call,
+    q: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    out_dtype: torch.dtype,
+    compute: torch.dtype,
+    *,
+    rest: float = -math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return results of sequences, (rows, h, d) and (h, rows), as the call lays them out.
+
+    ``rest`` is the log-sum-exp of rows that no sequence has."""
+    if call.order == "thd":
+        return _join_packed(call, q, [out.to(out_dtype) for out in outs], lses, out_dtype, compute, rest)
+    return _join_dense(call, q, [out.to(out_dtype) for out in outs], lses, out_dtype, compute)
 
 
 def _join_dense(
@@ -150,12 +173,13 @@ def _join_packed(
     lses: Sequence[torch.Tensor],
     out_dtype: torch.dtype,
     compute: torch.dtype,
+    rest: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Put packed sequences back in their rows; rows after the last sequence belong to none."""
     assert call.cu_seqlens_q is not None
-    rest = call.total_q - sum(out.shape[0] for out in outs)
-    out = q.new_zeros((rest, *call.out_shape()[1:]), dtype=out_dtype)
-    lse = torch.full((call.heads, rest), -math.inf, dtype=compute, device=q.device)
+    unowned = call.total_q - sum(out.shape[0] for out in outs)
+    out = q.new_zeros((unowned, *call.out_shape()[1:]), dtype=out_dtype)
+    lse = torch.full((call.heads, unowned), rest, dtype=compute, device=q.device)
     return torch.cat([*outs, out]), torch.cat([*lses, lse], dim=1)
 
 
@@ -166,7 +190,7 @@ def _attend(call: Call, sequence: OneSequence, compute: torch.dtype) -> tuple[to
         out = sequence.q.new_zeros((rows, call.heads, call.head_dim_v), dtype=compute)
         lse = torch.full((call.heads, rows), -math.inf, dtype=compute, device=sequence.q.device)
         return out, lse if call.variant.sink is None else sinks(call, compute)[sequence.index, :, None].expand_as(lse)
-    chunk = CHUNK_ELEMENTS.get(call.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+    chunk = CHUNK_ELEMENTS.get(call.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     step = max(1, chunk // (call.heads * keys))
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_of(call, sequence))
     parts = []
@@ -191,20 +215,74 @@ def _attend_rows(
     call: Call, sequence: OneSequence, first: int, last: int, compute: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out (rows, h, d) and lse (h, rows) of query rows ``first`` to ``last``."""
-    groups = call.heads // call.kv_heads
-    q = sequence.q[first:last].to(compute).transpose(0, 1)  # (h, rows, d)
-    k = sequence.k.to(compute).transpose(0, 1).repeat_interleave(groups, dim=0)  # (h, keys, d)
-    v = sequence.v.to(compute).transpose(0, 1).repeat_interleave(groups, dim=0)
-    rows, keys = sequence.q.shape[0], sequence.k.shape[0]
-    names = names_of(call, sequence.index, slice(first, last), rows, keys, sequence.q_offset, sequence.k_offset)
+    return attend_rows(call, sequence, slice(first, last), compute)
+
+
+def attend_rows(
+    call: Call,
+    sequence: OneSequence,
+    rows: slice,
+    compute: torch.dtype,
+    *,
+    heads: torch.Tensor | None = None,
+    smooth: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out (rows, h, d) and lse (h, rows) of some query rows of a sequence, of all ``heads`` or of these.
+
+    ``smooth`` is for transforms of torch.func: nothing depends on values, so that no index is checked, and a hidden key
+    or value which is not finite may reach what does not see it.
+    """
+    visible, scores = scores_of(call, sequence, rows, compute, heads=heads, smooth=smooth)
+    weights, divisor, lse = probabilities_of(call, sequence, rows, visible, scores, compute, heads=heads, smooth=smooth)
+    v = _of_heads(call, sequence.v, compute, heads)
+    out = (weights @ v if smooth else _weighted(weights, v, visible)) / divisor
+    return out.transpose(0, 1), lse
+
+
+def scores_of(
+    call: Call,
+    sequence: OneSequence,
+    rows: slice | torch.Tensor,
+    compute: torch.dtype,
+    *,
+    heads: torch.Tensor | None = None,
+    smooth: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which pairs are visible, by the mask and by a score of more than −inf, and the logits after the score
+    expression, −inf elsewhere: both (h, rows, keys), of all ``heads`` or of these."""
+    q = sequence.q[rows].to(compute).transpose(0, 1)  # (h, rows, d)
+    q = q if heads is None else q[heads]
+    k = _of_heads(call, sequence.k, compute, heads)
+    queries, keys = sequence.q.shape[0], sequence.k.shape[0]
+    place = sequence.q_offset, sequence.k_offset
+    names = names_of(call, sequence.index, rows, queries, keys, *place, heads=heads)
     tensors = {name: _as_compute(tensor, compute) for name, tensor in call.tensors.items()}
-    shape = (call.heads, last - first, k.shape[1])
-    visible = _truth(evaluate(call.variant.mask, names, tensors, float_dtype=compute), shape, q.device)
-    logits = _product(q, k, visible) * call.scale
-    scores = _scores(call.variant, logits, visible, names, tensors, compute)
+    shape = (q.shape[0], q.shape[1], keys)
+    shown = evaluate(call.variant.mask, names, tensors, float_dtype=compute, checked=not smooth)
+    visible = _truth(shown, shape, q.device)
+    logits = (q @ k.transpose(1, 2) if smooth else _product(q, k, visible)) * call.scale
+    scores = _scores(call.variant, logits, visible, names, tensors, compute, checked=not smooth)
     visible = visible & (scores != -math.inf)  # a score may hide a pair too
-    scores = torch.where(visible, scores, -math.inf)
-    sink = None if call.variant.sink is None else sinks(call, compute)[sequence.index, :, None, None]
+    return visible, torch.where(visible, scores, -math.inf)
+
+
+def probabilities_of(
+    call: Call,
+    sequence: OneSequence,
+    rows: slice,
+    visible: torch.Tensor,
+    scores: torch.Tensor,
+    compute: torch.dtype,
+    *,
+    heads: torch.Tensor | None = None,
+    smooth: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the exponentials of logits less the largest of their row, after dropout (h, rows, keys); what divides
+    them (h, rows, 1); and the log-sum-exp (h, rows)."""
+    sink = None
+    if call.variant.sink is not None:
+        of_heads = sinks(call, compute, checked=not smooth)[sequence.index]
+        sink = (of_heads if heads is None else of_heads[heads])[:, None, None]
     peak = scores.detach().amax(dim=-1, keepdim=True)
     if sink is not None:
         peak = torch.maximum(peak, sink.detach())
@@ -218,11 +296,18 @@ def _attend_rows(
         dead = dead & (sink == -math.inf)
     divisor = torch.where(dead, 1.0, total)
     if call.variant.dropout:
-        stays = kept(call, sequence.index, slice(first, last), keys)
-        weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
-    out = _weighted(weights, v, visible) / divisor
+        stays = kept(call, sequence.index, rows, visible.shape[-1])
+        weights = torch.where(stays if heads is None else stays[heads], weights * rate_of(call)[1], 0.0)
     lse = torch.where(dead, -math.inf, peak + torch.log(divisor)).squeeze(-1)
-    return out.transpose(0, 1), lse
+    return weights, divisor, lse
+
+
+def _of_heads(call: Call, tensor: torch.Tensor, compute: torch.dtype, heads: torch.Tensor | None) -> torch.Tensor:
+    """Return keys or values (keys, hk, d) for each query head, (h, keys, d)."""
+    groups = call.heads // call.kv_heads
+    if heads is not None:
+        return tensor[:, heads // groups].to(compute).transpose(0, 1)
+    return tensor.to(compute).transpose(0, 1).repeat_interleave(groups, dim=0)
 
 
 def _as_compute(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
@@ -230,13 +315,21 @@ def _as_compute(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 
 def names_of(
-    call: Call, index: int, shown: slice, rows: int, keys: int, q_offset: int, k_offset: int
+    call: Call,
+    index: int,
+    shown: slice | torch.Tensor,
+    rows: int,
+    keys: int,
+    q_offset: int,
+    k_offset: int,
+    *,
+    heads: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Return every name of the language for query rows ``shown`` of a sequence, which broadcast to (h, rows, keys)."""
     device = call.device
-    q = torch.arange(shown.start, shown.stop, device=device)[None, :, None]
+    q = (torch.arange(shown.start, shown.stop, device=device) if isinstance(shown, slice) else shown)[None, :, None]
     kv = torch.arange(keys, device=device)[None, None, :]
-    h = torch.arange(call.heads, device=device)[:, None, None]
+    h = (torch.arange(call.heads, device=device) if heads is None else heads)[:, None, None]
     return {
         **call.scalars,
         "b": index,
@@ -267,11 +360,14 @@ def _scores(
     names: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     compute: torch.dtype,
+    *,
+    checked: bool,
 ) -> torch.Tensor:
     """Return the score of every visible pair; what stands at other pairs does not matter and has no gradient."""
     if variant.score is None:
         return logits
-    scores = evaluate(variant.score, {**names, "s": logits}, tensors, float_dtype=compute, guard=visible)
+    names = {**names, "s": logits}
+    scores = evaluate(variant.score, names, tensors, float_dtype=compute, guard=visible, checked=checked)
     return scores.to(compute).broadcast_to(logits.shape)
 
 
