@@ -57,9 +57,7 @@ def reference(
     compute = compute or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     out_dtype = torch.float64 if compute == torch.float64 else call.out_dtype
     outs, lses = [], []
-    for sequence in _sequences(call, q, k, v):
-        if call.descales:
-            sequence = _dequantized(call, sequence, compute)
+    for sequence in sequences(call, q, k, v, compute):
         out, lse = _attend(call, sequence, compute)
         outs.append(out.to(out_dtype))  # while others are computed in twice the bytes
         lses.append(lse)
@@ -93,10 +91,23 @@ def lengths(call: Call) -> list[tuple[int, int, int, int]]:
     return [(q_starts[b + 1] - q_starts[b], keys[b], q_starts[b], k_starts[b]) for b in range(call.batch)]
 
 
-def _sequences(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[OneSequence]:
+def sequences(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, compute: torch.dtype
+) -> Iterator[OneSequence]:
     """Yield the sequences of a call, cut to their used keys: what lies beyond is never read."""
     for b, place in enumerate(lengths(call)):
-        yield one_sequence(call, q, k, v, b, place)
+        yield _in_units(call, one_sequence(call, q, k, v, b, place), compute)
+
+
+def sequence_at(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: int, compute: torch.dtype
+) -> OneSequence:
+    """Return sequence ``b`` as ``sequences`` yields it."""
+    return _in_units(call, one_sequence(call, q, k, v, b, lengths(call)[b]), compute)
+
+
+def _in_units(call: Call, sequence: OneSequence, compute: torch.dtype) -> OneSequence:
+    return _dequantized(call, sequence, compute) if call.descales else sequence
 
 
 def one_sequence(
@@ -221,7 +232,7 @@ def _attend_rows(
 def attend_rows(
     call: Call,
     sequence: OneSequence,
-    rows: slice,
+    rows: slice | torch.Tensor,
     compute: torch.dtype,
     *,
     heads: torch.Tensor | None = None,
@@ -269,7 +280,7 @@ def scores_of(
 def probabilities_of(
     call: Call,
     sequence: OneSequence,
-    rows: slice,
+    rows: slice | torch.Tensor,
     visible: torch.Tensor,
     scores: torch.Tensor,
     compute: torch.dtype,
