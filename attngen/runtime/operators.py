@@ -18,7 +18,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
-from attngen.runtime import dispatch, paged_operators, training
+from attngen.runtime import at_trace, dispatch, paged_operators, training
 from attngen.runtime.arguments import hint_for, out_dtype_of
 from attngen.runtime.derivatives import reference_gradients
 from attngen.runtime.dropout import check_rate, draw
@@ -104,6 +104,7 @@ class _Calls:
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
         given = self.given(arguments)
+        at_trace.prepare(given, dispatch._on_gpu)
         q = given.q
         out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype))
         lse_shape: tuple[int, ...]
@@ -150,6 +151,7 @@ class _Calls:
     ) -> tuple[Tensor, ...]:
         """Return gradients of the right shapes, for tracing; they are contiguous."""
         given = self.given(arguments)
+        at_trace.prepare(given, dispatch._on_gpu, "backward")
         inputs = [given.q, given.k, given.v, *(given.arguments[name] for name in self.signature.differentiable)]
         return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
 

@@ -1,4 +1,4 @@
-"""``attngen.debug.compare`` on kernels: what is right is within what is allowed, and what is not is told by its tile."""
+"""``attngen.debug.compare`` on kernels: what is right is within what is allowed, what is not is told by its tile."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def near(found: Any, wanted: Any, share: float = 0.03) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_the_card() -> Iterator[None]:
     """Dense attention makes its positions on the default device."""
     with torch.device("cuda"):
         yield
