@@ -261,3 +261,110 @@ def test_the_rest_runs_on_torch_where_the_caller_says_so() -> None:
         ours.flex_attention(q, k, v, None, mask)
     out = ours.flex_attention(q, k, v, None, mask, fallback=True)
     assert torch.allclose(out, dense(q, k, v, lambda b, h, q, kv: torch.minimum(q, kv) == kv, None)[0], atol=2e-5)
+
+
+# --- under torch.compile ------------------------------------------------------------------------------------
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", **{"fullgraph": True, **options})
+
+
+#: What a program cannot read, and its graph breaks for: a bound method.
+BREAKING = {"method"}
+SAMPLE = (
+    "causal",
+    "causal_document",
+    "prefix_by_sequence",
+    "nested_closures",
+    "alibi_slopes",
+    "relative_bias",
+    "gated",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODS if name not in SAMPLE)]
+)
+def test_a_program_is_compiled_without_a_graph_break(name: str) -> None:
+    mask_mod, score_mod = MODS[name]("cpu")
+    q, k, v = qkv()
+    mask = None if mask_mod is None else ours.create_block_mask(mask_mod, BATCH, HEADS, LENGTH, LENGTH, device="cpu")
+    learned = [t for t in ours.meaning(mask_mod, score_mod, torch.device("cpu")).tensors().values() if t.requires_grad]
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = ours.flex_attention(q * 2, k, v, score_mod, mask, return_lse=True)
+        return out + 1, lse
+
+    wanted, found = program(q, k, v), compiled(program, fullgraph=name not in BREAKING)(q, k, v)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    leaves = [q, k, v, *learned]
+    for one, other in zip(*(torch.autograd.grad(t[0].sum(), leaves) for t in (found, wanted)), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_program_notices_what_changes() -> None:
+    """Numbers that a closure holds, even where torch makes symbols of them; other tensors; masks with other facts."""
+    q, k, v = (t.detach() for t in qkv())
+
+    def capped(cap: float, table: Tensor) -> Any:
+        return lambda s, b, h, q, kv: cap * torch.tanh((s + table[h, kv - 1]) / cap)
+
+    program = compiled(lambda score: ours.flex_attention(q, k, v, score) * 1)
+    tables = [torch.randn(HEADS, LENGTH, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    for cap, table in ((3.0, tables[0]), (4.0, tables[0]), (5.0, tables[1]), (3.0, tables[1])):
+        score = capped(cap, table)
+        assert torch.allclose(program(score), ours.flex_attention(q, k, v, score), atol=1e-6)
+
+    program = compiled(lambda mask: ours.flex_attention(q, k, v, None, mask) * 1)
+    for doc in (torch.arange(LENGTH) // 7, torch.arange(LENGTH) // 9, torch.arange(LENGTH) % 5):
+        mask = ours.create_block_mask(
+            lambda b, h, q, kv, doc=doc: doc[q] == doc[kv], None, None, LENGTH, LENGTH, "cpu"
+        )  # fmt: skip
+        assert torch.allclose(program(mask), ours.flex_attention(q, k, v, None, mask), atol=1e-6)
+
+
+def test_masks_of_other_documents_need_no_other_program() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = (t.detach() for t in qkv())
+
+    def mask(doc: Tensor) -> Any:
+        return ours.create_block_mask(lambda b, h, q, kv: doc[q] == doc[kv], None, None, LENGTH, LENGTH, "cpu")
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    program = torch.compile(lambda mask: ours.flex_attention(q, k, v, None, mask) * 1, fullgraph=True, backend=counter)
+    for length in (7, 9, 20):
+        made = mask(torch.arange(LENGTH) // length)
+        assert torch.allclose(program(made), ours.flex_attention(q, k, v, None, made), atol=1e-6)
+    assert counter.frame_count == 1
+
+
+class _Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(2 * LENGTH))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found: Tensor = ours.flex_attention(q * 1, k, v, lambda s, b, h, q, kv: s + self.bias[q - kv + LENGTH])
+        return found * 2
+
+
+def test_a_function_made_inside_of_a_program_breaks_its_graph_and_is_right() -> None:
+    module, given = _Module(), qkv()
+    wanted, found = module(*given), compiled(module, fullgraph=False)(*given)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    for one, other in zip(*(torch.autograd.grad(t.sum(), [module.bias]) for t in (found, wanted)), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_what_is_refused_is_refused_in_a_program_too() -> None:
+    q, k, v = (t.detach() for t in qkv())
+    mask = ours.create_block_mask(causal_mask, None, None, 8, 8, "cpu")
+    with pytest.raises(Exception, match="block_mask is for 8 queries and 8 keys"):
+        compiled(lambda: ours.flex_attention(q, k, v, None, mask), fullgraph=False)()
+    with pytest.raises(CallError, match="decides by the value of an index"):
+        compiled(lambda: ours.flex_attention(q, k, v, lambda s, b, h, q, kv: s if h > 1 else s + 1), fullgraph=False)()
