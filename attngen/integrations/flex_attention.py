@@ -72,8 +72,10 @@ class Traced:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the arguments of a call."""
-        return {one.name: one.given() for one in self.captured}
+        return {one.name: one.given() for one in self.captured} if self.captured else _NOTHING
 
+
+_NOTHING: dict[str, Tensor] = {}
 
 #: Captured tensors are part of a key by identity and version, and are not kept alive by it.
 _TRACED: RecentCache[Traced] = RecentCache(256)
@@ -86,22 +88,22 @@ _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 class _Known:
     """What functions meant at a call, while they are as they were: the next call finds out in about a microsecond."""
 
-    __slots__ = ("_device", "_found", "_score", "_watches")
+    __slots__ = ("_found", "_score", "_watches", "checked")
 
-    def __init__(self, mask_mod: Mod | None, score_mod: Mod | None, device: torch.device, found: Traced) -> None:
+    def __init__(self, mask_mod: Mod | None, score_mod: Mod | None, found: Traced) -> None:
         seen = [watch(one) for one in (mask_mod, score_mod) if one is not None]
         self._watches = None if None in seen else tuple(one for one in seen if one is not None)
         try:
             self._score = None if score_mod is None else ref(score_mod)
         except TypeError:  # something that is no function, and keeps no references
             self._watches = None
-        self._device, self._found = device.type, found
+        self._found = found
+        #: Shapes of query and key, and enable_gqa, of which nothing is left to check.
+        self.checked: tuple[Any, Any, bool] | None = None
 
-    def of(self, score_mod: Mod | None, device: torch.device) -> Traced | None:
+    def of(self, score_mod: Mod | None) -> Traced | None:
         """Return it for a call with this score_mod, or None."""
-        if self._watches is None or device.type != self._device:
-            return None
-        if score_mod is not (None if self._score is None else self._score()):
+        if self._watches is None or score_mod is not (None if self._score is None else self._score()):
             return None
         for one in self._watches:
             if not one.holds():
@@ -109,21 +111,25 @@ class _Known:
         return self._found
 
 
-def known(block_mask: BlockMask | None, score_mod: Mod | None, device: torch.device) -> Traced:
-    """Return what a call's functions mean."""
-    last = block_mask.last if block_mask is not None else None
-    if block_mask is None and score_mod is not None and type(score_mod) is FunctionType:
-        last = _LAST.get(score_mod)
-    found = None if last is None else last.of(score_mod, device)
-    if found is None:
+def _last(block_mask: BlockMask | None, score_mod: Mod | None) -> _Known | None:
+    if block_mask is not None:
+        return block_mask.last
+    return _LAST.get(score_mod) if type(score_mod) is FunctionType else None
+
+
+def known(block_mask: BlockMask | None, score_mod: Mod | None, device: torch.device) -> tuple[Traced, _Known]:
+    """Return what a call's functions mean, and where that is kept for the next one."""
+    last = _last(block_mask, score_mod)
+    found = None if last is None else last.of(score_mod)
+    if last is None or found is None:
         mask_mod = None if block_mask is None else block_mask.mask_mod
         found = meaning(mask_mod, score_mod, device)
-        new = _Known(mask_mod, score_mod, device, found)
+        last = _Known(mask_mod, score_mod, found)
         if block_mask is not None:
-            block_mask.last = new
+            block_mask.last = last
         elif type(score_mod) is FunctionType:
-            _LAST[score_mod] = new
-    return found
+            _LAST[score_mod] = last
+    return found, last
 
 
 def meaning(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -> Traced:
@@ -249,6 +255,15 @@ def flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa=enable_gqa, return_lse=return_lse,
             return_aux=return_aux,
         )  # fmt: skip
+    if return_aux is None and not fallback and not query.is_nested:
+        last = _last(block_mask, score_mod) if block_mask is None or type(block_mask) is BlockMask else None
+        if last is not None and last.checked == (query.shape, key.shape, enable_gqa):
+            found = last.of(score_mod)
+            if found is not None:
+                return calls.attention(
+                    query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=return_lse,
+                    **found.tensors(),
+                )  # fmt: skip
     return _now(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux, fallback)
 
 
@@ -259,9 +274,11 @@ def _now(
     wants_lse = _asked(block_mask, return_lse, return_aux)
     _check(query, key, block_mask, enable_gqa)
     try:
-        found = known(block_mask, score_mod, query.device)
+        found, last = known(block_mask, score_mod, query.device)
         if key.shape[0] == 1 != query.shape[0]:
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+        else:
+            last.checked = query.shape, key.shape, enable_gqa
         result = calls.attention(
             query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse,
             **found.tensors(),
@@ -377,11 +394,11 @@ def _meaning_at_trace(
 
 
 def _check(query: Tensor, key: Tensor, block_mask: BlockMask | None, enable_gqa: bool) -> None:
+    if query.is_nested or key.is_nested:
+        raise CallError("nested tensors are not served; attngen.attention_varlen takes packed sequences")
     rows, keys = query.shape, key.shape
     if len(rows) != 4 or len(keys) != 4:
         raise CallError(f"query must have shape (B, H, L, E), got {tuple(rows)} and key {tuple(keys)}")
-    if query.is_nested or key.is_nested:
-        raise CallError("nested tensors are not served; attngen.attention_varlen takes packed sequences")
     if not enable_gqa and rows[1] != keys[1]:
         raise CallError(f"query has {rows[1]} heads and key {keys[1]}; enable_gqa=True lets them differ")
     if block_mask is not None and (rows[2], keys[2]) != block_mask.seq_lengths:

@@ -86,8 +86,10 @@ class Watch:
             if (holder.cell_contents if key is _CELL else holder.get(key, _CELL)) is not value:
                 return False
         for holder, key, find, version, learns in self._tensors:
-            tensor: Any = holder.cell_contents if key is _CELL else holder.get(key)
-            if tensor is None or tensor is not find() or version_of(tensor) != version or tensor.requires_grad is not learns:
+            tensor = find()
+            if tensor is None or (holder.cell_contents if key is _CELL else holder.get(key)) is not tensor:
+                return False
+            if version_of(tensor) != version or tensor.requires_grad is not learns:
                 return False
         return True
 

@@ -45,6 +45,7 @@ class Captured:
     find: Callable[[], Tensor | None]
     monotone: bool = False  # along its last axis
     least: int | None = None
+    as_it_is: bool | None = None  # whether calls pass the tensor itself; None while nobody asked
 
     @property
     def tensor(self) -> Tensor:
@@ -68,9 +69,14 @@ class Captured:
 
     def given(self) -> Tensor:
         """Return what a call passes."""
-        made = self.tensor if self.tensor.dim() else self.tensor.view(1)
-        dtype = CONVERTED.get(made.dtype)
-        return made if dtype is None else made.to(dtype)
+        tensor = self.find()
+        assert tensor is not None, "its function has it"
+        if self.as_it_is is None:
+            self.as_it_is = tensor.dim() > 0 and tensor.dtype not in CONVERTED
+        if self.as_it_is:
+            return tensor
+        made = tensor if tensor.dim() else tensor.view(1)
+        return made.to(CONVERTED.get(made.dtype, made.dtype))
 
 
 @dataclass
