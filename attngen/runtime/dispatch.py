@@ -98,7 +98,7 @@ def run(given: Given) -> Any:
     if prepared is None:
         call, found = bind_call(given)
         call.return_lse = with_lse
-        prepared = _prepare(call, found, addresses, given)
+        prepared = _prepare(call, found, addresses, given, learns=learns)
         _PREPARED.put(identity, prepared)
     if learns:
         return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
@@ -165,13 +165,25 @@ def _choose(found: Found, request: Request) -> tuple[Kernel, Selection]:
     return selection.kernel, selection
 
 
-def _kernel_for(found: Found, request: Request, given: Given) -> Kernel:
-    """Return the kernel for a call, also one that was built since or is made now; or raise NoKernelError."""
+def _backward_of(request: Request, given: Given) -> Request:
+    """Return what the backward of a call will ask for."""
+    ordered = given.deterministic or asks_for_determinism() == 2
+    passed = dict(request.call.scalars)
+    return replace(request, given=passed, backend=None, direction="backward", deterministic=ordered)
+
+
+def _kernel_for(found: Found, request: Request, given: Given, *, learns: bool = False) -> Kernel:
+    """Return the kernel for a call, also one that was built since or is made now, with its backward if the call
+    ``learns``; or raise NoKernelError."""
     variant, package = given.variant, given.package
     try:
         kernel, _ = _choose(found, request)
     except NoKernelError:
-        if not registry.refresh_if_built() and (package is not None or not on_demand.make(request)):
+        soon = None
+        if learns and on_demand.maker is not None:
+            later = _backward_of(request, given)
+            soon = later if select(found.kernels, later, drivers.current()).kernel is None else None
+        if not registry.refresh_if_built() and (package is not None or not on_demand.make(request, soon)):
             raise
         try:
             kernel, _ = _choose(find(variant, package), request)
@@ -183,11 +195,11 @@ def _kernel_for(found: Found, request: Request, given: Given) -> Kernel:
     return kernel
 
 
-def _prepare(call: Call, found: Found, addresses: Sequence[int], given: Given) -> PreparedCall:
+def _prepare(call: Call, found: Found, addresses: Sequence[int], given: Given, *, learns: bool = False) -> PreparedCall:
     """Select a kernel and prepare its launch. Nothing is selected where there is nothing to compute."""
     kernel = None
     if not call.empty:
-        kernel = _kernel_for(found, _request(call, addresses, given), given)
+        kernel = _kernel_for(found, _request(call, addresses, given), given, learns=learns)
     kept = given.variant if isinstance(given.variant, Variant) else None
     return PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call), kept)
 
@@ -336,8 +348,7 @@ def explain(
         return Explanation(call, found, "nothing", "there is no query or no key", direction=direction)
     request = _request(call, _addresses(given), given)
     if direction == "backward":
-        ordered = deterministic or asks_for_determinism() == 2
-        request = replace(request, given=dict(call.scalars), backend=None, direction=direction, deterministic=ordered)
+        request = _backward_of(request, given)
     selection = select(found.kernels, request, drivers.current())
     if selection.kernel is None and package is None and on_demand.maker is not None:
         try:

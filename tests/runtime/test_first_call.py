@@ -100,7 +100,11 @@ class _Recorder:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def __call__(self, asked: Any) -> None:
+    def __call__(self, *wanted: Any) -> None:
+        for asked in wanted:
+            self._take(asked)
+
+    def _take(self, asked: Any) -> None:
         self.asked.append(asked)
         fields = {"dtype": asked.dtype, "head_dim": (asked.head_dim_qk, asked.head_dim_v), "layout": asked.layout,
                   "align": asked.alignment or 16, "direction": asked.direction}  # fmt: skip
@@ -233,7 +237,7 @@ def test_what_cannot_be_compiled_at_trace_time_is_told_when_it_runs(
 ) -> None:
     tried: list[Any] = []
 
-    def broken(what: Any) -> None:
+    def broken(what: Any, *soon: Any) -> None:
         tried.append(what)
         raise KeyError("tile")
 
@@ -254,6 +258,16 @@ def test_fake_tensors_alone_compile_nothing(asked: list[Any]) -> None:
     assert not asked
 
 
+def test_a_backward_is_compiled_along_with_its_forward(asked: list[Any]) -> None:
+    q = tensors()
+    with attngen.jit():
+        attngen.attention(q, q, q, variant="causal")
+        attngen.attention(q.requires_grad_(), q, q, variant="softcap", cap=5.0)
+    assert [(each.variant.name, each.direction) for each in asked] == [
+        ("causal", "forward"), ("softcap", "forward"), ("softcap", "backward"),
+    ]  # fmt: skip
+
+
 def test_nothing_is_compiled_in_a_capture(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attngen.first_call._capturing", lambda: True)
     with attngen.jit(), pytest.raises(NoKernelError, match="compiles nothing while a CUDA graph is captured"):
@@ -269,7 +283,7 @@ def test_a_compile_that_fails_is_the_reason(gpu: FakeDriver, monkeypatch: pytest
 
 
 def test_a_fault_of_attngen_is_no_traceback(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(asked: Any) -> None:
+    def broken(asked: Any, *soon: Any) -> None:
         raise KeyError("tile")
 
     monkeypatch.setattr(attngen.jit._maker, "_compile", broken)
