@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -370,3 +371,82 @@ def test_what_is_refused_is_refused_in_a_program_too() -> None:
         compiled(lambda: ours.flex_attention(q, k, v, None, mask), fullgraph=False)()
     with pytest.raises(CallError, match="decides by the value of an index"):
         compiled(lambda: ours.flex_attention(q, k, v, lambda s, b, h, q, kv: s if h > 1 else s + 1), fullgraph=False)()
+
+
+# --- what a function does beside computing ------------------------------------------------------------------
+
+CALLS = 0
+SEEN: list[Any] = []
+
+
+def _assigns_a_global(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return q >= kv
+
+
+def _prints(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    print("called")
+    return q >= kv
+
+
+def _appends(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    SEEN.append(q)
+    return q >= kv
+
+
+def _assigns_around() -> Any:
+    count = 0
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return q >= kv
+
+    return mask
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def mask(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        self.calls += 1
+        return q >= kv
+
+
+EFFECTS = {
+    "assigns the global 'CALLS'": _assigns_a_global,
+    "it prints": _prints,
+    "changes the list 'SEEN'": _appends,
+    "assigns 'count' of the function around it": _assigns_around(),
+    "changes an attribute of 'self'": _Counts().mask,
+    "it assigns the global 'CALLS', which": ours.and_masks(causal_mask, _assigns_a_global),
+}
+
+
+@pytest.mark.parametrize("reason", EFFECTS)
+def test_an_effect_that_would_be_lost_is_refused_and_undone(reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CallError, match=reason) as caught:
+        ours.create_block_mask(EFFECTS[reason], None, None, 8, 8, "cpu")
+    assert "test_flex_attention.py:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (CALLS, SEEN, capsys.readouterr().out) == (0, [], "")
+
+
+def _line_of(function: Any, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(place for place, line in enumerate(lines) if text in line)
+
+
+def test_refusals_name_the_line() -> None:
+    for function, text in ((_decides, "if h > 1"), (_sorts, "torch.stack"), (_assigns_a_global, "CALLS += 1"),
+                           (_prints, "print(")):  # fmt: skip
+        with pytest.raises(CallError, match=rf"test_flex_attention\.py:{_line_of(function, text)}\)"):
+            ours.create_block_mask(function, None, None, 8, 8, "cpu")
+
+
+def test_a_captured_tensor_on_another_device_is_named() -> None:
+    doc = torch.zeros(8, dtype=torch.int32, device="meta")
+    with pytest.raises(CallError, match="the captured tensor 'doc' is on meta, the call on cpu"):
+        ours.create_block_mask(lambda b, h, q, kv: doc[q] == doc[kv], None, None, 8, 8, "cpu")
