@@ -15,6 +15,7 @@ from attngen.runtime.driver import Driver
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
+from attngen.runtime.prediction import predict
 
 #: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_BLOCKS = 2**31 - 1
@@ -62,27 +63,26 @@ class Request:
     deterministic: bool = False  # the same bits on every run
 
 
-def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kernel]:
+def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int = 1) -> list[Kernel]:
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
-    Forwards whose plans tell the time of a tile are ordered by the time that their tiles of work should take together:
-    large tiles take less for each row, and waste more after the last one. So are those that pack the heads of a group.
+    Forwards whose plans have measured times are ordered by what the call should take where ``blocks`` run at once.
     """
 
-    splits = call is not None and splits_keys(call)
+    splits = False if call is None else splits_keys(call)
 
     def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool, float, bool, bool]:
         # Whether keys are shared as the call wants it, the closest architecture first, then TMA, then the hand-written
-        # schedules, then how rows fill tiles; sums in a fixed order, which take longer, last.
+        # schedules, then the time; sums in a fixed order, which take longer, last.
         by_hand = kernel.backend == "cuda"
         return (
-            kernel.split_kv != splits,
+            splits is not None and kernel.split_kv != splits,
             not kernel.arch.specific,
             kernel.loads != "descriptor",
             not by_hand,
             -kernel.arch.capability,
             by_hand and not kernel.main.persistent,
-            _time(kernel, call),
+            _time(kernel, call, blocks),
             kernel.pack_gqa,
             kernel.ordered,
         )
@@ -90,26 +90,33 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
     return sorted(kernels, key=rank)
 
 
-def splits_keys(call: Call) -> bool:
-    """Whether a call should run on a kernel whose blocks share the keys of a sequence, if there is one.
+def splits_keys(call: Call) -> bool | None:
+    """Whether a call should run on a kernel whose blocks share the keys of a sequence, if there is one; None: on the
+    faster of both kinds.
 
     A call that names ``split_size`` or more than one split asks for it, and with ``num_splits=1`` for the other kind.
     Else it depends on the rows that all query heads of a KV head have together, ``seqlen_q`` times the ratio of heads:
     up to ``FEW_ROWS`` memory binds, and up to ``SPLIT_ROWS`` the blocks of an ordinary kernel, one for each sequence
     and KV head, are too few to read K and V fast, unless there are ``BUSY_UNITS``. With more rows the products take
-    longer than the loads. Lengths of keys are not looked at: only the device knows them, where the kernel finds how
-    many splits are worth it.
+    longer than the loads, and blocks share keys only where their number is known on the host and there are too few
+    tiles for all multiprocessors. Lengths in caches only the device knows: the kernel finds how many splits are worth
+    it.
     """
     if call.split_size or call.num_splits:
         return call.num_splits != 1
     rows = call.seqlen_q * group_of(call)
-    return rows <= FEW_ROWS or (rows <= SPLIT_ROWS and call.batch * call.kv_heads < BUSY_UNITS)
+    if rows <= SPLIT_ROWS:
+        return rows <= FEW_ROWS or call.batch * call.kv_heads < BUSY_UNITS
+    return None if call.seqused_k is None and not call.page_size else False
 
 
-def _time(kernel: Kernel, call: Call | None) -> float:
-    """Return how long the tiles of a call take beside those of other kernels; without a call, a row of them. It is 0
-    where the plan does not tell."""
-    return kernel.tile_time / kernel.tile_m if call is None else kernel.tile_time * _tiles(kernel, call)
+def _time(kernel: Kernel, call: Call | None, blocks: int) -> float:
+    """Return how long a call should take; without one, a pair of a row and a key. It is 0 where the plan does not
+    tell."""
+    if call is None:
+        return kernel.times[-1] / (kernel.tile_m * kernel.tile_n) if kernel.times else 0.0
+    found = predict(kernel, call, blocks)
+    return found.nanoseconds if found else 0.0
 
 
 def _tiles(kernel: Kernel, call: Call) -> int:
@@ -121,7 +128,7 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
     """Return the first kernel that takes the call."""
     rejected: list[Rejection] = []
     candidates = [kernel for kernel in kernels if kernel.direction == request.direction]
-    for kernel in preferred(candidates, request.call):
+    for kernel in preferred(candidates, request.call, driver.multiprocessors(request.device)):
         reason = reason_against(kernel, request, driver)
         if reason is None:
             return Selection(kernel, tuple(rejected))

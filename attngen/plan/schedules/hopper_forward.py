@@ -21,6 +21,7 @@ from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of, forward_roles
 from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.times import FORWARD, times_of, visible_keys
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
@@ -43,10 +44,6 @@ _REGISTERS_OF_FOUR = 32
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
 #: ptxas takes a wgmma of more columns than the first only where threads begin with the second's registers (C7602).
 _COLUMNS_OF_FEW_REGISTERS, _REGISTERS_OF_MORE_COLUMNS = 192, 142
-
-
-#: Time of a tile of work by its consumers, as far as it decides between tiles: docs/performance.md, "Packed heads".
-_TILE_TIMES = {1: 1.0, 2: 1.25, 3: 1.75}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +203,8 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         softmax=roles.softmax,
         section_bytes=SECTION_BYTES,
         structure=roles,
-        tile_time=_TILE_TIMES[roles.consumers],
+        times=times_of(FORWARD, roles.consumers, tile.tile_n, max(columns[0].width, columns[1].width)),
+        visible=visible_keys(spec),
         pack_gqa=pack_gqa,
     )
     return forward_launches(
@@ -214,6 +212,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         _arguments(planned, roles),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
         persistent=roles.persistent,
+        pdl=arch.pdl and roles.specialized and "nopdl" not in __import__("os").environ.get("ATTNGEN_TRIAL", ""),
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
         products=_products(planned, roles, form),
@@ -245,6 +244,8 @@ def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
     """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
     in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
     Q K^T of its own."""
+    if "lean" in __import__("os").environ.get("ATTNGEN_TRIAL", "") and not roles.skips:
+        return 3 * qk + 3 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 

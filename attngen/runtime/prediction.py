@@ -1,0 +1,133 @@
+"""How long a call should take on a kernel: its tiles of work, in the order in which blocks take them, times measured
+constants.
+
+A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
+``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and each
+takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What rows see
+of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know, or a scalar that the call
+passes, counts as seen. So calls of the same shapes run the same kernel, whatever came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+from attngen.lang.host import evaluate
+from attngen.runtime.arguments import Call
+from attngen.runtime.geometry import group_of, tiles_of
+from attngen.runtime.module import Kernel
+from attngen.runtime.splits import shares
+
+#: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
+_LOOKED_AT = 16
+
+#: Waves from which on the last one no longer matters.
+_MANY_WAVES = 16
+
+#: Query rows of a consumer, which skips what its own do not see.
+_CONSUMER_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The nanoseconds of a call, its tiles of work, and what the block that is done last has of them: tiles, and tiles
+    of keys over all of these."""
+
+    nanoseconds: float
+    tiles: int
+    path: tuple[float, float]
+
+    @property
+    def microseconds(self) -> float:
+        """The same in microseconds."""
+        return self.nanoseconds / 1e3
+
+
+def predict(kernel: Kernel, call: Call, blocks: int, times: Sequence[float] | None = None) -> Prediction | None:
+    """Return what a forward should take where ``blocks`` run at once; None if the plan does not tell.
+
+    ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
+    equally long, and caches full.
+    """
+    times = times or kernel.times
+    if not times:
+        return None
+    launch, tile, step = times
+    seqlen_q, seqlen_k = _lengths(call)
+    if kernel.split_kv:
+        tiles, pieces = shares(kernel.main, call, seqlen_q, seqlen_k, blocks)
+        path = (1.0, float(pieces))
+    else:
+        q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+        tiles = q_tiles * units
+        path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, blocks, tile, step)
+    return Prediction(launch + path[0] * tile + path[1] * step, tiles, path)
+
+
+def _lengths(call: Call) -> tuple[int, int]:
+    """Return the queries and keys of a sequence."""
+    if not call.ragged:
+        return call.seqlen_q, call.seqlen_k
+    batch = max(call.batch, 1)
+    seqlen_q = min(-(-call.total_q // batch), call.seqlen_q)
+    return max(seqlen_q, 1), call.seqlen_k if call.page_size else max(min(-(-call.total_k // batch), call.seqlen_k), 1)
+
+
+def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
+    """Return the tiles of keys of each tile of queries of a unit, from the last one on, and of how many it is so."""
+    n = kernel.tile_n
+    every = -(-seqlen_k // n)
+    visible = kernel.visible
+    if not visible:
+        return [(every, q_tiles)]
+    group = group_of(call) if kernel.pack_gqa else 1
+    height = _CONSUMER_ROWS if kernel.skips else kernel.tile_m
+    before = (kernel.tile_m - height) // 2
+    names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    names |= {rule.name: rule.default if rule.const is None else rule.const for rule in call.rules}
+    position, last = seqlen_k - seqlen_q, seqlen_q - 1
+    looked_at, rows = min(q_tiles, _LOOKED_AT), []
+    for i in reversed(range(looked_at)):
+        begin, end = i * q_tiles // looked_at, (i + 1) * q_tiles // looked_at
+        first = (begin + end - 1) // 2 * kernel.tile_m + before
+        q_lo, q_hi = min(first // group, last), min((first + height - 1) // group, last)
+        names |= {"q_lo": q_lo, "q_hi": q_hi, "q_pos_lo": q_lo + position, "q_pos_hi": q_hi + position}
+        seen = 0
+        for lo, hi in visible:
+            low, high = evaluate(lo, names), evaluate(hi, names)
+            low, high = 0 if low is None else max(low, 0) // n, every if high is None else min(-(-high // n), every)
+            seen += max(high - low, 0)
+        rows.append((min(seen, every), end - begin))
+    return rows
+
+
+def _path(
+    rows: Sequence[tuple[int, int]], units: int, blocks: int, tile: float, step: float
+) -> tuple[float, float]:  # fmt: skip
+    """Return the tiles of work, and the tiles of keys over these, of the block that is done last.
+
+    All units begin with the first of the rows; a block that is done takes the next tile.
+    """
+    count = units * sum(width for _, width in rows)
+    if len(rows) == 1 or count <= blocks:
+        most = max(seen for seen, _ in rows)
+        waves = -(-count // blocks)
+        return float(waves), float(waves * most)
+    if count > _MANY_WAVES * blocks:
+        steps = units * sum(seen * width for seen, width in rows)
+        return count / blocks, steps / blocks
+    at_work: list[tuple[float, int, int, int]] = [(0.0, blocks, 0, 0)]  # till when how many, with which tiles and steps
+    for seen, width in rows:
+        took, left = tile + seen * step, units * width
+        while left:
+            until, free, tiles, steps = heappop(at_work)
+            taken = min(free, left)
+            heappush(at_work, (until + took, taken, tiles + 1, steps + seen))
+            if free > taken:
+                heappush(at_work, (until, free - taken, tiles, steps))
+            left -= taken
+    _, _, tiles, steps = max(at_work)
+    return float(tiles), float(steps)
