@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call, bind
 from attngen.runtime.calls import attention
+from attngen.schema import preset
 from attngen.tools.bench.small.shapes import DTYPE, Shape
 
 #: Most sets of inputs; calls so small that this many fit the cache are bound by their launch.
@@ -40,21 +41,30 @@ class Inputs:
         given: dict[str, Any] = {"variant": self.shape.variant, "package": package, **self.shape.arguments}
         return [partial(attention, *each, **given) for each in self.sets]
 
-    def error(self, out: Tensor, package: str) -> float:
+    def error(self, out: Tensor) -> float:
         """Return ‖out − reference‖ / ‖reference‖ of the last set over the first KV head of the first sequence and the
         last one of the last; infinity for a NaN."""
-        shape = self.shape
-        group, found, wanted = shape.heads // shape.kv_heads, [], []
-        q, k, v = self.sets[-1]
-        for b, hk in sorted({(0, 0), (shape.batch - 1, shape.kv_heads - 1)}):
-            heads = slice(hk * group, (hk + 1) * group)
-            one = (q[b : b + 1, :, heads], k[b : b + 1, :, hk : hk + 1], v[b : b + 1, :, hk : hk + 1])
-            given: dict[str, Any] = {"variant": shape.variant, "package": package, **shape.arguments}
-            wanted.append(attention(*(each.double() for each in one), backend="reference", **given))
-            found.append(out[b : b + 1, :, heads].double())
-        right = torch.cat(wanted)
-        error = float((torch.cat(found) - right).norm() / right.norm())
+        group = self.shape.heads // self.shape.kv_heads
+        picked = [out[b : b + 1, :, hk * group : (hk + 1) * group].double() for b, hk in self._picked]
+        error = float((torch.cat(picked) - self._wanted).norm() / self._wanted.norm())
         return math.inf if math.isnan(error) else error
+
+    @property
+    def _picked(self) -> list[tuple[int, int]]:
+        return sorted({(0, 0), (self.shape.batch - 1, self.shape.kv_heads - 1)})
+
+    @cached_property
+    def _wanted(self) -> Tensor:
+        shape, (q, k, v) = self.shape, self.sets[-1]
+        group, found = shape.heads // shape.kv_heads, []
+        for b, hk in self._picked:
+            one = (q[b : b + 1, :, hk * group : (hk + 1) * group], *(each[b : b + 1, :, hk : hk + 1] for each in (k, v)))
+            out = attention(
+                *(each.double() for each in one), variant=preset(shape.variant), backend="reference", **shape.arguments
+            )
+            assert isinstance(out, Tensor)
+            found.append(out)
+        return torch.cat(found)
 
 
 def call_of(shape: Shape, variant: Variant) -> Call:

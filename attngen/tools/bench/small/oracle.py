@@ -18,14 +18,14 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.prediction import predict
 from attngen.runtime.registry import Package, registry
 from attngen.runtime.select import Request, select
-from attngen.schema import load_spec
+from attngen.schema import load_spec, preset
 from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.kernels import chosen, compiled, reader
 from attngen.tools.bench.machine import gpu_facts
 from attngen.tools.bench.serving.replay import Capture, Track, cuda_graph, race
 from attngen.tools.bench.small.fit import Fit, Timed, fit
 from attngen.tools.bench.small.inputs import Inputs, call_of
-from attngen.tools.bench.small.shapes import DTYPE, Shape, oracle_shapes
+from attngen.tools.bench.small.shapes import DTYPE, VARIANTS, Shape, oracle_shapes
 from attngen.tools.bench.timing import Clock, Contestant, CudaClock
 from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.verify.gpu import Gpu
@@ -154,7 +154,14 @@ def compared(shape: Shape, kernels: Sequence[Kernel], measured: Mapping[str, flo
 def _candidates(prepared: Sequence[Prepared], part: str | None, capability: int) -> dict[Shape, list[Prepared]]:
     """Return the kernels that may take each shape."""
     found: dict[Shape, list[Prepared]] = {}
-    kept = [one for one in chosen(prepared, part, ()) if one.plan.direction == "forward" and one.plan.layout == "dense"]
+    kept = [
+        one
+        for one in chosen(prepared, part, ())
+        if one.plan.direction == "forward"
+        and one.plan.layout == "dense"
+        and one.plan.variant.name in VARIANTS
+        and one.plan.variant == preset(one.plan.variant.name)
+    ]
     for shape in oracle_shapes():
         own = [
             one
@@ -183,7 +190,7 @@ def _timed(
         registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: (reader(kernel),)}))
         try:
             track = Track(Contestant(kernel.name, inputs.calls(kernel.name)), clock, capture)
-            error = inputs.error(track.output(), kernel.name)
+            error = inputs.error(track.output())
         except NoKernelError:
             continue
         except Exception as raised:  # whatever a kernel raises on its way down

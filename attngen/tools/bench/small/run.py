@@ -206,7 +206,7 @@ def _enter(
         track = Track(make(), course.clock, course.capture)
         out = track.output()
         if course.options.check:
-            result = replace(result, error=inputs.error(out, course.package))
+            result = replace(result, error=inputs.error(out))
     except NoKernelError as refusal:
         return replace(result, status="unsupported", reason=_words(refusal)), None
     except Exception as raised:  # whatever a library raises for what it lacks, or a kernel on its way down

@@ -9,6 +9,9 @@ from typing import Any
 
 DTYPE, ELEMENT_BYTES = "bf16", 2
 
+#: What calls may ask for.
+VARIANTS = ("full", "causal", "sliding_window")
+
 #: Keys that a window shows.
 WINDOW = 1024
 
