@@ -5,22 +5,15 @@ what it is applied to, such as ``["add", "q_pos_hi", 1]``; None is the end of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import add, floordiv, mod, mul, neg, sub
 from typing import Any
 
 from attngen.lang.ir import Const, Expr, Op, Type, Var
 
 #: What bounds are computed by. All results are exact.
-OPERATORS: Mapping[str, Callable[..., int]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "neg": lambda a: -a,
-    "floordiv": lambda a, b: a // b,
-    "mod": lambda a, b: a % b,
-    "min": min,
-    "max": max,
-    "abs": abs,
-}
+OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "add": add, "sub": sub, "mul": mul, "neg": neg, "floordiv": floordiv, "mod": mod, "min": min, "max": max, "abs": abs,
+}  # fmt: skip
 _ONE = ("neg", "abs")
 
 #: Lists within lists, and the largest number.
@@ -56,17 +49,21 @@ def is_bound(value: Any, deepest: int = _DEEPEST) -> bool:
     return fits and all(each is not None and is_bound(each, deepest - 1) for each in given)
 
 
-def evaluate(bound: Bound, names: Mapping[str, Any]) -> int | None:
-    """Return the value of a bound; None for the end of the axis, also where a name has no value, or what divides is 0."""
-    if bound is None or type(bound) is int:
-        return bound
+def evaluate(bound: Bound, names: Mapping[str, Any], count: int) -> list[int] | None:
+    """Return ``count`` values of a bound; None for the end of the axis, also where a name has no value, or what divides
+    is 0.
+
+    A name has a number, or a list of ``count`` of them.
+    """
+    if bound is None:
+        return None
+    if type(bound) is int:
+        return [bound] * count
     if isinstance(bound, str):
         found = names.get(bound)
-        return None if found is None else int(found)
-    values = [evaluate(each, names) for each in bound[1:]]
-    if None in values:
-        return None
+        return found if isinstance(found, list) else None if found is None else [int(found)] * count
+    values = [evaluate(each, names, count) for each in bound[1:]]
     try:
-        return OPERATORS[bound[0]](*values)
+        return None if None in values else list(map(OPERATORS[bound[0]], *values))
     except ZeroDivisionError:
         return None

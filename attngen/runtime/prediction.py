@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappush, heapreplace
+from itertools import pairwise
 from typing import Any
 
 from attngen.lang.host import evaluate
@@ -22,10 +23,10 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.splits import shares
 
 #: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
-_LOOKED_AT = 16
+_LOOKED_AT = 12
 
 #: Waves from which on the last one no longer matters.
-_MANY_WAVES = 16
+_MANY_WAVES = 6
 
 #: Query rows of a consumer, which skips what its own do not see.
 _CONSUMER_ROWS = 64
@@ -44,6 +45,10 @@ class Prediction:
     def microseconds(self) -> float:
         """The same in microseconds."""
         return self.nanoseconds / 1e3
+
+    def __str__(self) -> str:
+        tiles, steps = self.path
+        return f"{self.tiles} tiles of work, {tiles:.3g} of them one after the other with {steps:.4g} steps"
 
 
 def predict(kernel: Kernel, call: Call, blocks: int, times: Sequence[float] | None = None) -> Prediction | None:
@@ -89,18 +94,28 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
     names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     names |= {rule.name: rule.default if rule.const is None else rule.const for rule in call.rules}
     position, last = seqlen_k - seqlen_q, seqlen_q - 1
-    looked_at, rows = min(q_tiles, _LOOKED_AT), []
-    for i in reversed(range(looked_at)):
-        begin, end = i * q_tiles // looked_at, (i + 1) * q_tiles // looked_at
-        first = (begin + end - 1) // 2 * kernel.tile_m + before
-        q_lo, q_hi = min(first // group, last), min((first + height - 1) // group, last)
-        names |= {"q_lo": q_lo, "q_hi": q_hi, "q_pos_lo": q_lo + position, "q_pos_hi": q_hi + position}
-        seen = 0
-        for lo, hi in visible:
-            low, high = evaluate(lo, names), evaluate(hi, names)
-            low, high = 0 if low is None else max(low, 0) // n, every if high is None else min(-(-high // n), every)
-            seen += max(high - low, 0)
-        rows.append((min(seen, every), end - begin))
+    count = min(q_tiles, _LOOKED_AT)
+    starts = [i * q_tiles // count for i in range(count + 1)]
+    widths = [end - begin for begin, end in pairwise(starts)]
+    firsts = [
+        (begin + (width - 1) // 2) * kernel.tile_m + before for begin, width in zip(starts[:-1], widths, strict=True)
+    ]
+    q_lo = [min(first // group, last) for first in firsts]
+    q_hi = [min((first + height - 1) // group, last) for first in firsts]
+    names |= {
+        "q_lo": q_lo, "q_hi": q_hi, "q_pos_lo": [q + position for q in q_lo], "q_pos_hi": [q + position for q in q_hi],
+    }  # fmt: skip
+    seen = [0] * count
+    for lo, hi in visible:
+        low = [max(at, 0) // n for at in evaluate(lo, names, count) or [0] * count]
+        high = [min(-(-at // n), every) for at in evaluate(hi, names, count) or [seqlen_k] * count]
+        seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
+    rows: list[tuple[int, int]] = []
+    for found, width in zip(reversed(seen), reversed(widths), strict=True):
+        if rows and rows[-1][0] == found:
+            rows[-1] = found, rows[-1][1] + width
+        else:
+            rows.append((min(found, every), width))
     return rows
 
 
@@ -123,9 +138,9 @@ def _path(
     for seen, width in rows:
         took, left = tile + seen * step, units * width
         while left:
-            until, free, tiles, steps = heappop(at_work)
+            until, free, tiles, steps = at_work[0]
             taken = min(free, left)
-            heappush(at_work, (until + took, taken, tiles + 1, steps + seen))
+            heapreplace(at_work, (until + took, taken, tiles + 1, steps + seen))
             if free > taken:
                 heappush(at_work, (until, free - taken, tiles, steps))
             left -= taken

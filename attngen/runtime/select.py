@@ -15,7 +15,7 @@ from attngen.runtime.driver import Driver
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
-from attngen.runtime.prediction import predict
+from attngen.runtime.prediction import Prediction, predict
 
 #: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_BLOCKS = 2**31 - 1
@@ -70,6 +70,8 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int =
     """
 
     splits = False if call is None else splits_keys(call)
+    rivals = [kernel for kernel in kernels if kernel.times and (call is None or _against_form(kernel, call) is None)]
+    times = {kernel: _time(kernel, call, blocks) for kernel in (rivals if len(rivals) > 1 else ())}
 
     def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool, float, bool, bool]:
         # Whether keys are shared as the call wants it, the closest architecture first, then TMA, then the hand-written
@@ -82,7 +84,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int =
             not by_hand,
             -kernel.arch.capability,
             by_hand and not kernel.main.persistent,
-            _time(kernel, call, blocks),
+            times.get(kernel, 0.0),
             kernel.pack_gqa,
             kernel.ordered,
         )
@@ -111,12 +113,9 @@ def splits_keys(call: Call) -> bool | None:
 
 
 def _time(kernel: Kernel, call: Call | None, blocks: int) -> float:
-    """Return how long a call should take; without one, a pair of a row and a key. It is 0 where the plan does not
-    tell."""
-    if call is None:
-        return kernel.times[-1] / (kernel.tile_m * kernel.tile_n) if kernel.times else 0.0
-    found = predict(kernel, call, blocks)
-    return found.nanoseconds if found else 0.0
+    """Return how long a call should take; without one, a pair of a row and a key."""
+    found = predict(kernel, call, blocks) if call is not None else None
+    return found.nanoseconds if found else kernel.times[-1] / (kernel.tile_m * kernel.tile_n)
 
 
 def _tiles(kernel: Kernel, call: Call) -> int:
@@ -136,6 +135,18 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
     return Selection(None, tuple(rejected))
 
 
+def foreseen(
+    kernels: Sequence[Kernel], request: Request, driver: Driver, blocks: int
+) -> tuple[tuple[Kernel, Prediction], ...]:
+    """Return what the call should take on each kernel that takes it and has measured times, in the order of preference."""
+    found = []
+    for kernel in preferred([one for one in kernels if one.direction == request.direction], request.call, blocks):
+        prediction = predict(kernel, request.call, blocks)
+        if prediction is not None and reason_against(kernel, request, driver) is None:
+            found.append((kernel, prediction))
+    return tuple(found)
+
+
 def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | None:
     """Return the one reason why a kernel does not take a call, or None if it does."""
     call = request.call
@@ -143,14 +154,8 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         return f"it is a {kernel.direction} kernel"
     if request.backend is not None and kernel.backend != request.backend:
         return f"backend is {kernel.backend}, the call asks for {request.backend}"
-    for label, built, asked in (
-        ("layout", kernel.layout, call.layout),
-        ("dtype", kernel.dtype, call.dtype),
-        ("head_dim of q and k", kernel.head_dim_qk, call.head_dim_qk),
-        ("head_dim of v", kernel.head_dim_v, call.head_dim_v),
-    ):
-        if built != asked:
-            return f"{label} is {built}, the call has {asked}"
+    if reason := _against_form(kernel, call):
+        return reason
     if call.descales and kernel.scale_block not in call.scale_blocks:
         given = _sharing(call.scale_blocks[0])
         return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
@@ -170,6 +175,19 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         or _against_group(kernel, call)
         or _against_tensors(kernel, request)
     )
+
+
+def _against_form(kernel: Kernel, call: Call) -> str | None:
+    """Return what a kernel was built for that a call is not, or None."""
+    for label, built, asked in (
+        ("layout", kernel.layout, call.layout),
+        ("dtype", kernel.dtype, call.dtype),
+        ("head_dim of q and k", kernel.head_dim_qk, call.head_dim_qk),
+        ("head_dim of v", kernel.head_dim_v, call.head_dim_v),
+    ):
+        if built != asked:
+            return f"{label} is {built}, the call has {asked}"
+    return None
 
 
 def _sharing(block: int) -> str:
