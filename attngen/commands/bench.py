@@ -119,7 +119,9 @@ def command(
             context.exit(cli.EXIT_FAILURE)
         return
     if cells:
-        raise click.UsageError("--cell names cells of the serving suite, and of small calls; add --suite serving or small")
+        raise click.UsageError(
+            "--cell names cells of the serving suite, and of small calls; add --suite serving or small"
+        )
     if ladder and plot_path is not None:
         raise click.UsageError("--plot draws races with peers; leave it out, or --ladder")
     if ladder and passes in ("backward", "both"):

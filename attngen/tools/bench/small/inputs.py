@@ -58,7 +58,10 @@ class Inputs:
         shape, (q, k, v) = self.shape, self.sets[-1]
         group, found = shape.heads // shape.kv_heads, []
         for b, hk in self._picked:
-            one = (q[b : b + 1, :, hk * group : (hk + 1) * group], *(each[b : b + 1, :, hk : hk + 1] for each in (k, v)))
+            one = (
+                q[b : b + 1, :, hk * group : (hk + 1) * group],
+                *(each[b : b + 1, :, hk : hk + 1] for each in (k, v)),
+            )
             out = attention(
                 *(each.double() for each in one), variant=preset(shape.variant), backend="reference", **shape.arguments
             )
