@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from attngen.tools.bench.small.report import SmallReport
 
 
+#: Options that say nothing about the comparison of kernels.
+_NOT_FOR_THE_ORACLE = (
+    "variants", "passes", "suite", "cells", "seqlens", "tokens", "check", "plot_path", "ladder", "sustained", "dry_run",
+)  # fmt: skip
+
+
 @click.command()
 @click.argument("spec", type=click.Path(path_type=Path))
 @click.option("--kernel", "part", metavar="PART", help="Only kernels whose name contains this.")
@@ -91,8 +97,7 @@ def command(
         if path is not None and not path.parent.is_dir():
             raise click.BadParameter(f"there is no folder {path.parent}")
     if oracle:
-        _refuse_beside(context, "the comparison", "--oracle", ("variants", "passes", "suite", "cells", "seqlens", "tokens", "check",
-                                             "plot_path", "ladder", "sustained", "dry_run"))  # fmt: skip
+        _refuse_beside(context, "the comparison", "--oracle", _NOT_FOR_THE_ORACLE)
         from attngen.commands.bench_small import run_oracle
 
         if not run_oracle(spec, part, rounds, jobs, partial(_write, path=json_path)):

@@ -12,7 +12,8 @@ from attngen.lang.ir import Const, Expr, Op, Type, Var
 
 #: What bounds are computed by. All results are exact.
 OPERATORS: Mapping[str, Callable[..., Any]] = {
-    "add": add, "sub": sub, "mul": mul, "neg": neg, "floordiv": floordiv, "mod": mod, "min": min, "max": max, "abs": abs,
+    "add": add, "sub": sub, "mul": mul, "neg": neg, "floordiv": floordiv, "mod": mod, "min": min, "max": max,
+    "abs": abs,
 }  # fmt: skip
 _ONE = ("neg", "abs")
 

@@ -2,10 +2,10 @@
 constants.
 
 A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
-``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and each
-takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What rows see
-of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know, or a scalar that the call
-passes, counts as seen. So calls of the same shapes run the same kernel, whatever came before.
+``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and
+each takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What
+rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know, or a scalar
+that the call passes, counts as seen. So calls of the same shapes run the same kernel, whatever came before.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
 def foreseen(
     kernels: Sequence[Kernel], request: Request, driver: Driver, blocks: int
 ) -> tuple[tuple[Kernel, Prediction], ...]:
-    """Return what the call should take on each kernel that takes it and has measured times, in the order of preference."""
+    """Return what the call should take on each kernel that takes it and has measured times, in order of preference."""
     found = []
     for kernel in preferred([one for one in kernels if one.direction == request.direction], request.call, blocks):
         prediction = predict(kernel, request.call, blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from attngen.tools.bench.small.inputs import Inputs, call_of
 from attngen.tools.bench.small.oracle import compare, compared
 from attngen.tools.bench.small.run import SmallOptions, bench_small
 from attngen.tools.bench.small.shapes import WINDOW, Shape, oracle_shapes, small_shapes
-from attngen.tools.bench.timing import Clock, Contestant, Work, sustain
+from attngen.tools.bench.timing import Work, sustain
 from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared, prepare
 from attngen.tools.verify.gpu import Gpu
 from attngen.tools.verify.interpreter import kernel_of
@@ -94,7 +95,9 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
         for name, value in {
             "gpu_facts": lambda gpu: {"name": gpu.name, "l2_bytes": 1},
             "ceilings": lambda gpu, clock, rounds: Ceilings(750.0, 4300.0),
-            "small_peers": lambda: (StubPeer("good"), StubPeer("wrong", lambda out: out + 1.0), StubPeer("gone", absent="no")),
+            "small_peers": lambda: (
+                StubPeer("good"), StubPeer("wrong", lambda out: out + 1.0), StubPeer("gone", absent="no"),
+            ),
             "cuda_graph": replayed,
             "CudaClock": TickClock,
             "Monitor": Monitor,
@@ -240,4 +243,4 @@ def test_the_next_sample_is_enqueued_before_the_last_is_waited_for() -> None:
     assert log[-1] == "wait"
     spans = sorted(one.spans + other.spans)
     assert all(low < high for low, high in spans)
-    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))

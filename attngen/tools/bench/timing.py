@@ -1,7 +1,7 @@
 """Time contestants side by side: batches between two events, in interleaved rounds, over rotating inputs.
 
-A sustained race has longer samples, in random order, and the next one is enqueued before the last one is waited for: the
-card never rests, and runs at the clock that its power allows.
+A sustained race has longer samples, in random order, and the next one is enqueued before the last one is waited for:
+the card never rests, and runs at the clock that its power allows.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Nanoseconds of a launch and rows of ``plan.times.TABLE``, and the relative errors: root mean square and largest."""
+    """Nanoseconds of a launch, rows of ``plan.times.TABLE``, and relative errors: root mean square and largest."""
 
     launch: float
     rows: tuple[Measured, ...]

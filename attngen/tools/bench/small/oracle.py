@@ -175,8 +175,10 @@ def _candidates(prepared: Sequence[Prepared], part: str | None, capability: int)
         if own:
             found[shape] = own
     if not found:
-        raise CallError(f"the comparison takes dense forwards of full, causal and sliding_window in {DTYPE} at head_dim "
-                        "64 and 128; the spec has none that runs here")  # fmt: skip
+        raise CallError(
+            f"the comparison takes dense forwards of {', '.join(VARIANTS)} in {DTYPE} at head_dim 64 and 128; the spec "
+            "has none that runs here"
+        )
     return found
 
 

@@ -98,8 +98,9 @@ class SmallRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as the report holds it."""
+        best = self.best_peer
         return {
-            **self.shape.to_dict(), "input_sets": self.input_sets, "best_peer": self.best_peer and self.best_peer.contestant,
+            **self.shape.to_dict(), "input_sets": self.input_sets, "best_peer": best and best.contestant,
             "to_peer": self.ratios.get(OURS), "results": [result.to_dict() for result in self.results],
         }  # fmt: skip
 

@@ -70,8 +70,11 @@ class _Course:
 def small_peers() -> tuple[Peer, ...]:
     """Return the libraries in the order of their columns."""
     return (
-        Sdpa("SDPA flash", "FLASH_ATTENTION"), Sdpa("SDPA cuDNN", "CUDNN_ATTENTION"), FlashAttention3(), FlashAttention4(),
-    )  # fmt: skip
+        Sdpa("SDPA flash", "FLASH_ATTENTION"),
+        Sdpa("SDPA cuDNN", "CUDNN_ATTENTION"),
+        FlashAttention3(),
+        FlashAttention4(),
+    )
 
 
 def dry_run(spec: str | Path, options: SmallOptions) -> SmallReport:
