@@ -63,7 +63,7 @@ def evaluate(bound: Bound, names: Mapping[str, Any], count: int) -> list[int] | 
     if isinstance(bound, str):
         found = names.get(bound)
         return found if isinstance(found, list) else None if found is None else [int(found)] * count
-    values = [evaluate(each, names, count) for each in bound[1:]]
+    values: list[Any] = [evaluate(each, names, count) for each in bound[1:]]
     try:
         return None if None in values else list(map(OPERATORS[bound[0]], *values))
     except ZeroDivisionError:
