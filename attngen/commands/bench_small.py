@@ -141,8 +141,8 @@ def print_oracle(report: OracleReport) -> None:
             f"constants that suit these times best, in ns (plan/times.py); errors {100 * found.error:.1f} % root mean "
             f"square, {100 * found.largest:.0f} % at most; launch {found.launch:.0f}"
         )
-        rows = [[f"{r.kind}", f"{r.consumers}", f"{r.tile_n}", f"{r.columns}", f"{r.tile:.1f}", f"{r.step:.1f}"]
+        rows = [[f"{r.consumers}", f"{r.tile_n}", f"{r.columns}", f"{r.tile:.1f}", f"{r.step:.1f}"]
                 for r in found.rows]  # fmt: skip
-        print_table(("kind", "consumers", "tile.n", "columns", "tile", "step"), rows)
+        print_table(("consumers", "tile.n", "columns", "tile", "step"), rows)
     for name, reason in (report.failures or {}).items():
         click.secho(f"{name}: {reason}", fg="red", err=True)

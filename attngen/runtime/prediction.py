@@ -20,7 +20,6 @@ from attngen.lang.host import evaluate
 from attngen.runtime.arguments import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
-from attngen.runtime.splits import shares
 
 #: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
 _LOOKED_AT = 12
@@ -62,14 +61,9 @@ def predict(kernel: Kernel, call: Call, blocks: int, times: Sequence[float] | No
         return None
     launch, tile, step = times
     seqlen_q, seqlen_k = _lengths(call)
-    if kernel.split_kv:
-        tiles, pieces = shares(kernel.main, call, seqlen_q, seqlen_k, blocks)
-        path = (1.0, float(pieces))
-    else:
-        q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
-        tiles = q_tiles * units
-        path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, blocks, tile, step)
-    return Prediction(launch + path[0] * tile + path[1] * step, tiles, path)
+    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, blocks, tile, step)
+    return Prediction(launch + path[0] * tile + path[1] * step, q_tiles * units, path)
 
 
 def _lengths(call: Call) -> tuple[int, int]:

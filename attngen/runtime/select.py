@@ -69,7 +69,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int =
     Forwards whose plans have measured times are ordered by what the call should take where ``blocks`` run at once.
     """
 
-    splits = False if call is None else splits_keys(call)
+    splits = call is not None and splits_keys(call)
     rivals = [kernel for kernel in kernels if kernel.times and (call is None or _against_form(kernel, call) is None)]
     times = {kernel: _time(kernel, call, blocks) for kernel in (rivals if len(rivals) > 1 else ())}
 
@@ -78,7 +78,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int =
         # schedules, then the time; sums in a fixed order, which take longer, last.
         by_hand = kernel.backend == "cuda"
         return (
-            splits is not None and kernel.split_kv != splits,
+            kernel.split_kv != splits,
             not kernel.arch.specific,
             kernel.loads != "descriptor",
             not by_hand,
@@ -92,24 +92,20 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int =
     return sorted(kernels, key=rank)
 
 
-def splits_keys(call: Call) -> bool | None:
-    """Whether a call should run on a kernel whose blocks share the keys of a sequence, if there is one; None: on the
-    faster of both kinds.
+def splits_keys(call: Call) -> bool:
+    """Whether a call should run on a kernel whose blocks share the keys of a sequence, if there is one.
 
     A call that names ``split_size`` or more than one split asks for it, and with ``num_splits=1`` for the other kind.
     Else it depends on the rows that all query heads of a KV head have together, ``seqlen_q`` times the ratio of heads:
     up to ``FEW_ROWS`` memory binds, and up to ``SPLIT_ROWS`` the blocks of an ordinary kernel, one for each sequence
     and KV head, are too few to read K and V fast, unless there are ``BUSY_UNITS``. With more rows the products take
-    longer than the loads, and blocks share keys only where their number is known on the host and there are too few
-    tiles for all multiprocessors. Lengths in caches only the device knows: the kernel finds how many splits are worth
-    it.
+    longer than the loads. Lengths of keys are not looked at: only the device knows them, where the kernel finds how
+    many splits are worth it.
     """
     if call.split_size or call.num_splits:
         return call.num_splits != 1
     rows = call.seqlen_q * group_of(call)
-    if rows <= SPLIT_ROWS:
-        return rows <= FEW_ROWS or call.batch * call.kv_heads < BUSY_UNITS
-    return None if call.seqused_k is None and not call.page_size else False
+    return rows <= FEW_ROWS or (rows <= SPLIT_ROWS and call.batch * call.kv_heads < BUSY_UNITS)
 
 
 def _time(kernel: Kernel, call: Call | None, blocks: int) -> float:

@@ -69,7 +69,9 @@ def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, 
     and after each launch.
     """
     rows = call.seqlen_q * (call.heads // max(call.kv_heads, 1))
-    row_bits, row_units = _units_of_rows(launch, rows)
+    blocks_of_rows = max(-(-rows // launch.tile_m), 1)
+    row_bits = min((blocks_of_rows - 1).bit_length(), launch.row_warps.bit_length() - 1)
+    row_units = -(-blocks_of_rows // (1 << row_bits))
     units = call.batch * call.kv_heads * row_units
     kv_tiles = max(-(-call.seqlen_k // launch.tile_n), 1)
     split_tiles = 0
@@ -80,7 +82,8 @@ def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, 
     max_splits = -(-kv_tiles // split_tiles) if split_tiles else 1
     clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
     cluster, at_once = (launch.cluster, capacity.clusters) if clustered else (1, capacity.blocks)
-    blocks = cluster * min(at_once, _useful(units, kv_tiles, cluster))
+    useful = max(-(-units * kv_tiles // (_LEAST_TILES_OF_BLOCK * cluster)), units, 1)
+    blocks = cluster * min(at_once, useful)
     sizes = {
         "row_bits": row_bits,
         "row_warps": 1 << row_bits,
@@ -96,26 +99,6 @@ def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, 
     for name in ("batch", "group", "row_units", "split_tiles", "page_size"):
         sizes[f"{name}_reciprocal"] = reciprocal(divisors[name])
     return sizes
-
-
-def _units_of_rows(launch: Splitting, rows: int) -> tuple[int, int]:
-    """Return how many warps have the rows of a KV head together, as a power of two, and how many such units it has."""
-    blocks_of_rows = max(-(-rows // launch.tile_m), 1)
-    row_bits = min((blocks_of_rows - 1).bit_length(), launch.row_warps.bit_length() - 1)
-    return row_bits, -(-blocks_of_rows // (1 << row_bits))
-
-
-def _useful(units: int, kv_tiles: int, cluster: int) -> int:
-    """Return how many clusters have enough to do."""
-    return max(-(-units * kv_tiles // (_LEAST_TILES_OF_BLOCK * cluster)), units, 1)
-
-
-def shares(launch: Splitting, call: Call, seqlen_q: int, seqlen_k: int, blocks: int) -> tuple[int, int]:
-    """Return the units of a call whose sequences have such lengths, and the tiles of keys of a block's share where
-    ``blocks`` run at once and none of them form clusters."""
-    _, row_units = _units_of_rows(launch, seqlen_q * (call.heads // max(call.kv_heads, 1)))
-    units, kv_tiles = call.batch * call.kv_heads * row_units, -(-seqlen_k // launch.tile_n)
-    return units, -(-units * kv_tiles // min(blocks, _useful(units, kv_tiles, 1)))
 
 
 def _clustered(units: int, kv_tiles: int, cluster: int, capacity: Capacity) -> bool:

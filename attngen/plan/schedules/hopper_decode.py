@@ -18,7 +18,6 @@ from attngen.plan.pipes import BARRIER_BYTES, Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.decode_pipes import LOADERS, ROW_PADDING, decode_pipes, decode_pipes_of, memory
 from attngen.plan.schedules.hopper_forward import BOX_BYTES, keep_promises, widest_box, widths
-from attngen.plan.times import SPLIT_KV, times_of, visible_keys
 from attngen.schema.expand import KernelSpec
 
 _DTYPES = ("bf16", "fp16")
@@ -96,8 +95,6 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         section_bytes=SECTION_BYTES,
         structure=structure,
         pack_gqa=True,
-        times=times_of(SPLIT_KV, warps, _KEYS, max(qk.width, v.width)),
-        visible=visible_keys(packed),
     )
     forward = Launch(
         "forward", planned.name, "splits", _ROWS, _KEYS, stages, planned.num_warps, planned.driver, None,

@@ -21,7 +21,7 @@ from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of, forward_roles
 from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.times import FORWARD, times_of, visible_keys
+from attngen.plan.times import times_of, visible_keys
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
@@ -203,7 +203,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         softmax=roles.softmax,
         section_bytes=SECTION_BYTES,
         structure=roles,
-        times=times_of(FORWARD, roles.consumers, tile.tile_n, max(columns[0].width, columns[1].width)),
+        times=times_of(roles.consumers, tile.tile_n, max(each.width for each in columns), operands.q.bytes),
         visible=visible_keys(spec),
         pack_gqa=pack_gqa,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attngen.plan.times import FORWARD, LAUNCH, SPLIT_KV, Measured
+from attngen.plan.times import LAUNCH, Measured
 from attngen.runtime.arguments import Call
 from attngen.runtime.module import Kernel
 from attngen.runtime.prediction import predict
@@ -35,12 +35,11 @@ class Fit:
     largest: float
 
 
-def key_of(kernel: Kernel) -> tuple[str, int, int, int]:
-    """Return what a row of the table goes by: kind, consumers, keys of a tile, columns."""
+def key_of(kernel: Kernel) -> tuple[int, int, int]:
+    """Return what a row of the table goes by: consumers, keys of a tile, columns."""
     manifest = kernel.manifest
     columns = max(row["width"] for name in ("columns_qk", "columns_v") for row in manifest[name])
-    kind = SPLIT_KV if kernel.split_kv else FORWARD
-    return kind, manifest["structure"]["consumers"], kernel.tile_n, columns
+    return manifest["structure"]["consumers"], kernel.tile_n, columns
 
 
 def fit(timed: Sequence[Timed], blocks: int) -> Fit:

@@ -25,7 +25,7 @@ from attngen.tools.bench.machine import gpu_facts
 from attngen.tools.bench.serving.replay import Capture, Track, cuda_graph, race
 from attngen.tools.bench.small.fit import Fit, Timed, fit
 from attngen.tools.bench.small.inputs import Inputs, call_of
-from attngen.tools.bench.small.shapes import DTYPE, VARIANTS, Shape, oracle_shapes
+from attngen.tools.bench.small.shapes import DTYPE, FOLLOWED, VARIANTS, Shape, oracle_shapes
 from attngen.tools.bench.timing import Clock, Contestant, CudaClock
 from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.verify.gpu import Gpu
@@ -92,7 +92,7 @@ class OracleReport:
         """Return it as ``--json`` writes it."""
         mean, most = self.lost if self.rows else (None, None)
         found = self.fit
-        constants = [[row.kind, row.consumers, row.tile_n, row.columns, row.tile, row.step]
+        constants = [[row.consumers, row.tile_n, row.columns, row.tile, row.step]
                      for row in (found.rows if found else ())]  # fmt: skip
         return {
             "suite": "oracle", "spec": self.spec, "gpu": dict(self.gpu), "lost_mean": mean, "lost_most": most,
@@ -130,7 +130,7 @@ def compare(spec: str | Path, part: str | None, rounds: int, jobs: int | None, o
                 timed += [
                     Timed(kernel, call_of(shape, kernel.variant), measured[kernel.name])
                     for kernel in own
-                    if kernel.name in measured and kernel.times
+                    if kernel.name in measured and kernel.times and shape.variant in FOLLOWED
                 ]
             observer(report, len(candidates))
             del inputs

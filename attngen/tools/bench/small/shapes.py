@@ -9,8 +9,8 @@ from typing import Any
 
 DTYPE, ELEMENT_BYTES = "bf16", 2
 
-#: What calls may ask for.
-VARIANTS = ("full", "causal", "sliding_window")
+#: What calls may ask for, and of these what keys they see follows from their shapes.
+VARIANTS, FOLLOWED = ("full", "causal", "sliding_window"), ("full", "causal")
 
 #: Keys that a window shows.
 WINDOW = 1024
