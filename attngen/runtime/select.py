@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from attngen.arch import ARCHES, arch_of
 from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, dtype
@@ -84,7 +84,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int =
             not by_hand,
             -kernel.arch.capability,
             by_hand and not kernel.main.persistent,
-            times.get(kernel, 0.0),
+            times.get(kernel, inf if kernel.times and kernel not in rivals else 0.0),
             kernel.pack_gqa,
             kernel.ordered,
         )
