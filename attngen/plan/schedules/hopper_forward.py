@@ -212,7 +212,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         _arguments(planned, roles),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
         persistent=roles.persistent,
-        pdl=arch.pdl and roles.specialized and "nopdl" not in __import__("os").environ.get("ATTNGEN_TRIAL", ""),
+        pdl=roles.specialized,
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
         products=_products(planned, roles, form),
@@ -242,11 +242,9 @@ def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
 
 def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
     """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
-    in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
-    Q K^T of its own."""
-    if "lean" in __import__("os").environ.get("ATTNGEN_TRIAL", "") and not roles.skips:
-        return 3 * qk + 3 * pv
-    return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
+    in the loop, after it, and after the last loop. Where consumers skip tiles, a tile of work may begin in two ways,
+    one of which needs a Q K^T of its own."""
+    return (4 if roles.skips else 3) * qk + 3 * pv
 
 
 def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> HopperTile:

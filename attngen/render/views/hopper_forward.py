@@ -118,8 +118,6 @@ class CudaView:
     multiplier: Piece
     sink: Sink | None
     classifier: ClassifierView | None
-    pdl: bool = False
-    lean: bool = False
 
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
@@ -212,8 +210,6 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         multiplier=leaf("multiplier") if plan.scale_block and plan.variant.score is None else code.multiplier,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
-        pdl=plan.launch(plan.main).pdl,
-        lean="lean" in __import__("os").environ.get("ATTNGEN_TRIAL", ""),
     )
 
 
