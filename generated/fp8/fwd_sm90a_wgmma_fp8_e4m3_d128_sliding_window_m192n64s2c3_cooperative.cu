@@ -595,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         store_out(0);
       };
 
-      // The last O += P V, and after it the first S = Q K^T of the next tile of work, if there is one.
+      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();
@@ -605,12 +605,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       left = next.tiles;
       const bool blind = more && first_is_blind();
       wait_v();
-      if (__any_sync(~0u, blind || !more)) {
+      if (blind) {
         issue_pv(held.stage);
         free_out();
         wait_products<0>();
         write_out();
-        if (blind) start(true, true);
+        start(true, true);
       } else {
         issue_pv(held.stage);
         issue_qk(k_ring.stage, q_ring.stage);

@@ -544,7 +544,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         store_out(0);
       };
 
-      // The last O += P V, and after it the first S = Q K^T of the next tile of work, if there is one.
+      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();
@@ -555,20 +555,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (more) wait_operands();
       wait_v();
       take_turn();
-      if (more) {
-        issue_pv(v_ring.stage);
-        issue_qk(k_ring.stage, q_ring.stage);
-        pass_turn();
-        free_out();
-        wait_products<1>();
-        write_out();
-      } else {
-        issue_pv(v_ring.stage);
-        pass_turn();
-        free_out();
-        wait_products<0>();
-        write_out();
-      }
+      issue_pv(v_ring.stage);
+      issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
+      free_out();
+      wait_products<1>();
+      write_out();
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

@@ -618,20 +618,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         store_out(0);
       };
 
-      // The last O += P V, and after it the first S = Q K^T of the next tile of work, if there is one.
+      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
       const bool blind = more && first_is_blind();
       wait_v();
       take_turn();
-      if (__any_sync(~0u, blind || !more)) {
+      if (blind) {
         issue_pv(held.stage);
         pass_turn();
         free_out();
         wait_products<0>();
         write_out();
-        if (blind) start(true, true);
+        start(true, true);
       } else {
         issue_pv(held.stage);
         issue_qk(k_ring.stage, q_ring.stage);

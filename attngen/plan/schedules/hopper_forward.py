@@ -256,9 +256,9 @@ def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
 
 def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
     """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
-    in the loop, after it, and after the last loop. Where consumers skip tiles, a tile of work may begin in two ways,
-    one of which needs a Q K^T of its own."""
-    return (4 if roles.skips else 3) * qk + 3 * pv
+    in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
+    Q K^T of its own."""
+    return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
 def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> HopperTile:
