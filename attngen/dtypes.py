@@ -83,11 +83,14 @@ QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
 #: What the output of quantized q may be.
 OUT_DTYPES: tuple[str, ...] = ("bf16", "fp16")
 
-#: Element types of caches that split-KV kernels and those that append read and write, beside a wider q or one alike.
-CACHE_DTYPES: tuple[str, ...] = ("fp8_e4m3",)
-
 #: That of probabilities where v is quantized: they need precision more than range.
 PROBABILITY_DTYPE = "fp8_e4m3"
+
+#: Those of a cache that may stand beside a wider q: a split-KV kernel converts them on the way to its products.
+CACHE_DTYPES: tuple[str, ...] = ("fp8_e4m3",)
+
+#: Dtypes of q beside such a cache that kernels take.
+BESIDE_CACHES: tuple[str, ...] = ("bf16", "fp16")
 
 #: What brings each quantized operand back to its units, as arguments of calls and kernels name it.
 DESCALES = ("q_descale", "k_descale", "v_descale")

@@ -127,10 +127,12 @@ def attend(
     if is_traced(q):
         names = tuple(candidate.variant for candidate in candidates)
         layout = _layout(packing, pages)
-        dtype, device = _dtype(q), q.device.type
+        dtype, kv_dtype, device = _dtype(q), _dtype(v), q.device.type
         known = _head_dims(names)
         dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
-        place, name = _built_at_trace(names, dtype, *dims, layout, device, q.device.index, spec, learns, ordered)
+        place, name = _built_at_trace(
+            names, dtype, kv_dtype, *dims, layout, device, q.device.index, spec, learns, ordered
+        )
         return _call(candidates[place], name, q, k, v, packing, pages, options)
     if not on_gpu(q) or backend == "reference":
         return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, pages, options)
@@ -227,7 +229,7 @@ def _kind(
 ) -> tuple[Any, ...]:
     names = tuple(candidate.variant for candidate in candidates)
     asked = ordered if learns else None
-    return (names, q.dtype, q.shape[-1], v.shape[-1], layout, asked, q.device.index, registry.generation)
+    return (names, q.dtype, v.dtype, q.shape[-1], v.shape[-1], layout, asked, q.device.index, registry.generation)
 
 
 def _with_backward(candidates: Sequence[Candidate], q: Tensor, v: Tensor, layout: str, ordered: bool) -> int:
@@ -259,7 +261,7 @@ def shipped(spec: str) -> str:
 
 
 def kernels_of(
-    name: str, *, direction: str, dtype: str, head_dim_qk: int, head_dim_v: int, layout: str
+    name: str, *, direction: str, dtype: str, head_dim_qk: int, head_dim_v: int, layout: str, kv_dtype: str = ""
 ) -> list[tuple[str, Kernel]]:
     """Return the kernels that compute exactly this variant at these dimensions, each with its package's name."""
     wanted = variant(name)
@@ -272,6 +274,7 @@ def kernels_of(
             for kernel in package.kernels(name)
             if (kernel.direction, kernel.dtype, kernel.layout) == (direction, dtype, layout)
             and (kernel.head_dim_qk, kernel.head_dim_v) == (head_dim_qk, head_dim_v)
+            and kernel.dtype_of("k").name == (kv_dtype or dtype)
             and kernel.variant.definition == wanted.definition
         ]
     return found
@@ -324,6 +327,7 @@ def _number(size: int, known: tuple[int, ...]) -> int:
 def _built_at_trace(
     names: tuple[str, ...],
     dtype: str,
+    kv_dtype: str,
     head_dim_qk: int,
     head_dim_v: int,
     layout: str,
@@ -341,7 +345,7 @@ def _built_at_trace(
     """
     registry.refresh_if_built()
     form: dict[str, Any] = {
-        "dtype": dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "layout": layout
+        "dtype": dtype, "kv_dtype": kv_dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "layout": layout
     }  # fmt: skip
     capability = None
     if device == "cuda" and torch.cuda.is_available():  # a tensor of a trace may be on a GPU that is not there

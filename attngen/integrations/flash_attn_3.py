@@ -188,16 +188,20 @@ def flash_attn_with_kvcache(
     With ``cu_seqlens_q`` (b + 1,) int32 and ``max_seqlen_q``, q is (total_q, h, d) and the log-sum-exp (h, total_q);
     with ``cu_seqlens_k_new`` new k and v are (total_new, hk, d). ``rotary_seqlens`` (b,) says where rotations begin, if
     not after ``cache_seqlens``.
+
+    The cache may be float8_e4m3fn, beside q in bfloat16, float16 or float8_e4m3fn: ``k_descale`` and ``v_descale``, and
+    ``q_descale`` of the latter, are float32 of shape (), (b, hk) or, of a cache with a ``page_table``, (pages, hk); one
+    that is left out is 1. New k and v in 16 bits are divided by their scale and rounded.
     """
     del scheduler_metadata, pack_gqa, sm_margin
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(qv=qv)
     return attend_cached(CachedCall(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_lengths=rotary_seqlens, rotary_interleaved=rotary_interleaved, lengths=cache_seqlens,
         batch_index=cache_batch_idx, leftpad=cache_leftpad, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, chunk=attention_chunk, softcap=softcap, num_splits=num_splits,
-        return_lse=return_softmax_lse,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_softmax_lse,
     ))  # fmt: skip
 
 
@@ -431,7 +435,7 @@ _OF_CACHES = (
 
 _REASONS = {
     "qv": "no kernel adds a second product to the logits",
-    **dict.fromkeys(DESCALES, "no kernel reads a cache in float8"),
+    **dict.fromkeys(DESCALES, "this pass has no kernels in float8; flash_attn_func and flash_attn_with_kvcache do"),
     **dict.fromkeys(_OF_CACHES, "this is the pass of training; flash_attn_with_kvcache takes caches"),
 }
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import CallError
 from attngen.integrations.choice import Candidate, Pages, attend
 from attngen.integrations.flash_arguments import candidates_for, refused, sides_of, steppable, tensor
 from attngen.runtime.append import append_kv
 from attngen.runtime.append_torch import rotated
+from attngen.runtime.arguments import TORCH_DTYPES
 from attngen.runtime.dispatch import is_traced
 
 #: The shipped spec that builds what these functions ask for.
@@ -27,6 +29,8 @@ SPEC = "flash_attn_kvcache"
 #: What stands after the name of a variant in that of its sibling that skips the first keys of each sequence.
 LEFTPAD = "_leftpad"
 
+#: Dtypes of tensors that come with scales.
+QUANTIZED = tuple(TORCH_DTYPES[name] for name in QUANTIZED_DTYPES)
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -39,6 +43,9 @@ class CachedCall:
     had before: an int, or int32 (b,); None for all that there is room for. Nobody sees the first ``leftpad`` (b,) int32
     of them. ``k`` and ``v`` (b, new, hk, d), or (total_new, hk, d) with ``cu_seqlens_new``, are written after these.
     ``rotary_lengths`` (b,) says where rotations begin, if not after the lengths.
+
+    A cache in 8 bits has ``k_descale`` and ``v_descale``, () or (b, hk), or (pages, hk) with a page table; q in 8 bits
+    has ``q_descale``, () or (b, hk). One that is left out is 1.
     """
 
     q: Tensor
@@ -64,6 +71,9 @@ class CachedCall:
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     num_splits: int = 0
     return_lse: bool = False
     out: Tensor | None = None
@@ -89,7 +99,8 @@ def attend_cached(call: CachedCall) -> Any:
     elif call.rotary_cos is not None or call.rotary_sin is not None:
         raise CallError("rotary_cos rotates new keys, and queries with them; k and v are not given")
     options: dict[str, Any] = {
-        "spec": SPEC, "softmax_scale": call.softmax_scale, "return_lse": call.return_lse, "seqused_k": used
+        "spec": SPEC, "softmax_scale": call.softmax_scale, "return_lse": call.return_lse, "seqused_k": used,
+        "descales": scales_or_ones(call.q, call.k_cache, call.q_descale, call.k_descale, call.v_descale),
     }  # fmt: skip
     if _in_order(call):
         k, v = (cache[:batch] if cache.shape[0] > batch else cache for cache in (call.k_cache, call.v_cache))
@@ -102,6 +113,15 @@ def attend_cached(call: CachedCall) -> Any:
         table = torch.arange(batch, dtype=torch.int32, device=call.q.device)[:, None]
     pages = Pages(table, call.cu_seqlens_q, call.max_seqlen_q, 1 if call.num_splits == 1 else None, call.out)
     return attend(candidates, call.q, call.k_cache, call.v_cache, pages=pages, **options)
+
+
+def scales_or_ones(
+    q: Tensor, kv: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
+) -> dict[str, Tensor]:
+    """Return scales by their keywords, 1 of what is quantized and has none given."""
+    named = {"q_descale": (q, q_descale), "k_descale": (kv, k_descale), "v_descale": (kv, v_descale)}
+    ones = {name: torch.ones((), device=q.device) for name, (of, _) in named.items() if of.dtype in QUANTIZED}
+    return ones | {name: scale for name, (_, scale) in named.items() if scale is not None}
 
 
 def _in_order(call: CachedCall) -> bool:
@@ -210,12 +230,15 @@ def _with_new_keys(call: CachedCall, used: Tensor | None) -> tuple[CachedCall, T
     # Queries stand beside the new keys where a mask tells positions apart, else all beside the first of them.
     moving = call.causal or sides_of(call.window_size) != (-1, -1)
     together = turns and moving and q.shape[:-2] == k.shape[:-2] and (starts is None or starts is new_starts)
+    rounded: dict[str, Tensor] = {}
+    if call.k_cache.dtype in QUANTIZED and k.dtype != call.k_cache.dtype:
+        rounded = scales_or_ones(k, call.k_cache, None, call.k_descale, call.v_descale)
     turned = append_kv(
         steppable("k", k), steppable("v", v), call.k_cache, call.v_cache, used,
         page_table=call.page_table, batch_index=None if call.batch_index is None else call.batch_index.to(torch.int32),
         cu_seqlens=new_starts, q=q if together else None, rotary_cos=call.rotary_cos, rotary_sin=call.rotary_sin,
         rotary_interleaved=bool(call.rotary_interleaved),
-        rotary_offsets=None if call.rotary_lengths is None else call.rotary_lengths.to(torch.int32),
+        rotary_offsets=None if call.rotary_lengths is None else call.rotary_lengths.to(torch.int32), **rounded,
     )  # fmt: skip
     if turns and not together:
         turned = _rotated_queries(call, used if call.rotary_lengths is None else call.rotary_lengths, moving)

@@ -16,7 +16,7 @@ from attngen.errors import CallError
 from attngen.integrations.choice import attend
 from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
 from attngen.integrations.flash_attn_3 import get_scheduler_metadata as get_scheduler_metadata
-from attngen.integrations.flash_cache import CachedCall, attend_cached
+from attngen.integrations.flash_cache import QUANTIZED, CachedCall, attend_cached, scales_or_ones
 
 __all__ = ["flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -60,13 +60,17 @@ def flash_attn_varlen_func(
     ``seqused_k`` (b,) int32 says how many keys each sequence has, those of its queries among them. Without it they are
     (total_k, hk, d), with ``cu_seqlens_k``. ``s_aux`` (h,) are sinks, logits that join each softmax. ``out`` takes the
     result. ``num_splits=1`` asks for a kernel that does not share the keys of a sequence among blocks. There is no
-    gradient. Raises NoKernelError for float8, ``q_v``, dropout and context parallelism, and for what no built kernel
-    computes; CallError for arguments that disagree.
+    gradient. Raises NoKernelError for ``q_v``, dropout and context parallelism, and for what no built kernel computes;
+    CallError for arguments that disagree.
+
+    k and v may be float8_e4m3fn, beside q in the same dtype or in bfloat16 or float16, with ``q_descale``,
+    ``k_descale`` and ``v_descale``, float32 of shape (), (b, hk) or, of pages, (pages, hk). One that is left out is 1,
+    and one of a tensor that is not quantized is not looked at: vLLM gives all of them always.
     """
     del deterministic, scheduler_metadata, fa_version
-    for name, given in (("q_v", q_v), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if given is not None:
-            raise refused(name, "no kernel multiplies float8, or a second query")
+    if q_v is not None:
+        raise refused("q_v", "no kernel multiplies a second query")
+    descales = _of_quantized(q, k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if dropout_p:
         raise refused("dropout_p", "servers do not drop probabilities")
     if return_attn_probs:
@@ -81,6 +85,7 @@ def flash_attn_varlen_func(
             q=q, k_cache=k, v_cache=v, page_table=block_table, lengths=seqused_k, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=s_aux, num_splits=num_splits, return_lse=return_softmax_lse, out=out,
+            **descales,
         ))  # fmt: skip
     if s_aux is not None:
         raise refused("s_aux", "sinks go with keys in pages; block_table is not given")
@@ -91,9 +96,15 @@ def flash_attn_varlen_func(
     found = attend(
         candidates_for(q, causal, window, softcap, alibi_slopes, batch), q, k, v, spec=SPEC,
         packing=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), softmax_scale=softmax_scale,
-        seqused_k=seqused_k, return_lse=return_softmax_lse,
+        seqused_k=seqused_k, return_lse=return_softmax_lse, descales=scales_or_ones(q, k, **descales),
     )  # fmt: skip
     if out is None:
         return found
     result, *lse = found if return_softmax_lse else (found,)
     return (out.copy_(result), *lse) if lse else out.copy_(result)
+
+
+def _of_quantized(q: Tensor, kv: Tensor, **given: Tensor | None) -> dict[str, Tensor | None]:
+    """Return scales, None for those of what is not quantized."""
+    of = {"q_descale": q, "k_descale": kv, "v_descale": kv}
+    return {name: scale if of[name].dtype in QUANTIZED else None for name, scale in given.items()}

@@ -60,6 +60,7 @@ PINGPONG_SPILLS = Spills(
     "faster with turns and these spills than without turns",
     Measured("docs/notebook/hopper_backward.md", "551 at d 128"),
 )
+CACHE_SPILLS = Spills("split-KV forwards of caches in 8 bits", 160, "stored before the loops and read after them", None)
 
 #: Products that ptxas makes wait: what it says of these kernels (C7510) is no reason to refuse them, since nothing else
 #: computes them.

@@ -238,6 +238,7 @@ class Plan:
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
+    tuned: str = ""  # where its tile, stages and warps were measured, if the spec left them open and a file had them
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
 
     @property
@@ -408,4 +409,5 @@ class Plan:
             "launches": [launch.to_dict() for launch in self.launches],
             "workspaces": [workspace.to_dict() for workspace in self.workspaces],
             **({"refused": [row.to_dict() for row in self.refused]} if self.refused else {}),
+            **({"tuned": self.tuned} if self.tuned else {}),
         }

@@ -58,8 +58,8 @@ def kernel_name(
 
 
 def append_name(*, arch: str, dtype: str, kv_dtype: str | None = None) -> str:
-    """Return the name of the kernel that appends to caches, such as ``append_sm90a_bf16``; one that quantizes on the way
-    names the dtype of the cache, too."""
+    """Return the name of the kernel that appends to caches, such as ``append_sm90a_bf16``; one that quantizes on the
+    way names the dtype of the cache, too."""
     return f"append_{arch}_{dtype_label(dtype, kv_dtype)}"
 
 

@@ -58,7 +58,7 @@ class Operands:
         return {field.name: self.of(field.name).name for field in fields(self)}
 
 
-#: What split-KV kernels multiply where K and V have 8 bits: they all are numbers of it, and conversion is one instruction.
+#: What split-KV kernels multiply where K and V have 8 bits, of which it holds every number.
 _WIDENED = "fp16"
 
 

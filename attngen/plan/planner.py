@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import CACHE_DTYPES, OUT_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, OUT_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.settle import settle
 from attngen.plan.choices import refuse
@@ -16,9 +16,6 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import backends, candidates
 from attngen.schema.expand import KernelSpec
 
-#: Dtypes of q beside a cache in fewer bits.
-_BESIDE_CACHES = ("bf16", "fp16")
-
 
 def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
@@ -26,11 +23,11 @@ def plan(spec: KernelSpec) -> Plan:
     spec = replace(spec, variant=settle(spec.variant))
     kv_dtype = spec.kv_dtype or spec.dtype
     quantized = spec.dtype in QUANTIZED_DTYPES
-    beside = QUANTIZED_DTYPES if quantized else CACHE_DTYPES if spec.dtype in _BESIDE_CACHES else ()
+    beside = QUANTIZED_DTYPES if quantized else CACHE_DTYPES if spec.dtype in BESIDE_CACHES else ()
     if spec.kv_dtype is not None and kv_dtype not in beside:
         raise refuse(
             spec, "kv_dtype", f"no kernel mixes q of {spec.dtype} with k and v of {kv_dtype}; allowed: "
-            f"{' or '.join(beside) or f'{CACHE_DTYPES[0]} with dtype {_BESIDE_CACHES[0]}'}, or leave it out"
+            f"{' or '.join(beside) or f'{CACHE_DTYPES[0]} with dtype {BESIDE_CACHES[0]}'}, or leave it out"
         )  # fmt: skip
     if spec.out_dtype is not None and not (quantized and spec.direction == "forward"):
         raise refuse(
@@ -52,8 +49,8 @@ def plan(spec: KernelSpec) -> Plan:
             raise refuse(spec, "out_dtype", f"over caches the output of {spec.dtype} is {QUANTIZED_DTYPES[spec.dtype]}")
     if spec.kv_dtype is not None and not quantized and not spec.split_kv and spec.direction == "forward":
         raise refuse(
-            spec, "kv_dtype", "kernels whose blocks share the keys of a sequence alone read k and v in fewer bits than q; "
-            "allowed: split_kv: true"
+            spec, "kv_dtype", "only kernels whose blocks share the keys of a sequence read k and v in fewer bits than "
+            "q; allowed: split_kv: true"
         )  # fmt: skip
     if spec.scale_block and kv_dtype not in QUANTIZED_DTYPES:
         raise refuse(spec, "descale", f"{kv_dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")

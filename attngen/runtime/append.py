@@ -35,6 +35,8 @@ def append_kv(
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
     rotary_offsets: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | None:
     """Append new keys and values to those of a cache, in place, and return the rotated queries, if there are any.
 
@@ -59,6 +61,12 @@ def append_kv(
     arithmetic is float32, or float64 for float64. ``q`` is laid out as k, with any number of heads; the rotated
     queries go to ``q_out``, which may be q itself; left out, they are a new tensor.
 
+    A cache in 8 bits (float8_e4m3fn) takes k and v in bfloat16, float16 or float32 with ``k_descale`` and
+    ``v_descale``, positive float32: numbers are divided by their scale and rounded to nearest even, after the rotation
+    was rounded to their dtype, and saturate at 448. A scale is of shape (), of (batch, kv_heads), or, with
+    ``page_table`` or ``slots``, of (pages, kv_heads): that of a page must not change while it holds keys. Where there
+    are as many pages as sequences, (pages, kv_heads, 1) says that it is of pages.
+
     Positions beyond the cache or the page table, pages that the cache does not have, and positions beyond
     ``rotary_cos`` raise CallError on the CPU and under ``attngen.debug()``. On a GPU nothing is read back: tokens that
     have no place are not written. Two tokens must not have one place. There is no derivative.
@@ -71,7 +79,7 @@ def append_kv(
         raise CallError("append_kv has no derivative; torch.no_grad() tells that no gradient is wanted")
     given = (
         k, v, k_cache, v_cache, cache_seqlens, page_table, slots, batch_index, cu_seqlens, page_layout, q, q_out,
-        rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets,
+        rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets, k_descale, v_descale,
     )  # fmt: skip
     return _traced(*given) if dispatch.is_traced(k) else run(*given)
 

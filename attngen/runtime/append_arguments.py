@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
-from attngen.runtime.arguments import PAGE_LAYOUTS, check_rank, index_vector
+from attngen.runtime.arguments import PAGE_LAYOUTS, check_rank, index_vector, mixes
 
 _ROTARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -34,15 +34,23 @@ class Append:
     rotary_sin: Any
     rotary_interleaved: Any
     rotary_offsets: Any
+    k_descale: Any = None
+    v_descale: Any = None
+
+
+#: The scales of a cache in 8 bits.
+DESCALES = ("k_descale", "v_descale")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many sequences a call has; pages of its cache, or sequences of a dense one, and rows of each."""
+    """How many sequences a call has; pages of its cache, or sequences of a dense one, and rows of each. ``of_pages``:
+    the scales of a cache in 8 bits are of its pages."""
 
     batch: int
     entries: int
     rows: int
+    of_pages: bool = False
 
 
 def check(call: Append) -> Sizes:
@@ -87,7 +95,51 @@ def check(call: Append) -> Sizes:
     _check_rotary(k, q, call.q_out, call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
     if call.rotary_cos is not None and call.cache_seqlens is None and call.rotary_offsets is None:
         raise CallError("a rotation needs positions: give cache_seqlens or rotary_offsets")
-    return Sizes(batch, entries, rows)
+    sizes = Sizes(batch, entries, rows)
+    return Sizes(batch, entries, rows, _check_scales(call, sizes))
+
+
+def scales_of(call: Append, sizes: Sizes) -> dict[str, Tensor]:
+    """Return the scales of a checked call by name, (batch, kv_heads) or (pages, kv_heads), as views of what was given;
+    none of a cache that is not quantized."""
+    shape = (sizes.entries if sizes.of_pages else sizes.batch, call.k.shape[-2])
+    given = {name: getattr(call, name) for name in DESCALES}
+    return {
+        name: (scale[..., 0] if scale.dim() == 3 else scale).expand(shape)
+        for name, scale in given.items() if scale is not None
+    }  # fmt: skip
+
+
+def _check_scales(call: Append, sizes: Sizes) -> bool:
+    """Check the scales of a cache in 8 bits, and return whether they are of pages. Raises CallError, too, for scales of
+    another cache."""
+    given = {name: getattr(call, name) for name in DESCALES}
+    if call.k_cache.dtype == call.k.dtype:
+        for name, scale in given.items():
+            if scale is not None:
+                raise CallError(f"{name} is of a cache in 8 bits, but {name[0]}_cache has {call.k_cache.dtype}")
+        return False
+    heads, pages = ((count, call.k.shape[-2]) for count in (sizes.batch, sizes.entries))
+    in_pages = call.page_table is not None or call.slots is not None
+    shapes = f"() or (batch, kv_heads) = {heads}" + (f" or (pages, kv_heads) = {pages}" if in_pages else "")
+    for name, scale in given.items():
+        if scale is None:
+            raise CallError(f"{name} is missing: a cache in 8 bits needs a scale, float32 of shape {shapes}")
+        if not isinstance(scale, Tensor):
+            raise CallError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
+        if scale.device != call.k.device:
+            raise CallError(f"{name} is on {scale.device}, but k is on {call.k.device}")
+    of_pages = in_pages and any(
+        tuple(scale.shape) == (*pages, 1) or tuple(scale.shape) == pages != heads for scale in given.values()
+    )
+    for name, scale in given.items():
+        allowed = ((), (1,), *((pages, (*pages, 1)) if of_pages else (heads,)))
+        if scale.dtype != torch.float32 or tuple(scale.shape) not in allowed:
+            both = ", and both of pages where one is" if in_pages else ""
+            raise CallError(
+                f"{name} must be float32 of shape {shapes}{both}, got {scale.dtype} of shape {tuple(scale.shape)}"
+            )
+    return of_pages
 
 
 def _check_caches(k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, page_layout: str) -> tuple[int, int]:
@@ -96,7 +148,14 @@ def _check_caches(k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, page_layout:
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_rank(name, cache, 4, f"pages x {middle} x head_dim")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if (cache.dtype, cache.device) != (new.dtype, k.device):
+        if (
+            cache.dtype != new.dtype
+            and mixes(new.dtype, cache.dtype)
+            and (cache.device, new.dtype) == (k.device, k.dtype)
+        ):
+            if k_cache.dtype != v_cache.dtype:
+                raise CallError(f"k_cache has {k_cache.dtype}, but v_cache has {v_cache.dtype}")
+        elif (cache.dtype, cache.device) != (new.dtype, k.device):
             raise CallError(
                 f"{name} has {new.dtype} on {new.device}, but {name}_cache has {cache.dtype} on {cache.device}; k is "
                 f"on {k.device}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from attngen.dtypes import CHUNK_BYTES
 from attngen.errors import LoadError
 from attngen.formats import APPEND, APPEND_VARIANT
-from attngen.runtime.append_arguments import Append, Sizes
+from attngen.runtime.append_arguments import DESCALES, Append, Sizes, scales_of
 from attngen.runtime.arguments import ATTENTION_DTYPES
 from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.module import Kernel
@@ -25,7 +25,7 @@ from attngen.runtime.select import against_device
 #: The tensors of a call, in the order in which their addresses are given.
 TENSORS = (
     "k", "v", "q", "q_out", "k_cache", "v_cache", "cache_seqlens", "page_table", "batch_index", "cu_seqlens",
-    "rotary_offsets", "slots", "rotary_cos", "rotary_sin",
+    "rotary_offsets", "slots", "rotary_cos", "rotary_sin", *DESCALES,
 )  # fmt: skip
 
 #: Those whose rows are read or written 16 bytes at a time, and the axes that kernels take strides of.
@@ -53,13 +53,13 @@ class PreparedAppend:
         """``numbers``: sizes by (name, None), strides by (tensor, axis). Raises LoadError if no cubin loads."""
         entry = kernel.main.entry
         packed = Frame(entry.layout.size)
-        #: Index of each address in the frame, in the order of TENSORS.
-        self._places = [0] * len(TENSORS)
+        #: The place in the frame of each address, and which of TENSORS it is of.
+        self._places: list[tuple[int, int]] = []
         for parameter in entry.layout.parameters:
             if parameter.kind == "pointer":
                 if parameter.of not in TENSORS:
                     raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
-                self._places[TENSORS.index(parameter.of)] = parameter.offset // 8
+                self._places.append((parameter.offset // 8, TENSORS.index(parameter.of)))
                 continue
             key = (parameter.of or "", parameter.axis if parameter.kind == "stride" else None)
             if key not in numbers or parameter.type not in _WRITERS:
@@ -82,8 +82,8 @@ class PreparedAppend:
             frame.bytes[: len(self._template)] = self._template
             launches = [(*self._function, frame.pointers(self._offsets))]
         words = frame.words
-        for place, address in zip(self._places, addresses, strict=True):
-            words[place] = address
+        for place, tensor in self._places:
+            words[place] = addresses[tensor]
         self._driver.launch(launches, self._device)
         self._free.append((frame, launches))
 
@@ -93,7 +93,7 @@ def prepare(call: Append, sizes: Sizes, rotated: Tensor | None, driver: Driver) 
 
     ``rotated``: where the queries go.
     """
-    kernel = _kernel_for(call.k.dtype, call.k.device.index or 0, driver)
+    kernel = _kernel_for(call.k.dtype, call.k_cache.dtype, call.k.device.index or 0, driver)
     return kernel if isinstance(kernel, str) else prepare_on(kernel, call, sizes, rotated, driver)
 
 
@@ -114,16 +114,22 @@ def prepare_on(
     rows = found["tokens"] * (2 * found["kv_heads"] + found["heads"])
     if max(rows + threads, found["max_pages"] * found["page_size"]) > _MOST:
         return "more rows than 32 bits count"
-    numbers = {**_strides(given, call.page_layout), **{(name, None): value for name, value in found.items()}}
+    scales = {
+        (name, axis): scale.stride(place)
+        for name, scale in scales_of(call, sizes).items() for place, axis in enumerate("bh")
+    }  # fmt: skip
+    numbers = {**_strides(given, call.page_layout), **scales, **{(name, None): value for name, value in found.items()}}
     return PreparedAppend(kernel, numbers, -(-rows // (threads >> lane_bits)), driver, device)
 
 
-def _kernel_for(dtype: torch.dtype, device: int, driver: Driver) -> Kernel | str:
-    """Return the first kernel that appends to caches of a dtype on a device, or why there is none."""
-    reason = f"no package that is found has a kernel that appends to caches of {str(dtype).removeprefix('torch.')}"
+def _kernel_for(dtype: torch.dtype, cached: torch.dtype, device: int, driver: Driver) -> Kernel | str:
+    """Return the first kernel that appends rows of a dtype to caches of maybe another one, or why there is none."""
+    reason = f"no package that is found has a kernel that appends to caches of {str(cached).removeprefix('torch.')}"
+    reason += "" if cached == dtype else f" from {str(dtype).removeprefix('torch.')}"
     for _, package in registry.packages():
         for kernel in package.kernels(APPEND_VARIANT):
-            if kernel.direction == APPEND and kernel.dtype == ATTENTION_DTYPES.get(dtype):
+            dtypes = kernel.dtype, kernel.dtype_of("k").name
+            if kernel.direction == APPEND and dtypes == (ATTENTION_DTYPES.get(dtype), ATTENTION_DTYPES.get(cached)):
                 against = against_device(kernel, device, driver)
                 if against is None:
                     return kernel
@@ -133,18 +139,20 @@ def _kernel_for(dtype: torch.dtype, device: int, driver: Driver) -> Kernel | str
 
 def _against_rows(given: Mapping[str, Tensor | None]) -> str | None:
     """Return why rows cannot be moved 16 bytes at a time, or None."""
+    element = given["k"].element_size() if given["k"] is not None else 1
     for name in _ROWS:
         tensor = given[name]
         if tensor is None:
             continue
         size = tensor.element_size()
+        whole = CHUNK_BYTES * size // element  # of a cache in fewer bits, a thread writes fewer
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return f"{name}'s last dimension is not contiguous"
-        if tensor.shape[-1] * size % CHUNK_BYTES:
-            return f"rows of {name} are no multiple of {CHUNK_BYTES} B"
+        if tensor.shape[-1] * size % whole:
+            return f"rows of {name} are no multiple of {whole} B"
         strides = (step for extent, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if extent > 1)
-        if tensor.data_ptr() % CHUNK_BYTES or any(step * size % CHUNK_BYTES for step in strides):
-            return f"{name}'s rows do not all begin at multiples of {CHUNK_BYTES} B"
+        if tensor.data_ptr() % whole or any(step * size % whole for step in strides):
+            return f"{name}'s rows do not all begin at multiples of {whole} B"
     return None
 
 
@@ -208,6 +216,7 @@ def _sizes(call: Append, sizes: Sizes) -> dict[str, int]:
         "rotary_form": 0 if cos is None else _FORMS[cos.dtype],
         "interleaved": int(call.rotary_interleaved),
         "whole_vectors": int(cos is None or _in_whole_vectors(call)),
+        "scales_of_pages": int(sizes.of_pages),
         "long_slots": int(call.slots is not None and call.slots.dtype == torch.int64),
     }
 

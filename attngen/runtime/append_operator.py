@@ -18,7 +18,8 @@ NAME = "kv__append"
 _SCHEMA = (
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? cache_seqlens, Tensor? page_table, "
     "Tensor? slots, Tensor? batch_index, Tensor? cu_seqlens, str page_layout, Tensor? q, Tensor(c!)? q_out, "
-    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, Tensor? rotary_offsets) -> ()"
+    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, Tensor? rotary_offsets, Tensor? k_descale=None, "
+    "Tensor? v_descale=None) -> ()"
 )
 
 _libraries: dict[str, torch.library.Library] = {}

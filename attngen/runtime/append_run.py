@@ -24,7 +24,7 @@ def run(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor | None, page_table: Tensor | None,
     slots: Tensor | None, batch_index: Tensor | None, cu_seqlens: Tensor | None, page_layout: str, q: Tensor | None,
     q_out: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None, rotary_interleaved: bool,
-    rotary_offsets: Tensor | None,
+    rotary_offsets: Tensor | None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Append now, whether the call comes from a program or from an operator."""
     rotated, addresses = q_out, []
@@ -37,7 +37,7 @@ def run(
             note(key, tensor)
             for tensor in (
                 k, v, q, rotated, k_cache, v_cache, cache_seqlens, page_table, batch_index, cu_seqlens, rotary_offsets,
-                slots, rotary_cos, rotary_sin,
+                slots, rotary_cos, rotary_sin, k_descale, v_descale,
             )
         ]  # fmt: skip
         prepared = None if checked else _kept(tuple(key))
@@ -46,7 +46,7 @@ def run(
             return rotated
     call = Append(
         k, v, k_cache, v_cache, cache_seqlens, page_table, slots, batch_index, cu_seqlens, page_layout, q, q_out,
-        rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets,
+        rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets, k_descale, v_descale,
     )  # fmt: skip
     sizes = check(call)
     if not sizes.batch or not k.shape[:-2].numel():

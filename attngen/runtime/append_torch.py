@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.runtime import debug as debugging
-from attngen.runtime.append_arguments import Append, Sizes
+from attngen.runtime.append_arguments import DESCALES, Append, Sizes, scales_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,26 @@ def append(call: Append, sizes: Sizes) -> Tensor | None:
             new_k = rotated(new_k, cos, sin, call.rotary_interleaved)
             if q is not None:
                 new_q = rotated(q.reshape(-1, *q.shape[-2:]), cos, sin, call.rotary_interleaved).view(q.shape)
+        new_v, scales = v.reshape(-1, *v.shape[-2:]), scales_of(call, sizes)
+        if scales:
+            of = torch.where(place.written, place.entry, 0) if sizes.of_pages else tokens.sequence
+            new_k, new_v = (
+                _rounded(new, scales[name][of], call.k_cache.dtype)
+                for name, new in zip(DESCALES, (new_k, new_v), strict=True)
+            )
         _write(call.k_cache, new_k, place, call.page_layout)
-        _write(call.v_cache, v.reshape(-1, *v.shape[-2:]), place, call.page_layout)
+        _write(call.v_cache, new_v, place, call.page_layout)
         if call.q_out is None or new_q is None:
             return new_q
         into: Tensor = call.q_out.copy_(new_q)
         return into
+
+
+def _rounded(new: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows (tokens, heads, head_dim) over their scales (tokens, heads) in 8 bits."""
+    limit = torch.finfo(dtype).max
+    quotient = (new.float() / scales[..., None]).clamp(-limit, limit)
+    return torch.where(quotient.isnan(), torch.nan, quotient).to(dtype)  # NaN without a sign, as conversions make it
 
 
 def tokens_of(call: Append, sizes: Sizes) -> Tokens:
@@ -105,6 +119,8 @@ def _place(call: Append, tokens: Tokens, sizes: Sizes) -> Place:
 def _write(cache: Tensor, values: Tensor, place: Place, page_layout: str) -> None:
     """Write the tokens that have a place. Those that have none write again what the first of the others does, so that
     nothing has to be counted; if there is no other, what stands in the first row."""
+    if cache.element_size() == 1:  # torch moves bytes, but not numbers of 8 bits
+        cache, values = cache.view(torch.uint8), values.view(torch.uint8)
     cache = cache.transpose(1, 2) if page_layout == "HND" else cache
     if not cache.numel() or not values.numel():
         return
@@ -137,6 +153,8 @@ def check_contents(call: Append, sizes: Sizes) -> None:
     place, positions = _place(call, tokens, sizes), _positions(call, tokens)
     if call.cu_seqlens is not None:
         debugging.check_offsets("cu_seqlens", call.cu_seqlens.tolist(), tokens.index.shape[0])
+    for name, scale in scales_of(call, sizes).items():
+        debugging.check_scale(name, scale)
     lost = (place.wanted & ~place.written).nonzero()
     if lost.numel():
         token = int(lost[0])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
-from attngen.dtypes import OUT_DTYPES, QUANTIZED_DTYPES
+from attngen.dtypes import CACHE_DTYPES, OUT_DTYPES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import RNG_STATE
@@ -39,7 +39,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION
 def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
     """Whether k and v of a dtype may stand beside q of another one: other 8 bits, or a cache of them, which products
     convert."""
-    return q != kv and ATTENTION_DTYPES.get(kv) in QUANTIZED_DTYPES and q in ATTENTION_DTYPES
+    name, of_q = ATTENTION_DTYPES.get(kv), ATTENTION_DTYPES.get(q)
+    beside = QUANTIZED_DTYPES if of_q in QUANTIZED_DTYPES else CACHE_DTYPES
+    return q != kv and name in beside and of_q is not None
 
 
 def out_dtype_of(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:

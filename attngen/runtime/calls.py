@@ -170,9 +170,9 @@ def attention_paged(
     ``attention`` does, and CallError where a gradient is wanted and a kernel would run: the reference has gradients.
     """
     given = make(Given, (
-        q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments, None, variant,
-        softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None, num_splits,
-        split_size, None,
+        q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
+        None, variant, softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None,
+        num_splits, split_size, None,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 

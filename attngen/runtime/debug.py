@@ -94,10 +94,15 @@ def check_offsets(name: str, offsets: list[int], total: int, longest: int | None
 def check_scales(call: Call) -> None:
     """Raise CallError unless the scales of quantized tensors are finite and positive."""
     for name, scale in call.descales.items():
-        odd = (~torch.isfinite(scale) | (scale <= 0)).nonzero()
-        if odd.numel():
-            where = odd[0].tolist()
-            raise CallError(f"{name}{where} is {scale[tuple(where)].item()}; a scale is finite and positive")
+        check_scale(name, scale)
+
+
+def check_scale(name: str, scale: torch.Tensor) -> None:
+    """Raise CallError unless scales are finite and positive."""
+    odd = (~torch.isfinite(scale) | (scale <= 0)).nonzero()
+    if odd.numel():
+        where = odd[0].tolist()
+        raise CallError(f"{name}{where} is {scale[tuple(where)].item()}; a scale is finite and positive")
 
 
 def check_facts(call: Call) -> None:

@@ -131,7 +131,7 @@ _MANIFEST = _Object({
     ),
     **_optional(
         section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, tile_time=_NUMBER, pack_gqa=_FLAG, split_kv=_FLAG,
-        transposed_v=_FLAG,
+        transposed_v=_FLAG, tuned=_TEXT,
         sum_columns=_COUNT,
         ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
         operands=_Object({}, others=_NAME),

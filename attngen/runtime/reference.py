@@ -44,6 +44,24 @@ class OneSequence:
     k_offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Keys and values of one sequence for all query heads, (h, keys, d), and which rows hold what is not finite."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    odd_k: torch.Tensor
+    odd_v: torch.Tensor
+
+    @classmethod
+    def of(cls, call: Call, sequence: OneSequence, compute: torch.dtype) -> _Keys:
+        """Return those of a sequence, once for all chunks of its query rows."""
+        own = [rows.to(compute).transpose(0, 1) for rows in (sequence.k, sequence.v)]
+        groups = call.heads // call.kv_heads
+        k, v = (rows.repeat_interleave(groups, dim=0) if groups > 1 else rows for rows in own)
+        return cls(k, v, *map(_not_finite, own))
+
+
 def reference(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, compute: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,9 +187,10 @@ def _attend(call: Call, sequence: OneSequence, compute: torch.dtype) -> tuple[to
     chunk = CHUNK_ELEMENTS.get(call.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
     step = max(1, chunk // (call.heads * keys))
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_of(call, sequence))
+    keys_of_heads = _Keys.of(call, sequence, compute)
     parts = []
     for first in range(0, rows, step):
-        arguments = (call, sequence, first, min(first + step, rows), compute)
+        arguments = (call, sequence, keys_of_heads, first, min(first + step, rows), compute)
         if differentiable and rows > step:
             # Only one chunk's scores are alive at a time in the backward pass too.
             parts.append(checkpoint(_attend_rows, *arguments, use_reentrant=False, preserve_rng_state=False))
@@ -188,19 +207,16 @@ def _tensors_of(call: Call, sequence: OneSequence) -> Iterator[torch.Tensor]:
 
 
 def _attend_rows(
-    call: Call, sequence: OneSequence, first: int, last: int, compute: torch.dtype
+    call: Call, sequence: OneSequence, of_heads: _Keys, first: int, last: int, compute: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out (rows, h, d) and lse (h, rows) of query rows ``first`` to ``last``."""
-    groups = call.heads // call.kv_heads
     q = sequence.q[first:last].to(compute).transpose(0, 1)  # (h, rows, d)
-    k = sequence.k.to(compute).transpose(0, 1).repeat_interleave(groups, dim=0)  # (h, keys, d)
-    v = sequence.v.to(compute).transpose(0, 1).repeat_interleave(groups, dim=0)
     rows, keys = sequence.q.shape[0], sequence.k.shape[0]
     names = names_of(call, sequence.index, slice(first, last), rows, keys, sequence.q_offset, sequence.k_offset)
     tensors = {name: _as_compute(tensor, compute) for name, tensor in call.tensors.items()}
-    shape = (call.heads, last - first, k.shape[1])
+    shape = (call.heads, last - first, keys)
     visible = _truth(evaluate(call.variant.mask, names, tensors, float_dtype=compute), shape, q.device)
-    logits = _product(q, k, visible) * call.scale
+    logits = _product(q, of_heads.k, of_heads.odd_k, visible) * call.scale
     scores = _scores(call.variant, logits, visible, names, tensors, compute)
     visible = visible & (scores != -math.inf)  # a score may hide a pair too
     scores = torch.where(visible, scores, -math.inf)
@@ -220,7 +236,7 @@ def _attend_rows(
     if call.variant.dropout:
         stays = kept(call, sequence.index, slice(first, last), keys)
         weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
-    out = _weighted(weights, v, visible) / divisor
+    out = _weighted(weights, of_heads.v, of_heads.odd_v, visible) / divisor
     lse = torch.where(dead, -math.inf, peak + torch.log(divisor)).squeeze(-1)
     return out.transpose(0, 1), lse
 
@@ -275,32 +291,33 @@ def _scores(
     return scores.to(compute).broadcast_to(logits.shape)
 
 
-def _product(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _product(q: torch.Tensor, k: torch.Tensor, odd: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """Return q @ k^T (h, rows, keys), in which a hidden pair takes no gradient from a key that is not finite."""
-    odd, seen = _not_finite(k, visible)
     if not odd.numel():
         return q @ k.transpose(1, 2)
     product = q @ k.index_fill(1, odd, 0.0).transpose(1, 2)
-    for part in seen.split(_ODD_KEYS):
+    for part in _seen(odd, visible).split(_ODD_KEYS):
         keys = torch.where(visible[:, :, part, None], k[:, None, part, :], 0.0)
         product = product.index_copy(2, part, (q[:, :, None, :] * keys).sum(dim=-1))
     return product
 
 
-def _weighted(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _weighted(weights: torch.Tensor, v: torch.Tensor, odd: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """Return weights @ v (h, rows, d), in which a value that is not finite reaches only the rows that see it."""
-    odd, seen = _not_finite(v, visible)
     if not odd.numel():
         return weights @ v
     total = weights @ v.index_fill(1, odd, 0.0)
-    for part in seen.split(_ODD_KEYS):
+    for part in _seen(odd, visible).split(_ODD_KEYS):
         values = torch.where(visible[:, :, part, None], v[:, None, part, :], 0.0)
         total = total + (weights[:, :, part, None] * values).sum(dim=2)
     return total
 
 
-def _not_finite(rows: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which rows of keys or values hold something that is not finite, and which of those any query sees."""
-    odd = ~torch.isfinite(rows).all(dim=-1).all(dim=0)
-    seen = odd & visible.any(dim=0).any(dim=0)
-    return odd.nonzero().squeeze(-1), seen.nonzero().squeeze(-1)
+def _not_finite(rows: torch.Tensor) -> torch.Tensor:
+    """Return which rows of keys or values (hk, keys, d) hold something that is not finite in any head."""
+    return (~torch.isfinite(rows).all(dim=-1).all(dim=0)).nonzero().squeeze(-1)
+
+
+def _seen(odd: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return those of some rows of keys or values that any query sees."""
+    return odd[visible[:, :, odd].any(dim=0).any(dim=0)]

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, DESCALE_BLOCKS, HEAD_DIM_STEP, HEAD_DIMS, PAGE_BLOCK, QUANTIZED_DTYPES, dtype
+from attngen.dtypes import (
+    ATTENTION_DTYPES,
+    BESIDE_CACHES,
+    DESCALE_BLOCKS,
+    HEAD_DIM_STEP,
+    HEAD_DIMS,
+    PAGE_BLOCK,
+    QUANTIZED_DTYPES,
+    dtype,
+)
 from attngen.errors import NoKernelError
 from attngen.runtime import on_demand, tensormap
 from attngen.runtime.arguments import ATTENTION_DTYPES as ATTENTION_NAMES
@@ -358,9 +367,10 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
         return (
             f"No kernel can be built for {call.dtype}, only for {', '.join(ATTENTION_DTYPES)}; the reference takes it"
         )
-    if _mixes_widths(call) and call.dtype not in ("bf16", "fp16"):
+    if _mixes_widths(call) and call.dtype not in BESIDE_CACHES:
         return (
-            f"No kernel can be built for q of {call.dtype} with k and v in {call.kv_dtype}, only of bf16 and fp16; the "
+            f"No kernel can be built for q of {call.dtype} with k and v in {call.kv_dtype}, only of "
+            f"{' and '.join(BESIDE_CACHES)}; the "
             "reference takes it"
         )
     if _mixes_widths(call) and max(call.scale_blocks) > 0:

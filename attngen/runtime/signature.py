@@ -36,7 +36,11 @@ TRAILING = {
     "dense": _TRAILING,
     "varlen": _TRAILING,
     "paged": (
-        "float? softmax_scale", "str page_layout", "SymInt? num_splits", "SymInt? split_size", "str? backend",
+        "float? softmax_scale",
+        "str page_layout",
+        "SymInt? num_splits",
+        "SymInt? split_size",
+        "str? backend",
         *_DESCALES,
     ),
 }

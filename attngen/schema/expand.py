@@ -122,6 +122,12 @@ class KernelSpec:
         name = name.split(".")[0]
         return self.places.get(_FIELD_OF.get(name, name), self.location)
 
+    @property
+    def fixes_choices(self) -> bool:
+        """Whether the spec chooses a tile, stages or warps itself."""
+        fixed = (self.tile_m, self.tile_n, self.stages, self.num_warps, self.roles)
+        return any(value is not None for value in fixed) or self.backward not in (None, Backward())
+
     def to_dict(self) -> dict[str, Any]:
         """Return what is to be built as a JSON value: no places, no names of files, no formatting of expressions."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
@@ -141,9 +147,9 @@ _FIELD_OF = {
 
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
-    "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages", "warps",
-    "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order", "epilogue",
-    "pack_gqa", "transposed_v", "split_kv",
+    "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile",
+    "stages", "warps", "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
+    "epilogue", "pack_gqa", "transposed_v", "split_kv",
 )  # fmt: skip
 
 
@@ -168,8 +174,8 @@ def expand(spec: Spec) -> tuple[KernelSpec, ...]:
 
 
 def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Return what writes into the caches that kernels read: one kernel for each arch, dtype of new rows and dtype of the
-    cache of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
+    """Return what writes into the caches that kernels read: one kernel for each arch, dtype of new rows and dtype of
+    the cache of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
 
     No entry of a spec asks for these. Their head dims are the widest that they are to serve.
     """
@@ -245,7 +251,9 @@ def _all(spec: Spec) -> list[KernelSpec]:
         _kernel(spec, index, dict(zip(axes, choice, strict=True)))
         for index, axes in entries
         for choice in product(*axes.values())
-        if not (_is_anothers_alone(axes, choice) or (spec.model.kernels[index].split_kv and _splits_alone(axes, choice)))
+        if not (
+            _is_anothers_alone(axes, choice) or (spec.model.kernels[index].split_kv and _splits_alone(axes, choice))
+        )
     ]
 
 
@@ -258,8 +266,8 @@ def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]
 
 
 def _splits_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
-    """Whether a choice is the ordinary forward of what split-KV ones alone read: a cache in fewer bits than q, or one of
-    quantized pages."""
+    """Whether a choice is the ordinary forward of what split-KV ones alone read: a cache in fewer bits than q, or one
+    of quantized pages."""
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
     if chosen["split_kv"] or chosen["passes"] == "backward":
         return False
@@ -338,8 +346,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         tile_n=tile.n,
         stages=values["stages"],
         num_warps=warps.count,
-        roles=_roles(warps),
-        backward=_backward(entry.backward) if backward else None,
+        roles=roles_of(warps),
+        backward=gradients_of(entry.backward) if backward else None,
         loads=values["loads"],
         tile_map=values["tile_map"],
         alignment=_element_bytes(values["dtype"]) if alignment == "element" else alignment,
@@ -382,7 +390,8 @@ def _element_bytes(dtype: str) -> int:
     return DTYPES[dtype].bytes
 
 
-def _roles(warps: WarpsModel) -> Roles | None:
+def roles_of(warps: WarpsModel) -> Roles | None:
+    """Return the roles that a spec gives, or None if it gives none."""
     registers = warps.registers
     roles = Roles(
         warps.producer,
@@ -421,7 +430,8 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
         )
 
 
-def _backward(model: BackwardModel | None) -> Backward:
+def gradients_of(model: BackwardModel | None) -> Backward:
+    """Return what a spec says of the kernels of a backward."""
     if model is None:
         return Backward()
     return Backward(*(_gradient(getattr(model, name) or GradientModel()) for name in ("dkdv", "dq")))

@@ -237,7 +237,8 @@ class KernelModel(Model):
     )
     layout: OneOrMany[Layout] = ("dense",)
     descale: OneOrMany[Descale] | None = Field(
-        default=None, description="what shares a scale of quantized q, k and v: all tokens of a head, so many, or a page"
+        default=None,
+        description="what shares a scale of quantized q, k and v: all tokens of a head, so many, or a page",
     )
     passes: OneOrMany[Pass] = ("forward",)
     backend: OneOrMany[Backend] | None = Field(

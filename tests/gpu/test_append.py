@@ -29,7 +29,7 @@ from attngen.store.store import Store
 from attngen.tools.build.pipeline import compile_kernels
 from attngen.tools.verify.gpu import try_pinned
 from tests.runtime.appended import BATCH, DTYPES, PLACES, UNSUITED, a_call, bits, both, on_gpu
-from tests.runtime.host_kernels import prepared
+from tests.runtime.host_kernels import APPENDED, prepared
 
 TRIALS = 300
 
@@ -40,10 +40,13 @@ def kernels() -> dict[str, Kernel]:
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)
     assert arch is not None
-    store, wanted = Store(), prepared("bf16", "fp16", "fp32", arch=arch.name)
+    store, wanted = Store(), prepared(*APPENDED, arch=arch.name)
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return {one.plan.dtype_name: read_kernel(store.path(built[one.plan.name].key)) for one in wanted}
+    return {
+        one.plan.name.removeprefix(f"append_{arch.name}_"): read_kernel(store.path(built[one.plan.name].key))
+        for one in wanted
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +73,20 @@ def test_every_place(dtype: torch.dtype, where: str, packed: bool, page_layout: 
     torch.manual_seed(chance.randrange(2**31))
     for half, lost in ((0, True), (32, False), (16, True)):
         both(on_gpu(a_call(chance, where, dtype, packed=packed, page_layout=page_layout, half=half, lost=lost)))
+    assert launched()
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_a_cache_in_8_bits(dtype: torch.dtype, where: str) -> None:
+    chance = random.Random(f"{dtype}{where}")
+    torch.manual_seed(chance.randrange(2**31))
+    granularities = ["tensor", "head", *(["page"] if where not in ("dense", "index") else [])]
+    for half, scales in enumerate(granularities):
+        for packed in (False, True):
+            given = a_call(chance, where, dtype, half=16 * half, scales=scales, packed=packed)
+            given["k"].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.nan]).to(dtype)
+            both(on_gpu(given))
     assert launched()
 
 
@@ -115,7 +132,7 @@ def test_fresh_calls_of_all_kinds() -> None:
     assert launched()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", APPENDED)
 def test_verify_finds_nothing(dtype: str) -> None:
     trial = try_pinned(kernels()[dtype], torch.device("cuda"), secrets.randbelow(2**31), small=False)
     assert not trial.problems, "\n".join(trial.problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.module import read_kernel
+from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import compile_kernels, prepare_each
+from attngen.tools.verify.gpu import try_pinned
 from tests.runtime.pages import cache as pages_of
 from tests.runtime.pages import starts_of
 
@@ -31,15 +33,18 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 @cache
-def kernels() -> None:
+def kernels() -> list[Kernel]:
     """Compile the split-KV kernels of the spec, which alone are known as the package."""
     spec = load_spec(Path(__file__).with_name("caches_8_bits.yaml"))
-    wanted = [one for one in prepare_each(spec)[0] if one.plan.split_kv]
+    prepared, wrong = prepare_each(spec)
+    assert not wrong
+    wanted = [one for one in prepared if one.plan.split_kv]
     store = Store()
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
     found = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
     registry.add(package_of_kernels(found, "tests/gpu/test_caches_8_bits"))
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +262,10 @@ def test_many_ragged_batches() -> None:
             lengths=lengths, page_size=(16, 64)[number % 2], heads=4 * kv_heads, kv_heads=kv_heads,
             granularity=("head", "page")[number // 2 % 2],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_verify_finds_nothing(part: int) -> None:
+    for kernel in kernels()[part::4]:
+        trial = try_pinned(kernel, torch.device("cuda"), secrets.randbelow(2**31), small=False)
+        assert not trial.problems, f"{kernel.name}: " + "\n".join(trial.problems)

@@ -235,6 +235,32 @@ def test_quantized_tensors_take_scales_for_each_sequence_and_kv_head() -> None:
     )
 
 
+@pytest.mark.parametrize("of_q", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_cache_in_8_bits_gets_new_keys_and_is_read(paged: bool, of_q: torch.dtype) -> None:
+    torch.manual_seed(3)
+    q, new_k, new_v = (torch.randn(3, 2, heads, 32).bfloat16() for heads in (8, 2, 2))
+    caches = [torch.randn(6, 16, 2, 32).to(torch.float8_e4m3fn) for _ in "kv"]
+    lengths = torch.tensor([0, 9, 14] if not paged else [3, 20, 30], dtype=torch.int32)
+    table = torch.tensor([[5, 0], [1, 4], [2, 3]], dtype=torch.int32) if paged else None
+    shape = (6, 2) if paged else (3, 2)
+    scales = {name: torch.rand(shape) + 0.5 for name in ("k_descale", "v_descale")}
+    wide = [
+        cache[: shape[0]].float() * scale[:, None, :, None] for cache, scale in zip(caches, scales.values(), strict=True)
+    ]
+    q = q.to(of_q)
+    of_8_bits = {"q_descale": torch.tensor(0.5)} if of_q == torch.float8_e4m3fn else {}
+    found = flash_attn_3.flash_attn_with_kvcache(
+        q, *caches, new_k, new_v, cache_seqlens=lengths, page_table=table, causal=True, **scales, **of_8_bits
+    )
+    units = q.float() * (0.5 if of_8_bits else 1.0)
+    wanted = flash_attn_3.flash_attn_with_kvcache(
+        units, *wide, new_k.float(), new_v.float(), cache_seqlens=lengths, page_table=table, causal=True
+    )
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, atol=0.1, rtol=0.05)  # new keys are rounded to 8 bits
+
+
 def test_what_no_kernel_has_is_refused() -> None:
     with pytest.raises(NoKernelError, match="qv is not served"):
         flash_attn_3.flash_attn_func(*qkv(), qv=torch.ones(1))

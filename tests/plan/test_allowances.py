@@ -10,14 +10,24 @@ import pytest
 import attngen
 from attngen.errors import PlanError
 from attngen.plan import plan
-from attngen.plan.allowances import ALL_OF_DQ, LEFT_TO_OTHERS, PINGPONG_SPILLS, SERIALIZED, SPILLS, LeftToOthers
+from attngen.plan.allowances import (
+    ALL_OF_DQ,
+    CACHE_SPILLS,
+    LEFT_TO_OTHERS,
+    PINGPONG_SPILLS,
+    SERIALIZED,
+    SPILLS,
+    LeftToOthers,
+)
 from attngen.resources import root
 from attngen.schema import expand, load_spec_text
 
 PLAN = Path(attngen.__file__).parent / "plan"
 
 
-@pytest.mark.parametrize("row", [SPILLS, PINGPONG_SPILLS, *SERIALIZED, *LEFT_TO_OTHERS], ids=lambda row: row.who)
+@pytest.mark.parametrize(
+    "row", [SPILLS, PINGPONG_SPILLS, CACHE_SPILLS, *SERIALIZED, *LEFT_TO_OTHERS], ids=lambda row: row.who
+)
 def test_figures_stand_where_the_table_says(row: object) -> None:
     measured = row.measured  # type: ignore[attr-defined]
     if measured is not None:

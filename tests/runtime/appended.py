@@ -81,10 +81,11 @@ def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
 def a_call(
     chance: random.Random, where: str, dtype: torch.dtype, *, dims: tuple[int, int] = (64, 32), packed: bool = False,
     page_layout: str = "NHD", half: int = 0, table_dtype: torch.dtype = torch.float32, heads: int = 3,
-    kv_heads: int = 2, queries: bool = True, offsets: bool = False, lost: bool = True,
+    kv_heads: int = 2, queries: bool = True, offsets: bool = False, lost: bool = True, scales: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return a call with rows of caches beyond its tokens poisoned, and, if some may be ``lost``, tokens without a
-    place."""
+    place. ``scales``: what has a scale of a cache in 8 bits, ``tensor``, ``head`` or ``page``; empty: the cache has the
+    dtype of the tokens."""
     news = [chance.randrange(4) for _ in range(BATCH)] if packed else [3] * BATCH
     tokens = sum(news)
     spare = 2 if packed else 0  # rows of no sequence
@@ -95,8 +96,12 @@ def a_call(
     }  # fmt: skip
     rows = 40 if where in ("dense", "index") else PAGE_SIZE
     for name, width in zip(("k_cache", "v_cache"), dims, strict=True):
-        cache = torch.full((PAGES, rows, kv_heads, width), torch.nan, dtype=dtype)
+        cached = torch.float8_e4m3fn if scales else dtype
+        cache = torch.full((PAGES, rows, kv_heads, width), torch.nan, dtype=cached)
         given[name] = cache if page_layout == "NHD" else cache.transpose(1, 2).contiguous()
+    for name in ("k_descale", "v_descale") if scales else ():
+        of = {"tensor": (), "head": (BATCH, kv_heads), "page": (PAGES, kv_heads)}[scales]
+        given[name] = torch.exp2(torch.randn(of) * 4 - 6)  # some numbers saturate, and some are subnormal
     if packed:
         given["cu_seqlens"] = starts_of(news)
     if where == "pages":

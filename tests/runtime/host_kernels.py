@@ -44,12 +44,17 @@ kernels:
 """
 
 
+#: Dtypes of the kernels that append, and of their caches where these have fewer bits.
+APPENDED = ("bf16", "fp16", "fp32", "bf16_kv_fp8_e4m3", "fp16_kv_fp8_e4m3")
+
+
 def prepared(*dtypes: str, arch: str = "sm90a") -> list[Prepared]:
     """Return the kernels of these dtypes, also of those that no kernel over pages has."""
     first = appends(expand(load_spec_text(SPEC)))[0]
     found = []
     for dtype in dtypes:
-        spec = replace(first, dtype=dtype, arch=arch)
+        of_rows, _, of_cache = dtype.partition("_kv_")
+        spec = replace(first, dtype=of_rows, kv_dtype=of_cache or None, arch=arch)
         planned = plan(spec)
         found.append(Prepared(spec, planned, render(planned)))
     return found
@@ -74,11 +79,11 @@ def prepared_quantizers(*arches: str) -> list[Prepared]:
 @cache
 def library(name: str) -> ctypes.CDLL:
     """Return the kernel of a name for this machine."""
-    every = [*prepared("bf16", "fp16", "fp32"), *prepared_quantizers()]
+    every = [*prepared(*APPENDED), *prepared_quantizers()]
     (source,) = (one.source for one in every if one.plan.name == name)
     folder = Path(mkdtemp(prefix="attngen-host-"))
     (folder / "kernel.inc").write_text(source.text)
-    for name in ("append.cuh", "rotary.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh"):
+    for name in ("append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh"):
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name]
     made = folder / "kernel.so"
@@ -123,7 +128,7 @@ class HostDriver:
 
 def kernels() -> list[Kernel]:
     """Return the kernels of all dtypes that append as the runtime sees them."""
-    return as_kernels(plans("bf16", "fp16", "fp32"))
+    return as_kernels(plans(*APPENDED))
 
 
 def quantizing_kernels() -> list[Kernel]:

@@ -373,3 +373,64 @@ def test_the_operator_is_as_it_says(in_place: bool) -> None:
     torch.library.opcheck(operator.default, given)  # on copies
     assert operator(*given) is None
     assert caches[0].any()
+
+
+def in_8_bits(**changes: Any) -> dict[str, Any]:
+    """Return a call over a cache in 8 bits whose pages have scales."""
+    torch.manual_seed(3)
+    shape = (PAGES, PAGE_SIZE, HEADS)
+    given: dict[str, Any] = {
+        "k": torch.randn(4, 2, HEADS, DIM).bfloat16(), "v": torch.randn(4, 2, HEADS, DIM_V).bfloat16(),
+        "k_cache": torch.zeros(*shape, DIM).to(torch.float8_e4m3fn),
+        "v_cache": torch.zeros(*shape, DIM_V).to(torch.float8_e4m3fn),
+        "cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32), "page_table": table_of(random.Random(1)),
+        "k_descale": torch.rand(PAGES, HEADS) + 0.1, "v_descale": torch.rand(PAGES, HEADS) + 0.1,
+    }  # fmt: skip
+    return given | changes
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "page", "page, named"])
+def test_a_cache_in_8_bits_holds_what_quantizing_one_in_16_bits_gives(granularity: str) -> None:
+    shape: tuple[int, ...] = {"tensor": (), "head": (4, HEADS), "page": (PAGES, HEADS)}.get(
+        granularity, (PAGES, HEADS, 1)
+    )
+    scales = {name: torch.rand(shape) + 0.1 for name in ("k_descale", "v_descale")}
+    cos, sin = angles(8)
+    given = in_8_bits(**scales, rotary_cos=cos, rotary_sin=sin)
+    attngen.append_kv(**given)
+    wide = {name: given[name].bfloat16() * 0 for name in ("k_cache", "v_cache")}
+    attngen.append_kv(**{name: x for name, x in (given | wide).items() if "descale" not in name})
+    for name in "kv":
+        scale = scales[f"{name}_descale"]
+        for b, length in enumerate(LENGTHS):
+            for position in range(length, length + 2):
+                page, row = int(given["page_table"][b, position // PAGE_SIZE]), position % PAGE_SIZE
+                own = (
+                    scale.reshape(-1, HEADS)[page if "page" in granularity else b]
+                    if scale.dim()
+                    else scale.expand(HEADS)
+                )
+                wanted = (wide[f"{name}_cache"][page, row].float() / own[:, None]).clamp(-448, 448)
+                assert torch.equal(given[f"{name}_cache"][page, row].float(), wanted.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k_descale": None}, r"k_descale is missing: a cache in 8 bits needs a scale"),
+        ({"k_descale": torch.ones(4, HEADS)}, r"k_descale must be float32 .* both of pages where one is"),
+        ({"v_descale": torch.ones(PAGES, HEADS).double()}, "v_descale must be float32"),
+        ({"v_descale": torch.full((PAGES, HEADS), torch.nan)}, "a scale is finite and positive"),
+        ({"v_cache": torch.zeros(PAGES, PAGE_SIZE, HEADS, DIM_V)}, "e4m3fn, but v_cache has torch.float32"),
+        ({"k_cache": torch.zeros(PAGES, PAGE_SIZE, HEADS, DIM).to(torch.float8_e5m2)}, "k has torch.bfloat16 on cpu"),
+    ],
+)  # fmt: skip
+def test_scales_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CallError, match=message):
+        attngen.append_kv(**in_8_bits(**changes))
+
+
+def test_a_cache_of_16_bits_has_no_scales() -> None:
+    wide = {name: in_8_bits()[name].bfloat16() for name in ("k_cache", "v_cache")}
+    with pytest.raises(CallError, match="k_descale is of a cache in 8 bits, but k_cache has torch.bfloat16"):
+        attngen.append_kv(**in_8_bits(**wide))

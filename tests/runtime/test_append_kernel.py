@@ -53,6 +53,20 @@ def test_every_place(host: HostDriver, dtype: torch.dtype, where: str, packed: b
     assert len(host.launches) == 3
 
 
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_a_cache_in_8_bits(host: HostDriver, dtype: torch.dtype, where: str) -> None:
+    """Scales of all, of heads and of pages; numbers that saturate, and NaN."""
+    chance = random.Random(f"{dtype}{where}")
+    torch.manual_seed(chance.randrange(2**31))
+    granularities = ["tensor", "head", *(["page"] if where not in ("dense", "index") else [])]
+    for half, scales in enumerate(granularities):
+        given = a_call(chance, where, dtype, half=16 * half, scales=scales, packed=half == 1)
+        given["k"].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.nan]).to(dtype)
+        both(given)
+    assert len(host.launches) == len(granularities)
+
+
 @pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

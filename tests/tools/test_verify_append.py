@@ -17,13 +17,13 @@ from attngen.tools.explain.explanation import explain_spec
 from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.interpreted import try_interpreted
 from attngen.tools.verify.verdict import Verdict
-from tests.runtime.host_kernels import COMPILER, SPEC, HostDriver, kernels, plans
+from tests.runtime.host_kernels import APPENDED, COMPILER, SPEC, HostDriver, kernels, plans
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", APPENDED)
 def test_kernels_are_the_same_as_plain_torch_in_all_cases(dtype: str) -> None:
-    (kernel,) = [one for one in kernels() if one.dtype == dtype]
+    (kernel,) = [one for one in kernels() if one.name.endswith(f"sm90a_{dtype}")]
     with drivers.use(HostDriver()):
         trial = try_pinned(kernel, "cpu", 5, small=True)  # type: ignore[arg-type]
     assert not trial.problems, "\n".join(trial.problems)

@@ -24,9 +24,14 @@ GRID = "vectors"
 _WARPS = 8
 
 #: Tensors by address: of the kernel's dtype, of 32-bit integers, and of a type that another argument names.
-_ELEMENTS = ("k", "v", "q", "q_out", "k_cache", "v_cache")
+CACHES = ("k_cache", "v_cache")
+ELEMENTS = ("k", "v", "q", "q_out", *CACHES)
 _INDICES = ("cache_seqlens", "page_table", "batch_index", "cu_seqlens", "rotary_offsets")
 _UNTYPED = ("slots", "rotary_cos", "rotary_sin")
+
+#: The scales of a cache in fewer bits, and the axes of their strides.
+_SCALES = ("k_descale", "v_descale")
+_SCALE_AXES = ("b", "h")
 
 #: Axes whose strides, in elements, the kernel is given.
 _STRIDES = {
@@ -43,7 +48,7 @@ _SIZES = (
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    name = naming.append_name(arch=spec.arch, dtype=spec.dtype)
+    name = naming.append_name(arch=spec.arch, dtype=spec.dtype, kv_dtype=spec.kv_dtype)
     threads = 32 * _WARPS
     planned = Plan(
         name=name,
@@ -85,9 +90,11 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 
 def _arguments(plan: Plan) -> Iterator[Argument]:
-    element = plan.operands.k
-    for name in _ELEMENTS:
-        yield Argument(f"{name}_ptr", "pointer", f"*{element.triton}", of=name, divisibility=CHUNK_BYTES)
+    given, cached = plan.operands.q, plan.operands.k
+    for name in ELEMENTS:
+        element = cached if name in CACHES else given
+        whole = CHUNK_BYTES // given.bytes * element.bytes  # what a thread reads or writes of a row at once
+        yield Argument(f"{name}_ptr", "pointer", f"*{element.triton}", of=name, divisibility=whole)
     for name in _INDICES:
         yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)
     for name in _UNTYPED:
@@ -98,6 +105,13 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
     yield Argument("page_table_stride", "stride", "i64", of="page_table", axis="b")
     for name in ("rotary_cos", "rotary_sin"):
         yield Argument(f"stride_{name}", "stride", "i64", of=name, axis="s")
+    if plan.descaled:
+        for name in _SCALES:
+            yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+        for name in _SCALES:
+            for axis in _SCALE_AXES:
+                yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
+        yield arguments.size("scales_of_pages")
     yield from map(arguments.size, _SIZES)
 
 

@@ -74,7 +74,8 @@ def multiplied(columns: Columns, element: DType) -> Columns:
 def memory(
     warps: int, qk: Columns, v: Columns, element: DType, q_operand: str, *, keys: int, of_pages: bool = False
 ) -> dict[str, int]:
-    """Return the bytes of a stage of ``keys``, of what all warps have found, and of Q. ``of_pages``: pages have scales."""
+    """Return the bytes of a stage of ``keys``, of the scales of its pages if there are some ``of_pages``, of what all
+    warps have found, and of Q."""
     rows, size = 16, element.bytes
     of_q, of_o = multiplied(qk, element).width, multiplied(v, element).width
     factors = 4 if size < _WIDENED_BYTES else 0  # what brings a row of Q back to its units

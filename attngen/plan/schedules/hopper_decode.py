@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attngen.arch import Arch
-from attngen.dtypes import PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK
 from attngen.errors import PlanError
 from attngen.plan import arguments
-from attngen.plan.allowances import SPILLS
+from attngen.plan.allowances import CACHE_SPILLS, SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
@@ -22,7 +22,7 @@ from attngen.plan.schedules.decode_pipes import LOADERS, ROW_PADDING, decode_pip
 from attngen.plan.schedules.hopper_forward import BOX_BYTES, keep_promises, widest_box, widths
 from attngen.schema.expand import KernelSpec
 
-_DTYPES = ("bf16", "fp16", *QUANTIZED_DTYPES)
+_DTYPES = (*BESIDE_CACHES, *CACHE_DTYPES)
 _ROWS = 16  # query rows of a warp: M of mma.m16n8k16
 #: Keys of a step by the bytes of an element: K of the second product, or twice that, so that a step has as many bytes.
 _KEYS = {2: 16, 1: 32}
@@ -106,7 +106,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     forward = Launch(
         "forward", planned.name, "splits", _ROWS, keys, stages, planned.num_warps, planned.driver, None,
         _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER, row_warps=warps // 2,
-        pdl=True, shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=0,
+        pdl=True, shared_bytes=structure.shared_bytes, products=0,
+        max_spills=(CACHE_SPILLS if planned.descaled else SPILLS).bytes,
     )  # fmt: skip
     partials = ("split_slots", "row_warps", _ROWS * (of_o + ROW_PADDING))
     return planned.with_launches(
@@ -151,7 +152,11 @@ def _memory(arch: Arch, qk: Columns, v: Columns, **given: Any) -> tuple[int, Pip
         sizes = memory(warps, qk, v, **given)
         bare = decode_pipes(warps=warps, stages=0, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
-        stages = min(room // (sizes["stage"] + sizes["scales"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps) // LOADERS * LOADERS
+        stages = (
+            min(room // (sizes["stage"] + sizes["scales"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps)
+            // LOADERS
+            * LOADERS
+        )
         if stages >= _LEAST_STEPS * warps:
             break
     return warps, decode_pipes(warps=warps, stages=stages, **sizes)
@@ -162,7 +167,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     if not arch.wgmma:
         return refuse(spec, "split_kv", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: false")
     if spec.dtype not in _DTYPES:
-        return refuse(spec, "dtype", f"cuda kernels take {' and '.join(_DTYPES)}, not {spec.dtype}")
+        return refuse(spec, "dtype", f"cuda kernels take {', '.join(_DTYPES)}, not {spec.dtype}")
     if spec.scale_block > 0:
         return refuse(
             spec, "descale", f"blocks of {spec.scale_block} tokens have scales in forwards alone whose blocks share no "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES, SWIZZLE_BYTES, DType
@@ -77,6 +78,9 @@ TABLE = (
     Choice("any", 192, 2, 96, "pingpong"),
     Choice("any", 256, 2, 64, "pingpong"),
 )
+
+#: Keys of a tile and stages among which the fastest are looked for.
+_TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
 
 #: Keys of a tile that are tried where those of the table take too many registers, or too much memory.
 _FEWER_KEYS = (64, 32, 16)
@@ -358,6 +362,16 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
         yield replace(spec, roles=replace(given, overlap=False))
 
 
+def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with each tile, depth and order of consumers that may be the fastest."""
+    assert isinstance(first.structure, HopperForward)
+    step = _key_step(first.operands, transposes=first.structure.transposes)
+    consumers = (1, 2) if spec.pack_gqa else (2, 3)
+    keys = [n for n in _TUNED_KEYS if n % step == 0]
+    for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, ("pingpong", "cooperative")):
+        yield replace(spec, tile_n=tile_n, stages=stages, roles=Roles(consumer=count, schedule=schedule, overlap=True))
+
+
 def _families(spec: KernelSpec) -> frozenset[str]:
     """Return the families of the table that a kernel belongs to."""
     found = {"any"}
@@ -558,6 +572,7 @@ SCHEDULE = Schedule(
     suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES and (spec.roles is None or spec.roles.producer != 0),
     plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,
+    tunable=tunable,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
     explanation="attngen.tools.explain.hopper_forward:explain",

@@ -23,6 +23,7 @@ from attngen.plan.schedules.hopper_forward import (
     keep_promises,
     plan_forward,
     products_with_roles,
+    tunable,
     warp_roles,
 )
 from attngen.schema.expand import KernelSpec, Roles
@@ -84,6 +85,7 @@ SCHEDULE = Schedule(
     suits=lambda spec: spec.dtype in PROBABILITIES,
     plan=_plan,
     alternatives=alternatives,
+    tunable=tunable,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
     explanation="attngen.tools.explain.hopper_forward:explain",

@@ -20,7 +20,8 @@ from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, argum
 _REGION_TEXTS = {
     "kv": "K and V, a tile of each per stage", "merge": "partial results of warps",
     "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the share begins",
-    "scales": "scales of the pages of a step", "last": "whether the block came last", "counts": "what each warp has counted",
+    "scales": "scales of the pages of a step", "last": "whether the block came last",
+    "counts": "what each warp has counted",
 }  # fmt: skip
 _WRITTEN = frozenset({"out", "lse", "partials", "split_counters"})
 #: What differs from unit to unit, in the order in which it is kept.

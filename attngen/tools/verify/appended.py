@@ -84,7 +84,8 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
             continue
         elements += ours.numel()
         both = ~(ours.isnan() & wanted.isnan())
-        errors.append(float((ours - wanted)[both].abs().max()) if bool(both.any()) else 0.0)
+        apart = (ours.float() - wanted.float())[both].abs()
+        errors.append(float(apart.max()) if bool(both.any()) else 0.0)
         if not torch.equal(_bits(ours), _bits(wanted)):
             wrong.append(f"{name} has other bits than plain torch gives")
     largest = math.inf if any(map(math.isnan, errors)) else max(errors)
@@ -94,7 +95,7 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
 def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Append:
     """Return random tokens for caches of NaN. Some tokens have no place: they must not be written anywhere."""
     generator = torch.Generator().manual_seed(seed)
-    dtype, chunk = TORCH_DTYPES[kernel.dtype], CHUNK_BYTES // kernel.main.dtype_of("k").bytes
+    dtype, chunk = TORCH_DTYPES[kernel.dtype], CHUNK_BYTES // kernel.main.dtype_of("q").bytes
 
     def whole(high: int, *shape: int, low: int = 0) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32).to(device)
@@ -109,7 +110,8 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Appen
     widths = [-(-width // chunk) * chunk for width in (kernel.head_dim_qk, kernel.head_dim_v)]
     entries, rows = (batch, _ROWS) if case.place == "dense" else (_PAGES * (1 + 3 * case.long), _PAGE_SIZE)
     axes = (rows, _KV_HEADS) if case.page_layout == "NHD" else (_KV_HEADS, rows)
-    caches = [torch.full((entries, *axes, width), math.nan, dtype=dtype, device=device) for width in widths]
+    cached = TORCH_DTYPES[kernel.dtype_of("k").name]
+    caches = [torch.full((entries, *axes, width), math.nan, dtype=cached, device=device) for width in widths]
     lengths = whole(_ROWS - 2 * new, batch)
     table = slots = starts = cos = sin = q = None
     if case.packed:
@@ -131,9 +133,13 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Appen
         q = real(*shape, _HEADS, widths[0])
     k, v = (real(*shape, _KV_HEADS, width) for width in widths)
     offsets = whole(_POSITIONS, batch) if case.share == 1.0 else None
+    scales: list[Tensor] = []
+    if cached != dtype:  # of pages, of heads, or one for all
+        of = {"pages": (entries, _KV_HEADS, 1), "slots": (), "dense": (batch, _KV_HEADS)}[case.place]
+        scales = [torch.exp2(real(*of).float() - 6) for _ in caches]
     return Append(
         k, v, caches[0], caches[1], lengths, table, slots, None, starts, case.page_layout, q, _like(q), cos, sin,
-        case.interleaved, offsets,
+        case.interleaved, offsets, *scales,
     )  # fmt: skip
 
 
@@ -142,4 +148,4 @@ def _like(q: Tensor | None) -> Tensor | None:
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])
+    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.element_size()])

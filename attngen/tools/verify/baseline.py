@@ -36,14 +36,17 @@ class _Sequence:
     index: int
 
 
-def plain(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def plain(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, probabilities: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out and lse of plain PyTorch: every step rounds to q's dtype, save the score, which is float32. Of
-    quantized tensors only the probabilities are rounded to it: PyTorch has no arithmetic of 8 bits.
+    quantized tensors only the ``probabilities`` are rounded, to 8 bits unless a dtype is given: PyTorch has no
+    arithmetic of 8 bits.
 
     Shapes as ``reference``. Rows that see nothing give 0 and −inf, or their sink.
     """
 
-    return _over_sequences(call, q, k, v, lambda one: _attend(call, one, call.tensors))
+    return _over_sequences(call, q, k, v, lambda one: _attend(call, one, call.tensors, probabilities))
 
 
 def _with_sink(call: Call, scores: Tensor, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Tensor:
@@ -54,7 +57,9 @@ def _with_sink(call: Call, scores: Tensor, names: Mapping[str, object], tensors:
     return torch.cat([scores, sink.broadcast_to(*scores.shape[:2], 1)], dim=-1)
 
 
-def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _attend(
+    call: Call, one: _Sequence, tensors: Mapping[str, Tensor], probabilities: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (h, rows, d) and lse (h, rows) of one sequence."""
     scores = (one.q @ one.k.transpose(1, 2)) * call.scale
     if call.variant.score is not None:
@@ -64,7 +69,7 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
     keys = scores.shape[-1]
     scores = _with_sink(call, scores, one.names, tensors)
     if call.descales:
-        return _attend_quantized(one, scores, keys)
+        return _attend_quantized(one, scores, keys, probabilities)
     weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)[..., :keys]  # dead rows
     if call.variant.dropout:
         stays = kept(call, one.index, slice(0, scores.shape[1]), keys)
@@ -76,18 +81,22 @@ def _attend(call: Call, one: _Sequence, tensors: Mapping[str, Tensor]) -> tuple[
 _LARGEST_OF_BYTES = 2.0**7
 
 
-def _attend_quantized(one: _Sequence, scores: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Return out and lse of logits whose probabilities are rounded to 8 bits before they are divided by their sum."""
+def _attend_quantized(
+    one: _Sequence, scores: Tensor, keys: int, probabilities: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of logits whose probabilities are rounded before they are divided by their sum."""
     summed = torch.logsumexp(scores, dim=-1)
     peak = scores.amax(dim=-1, keepdim=True)
     peak = torch.where(peak == -math.inf, 0.0, peak)
-    weights = _in_bytes(torch.exp(scores[..., :keys] - peak))
+    weights = _in_few_bits(torch.exp(scores[..., :keys] - peak), probabilities)
     total = torch.exp(summed[..., None] - peak)
     return weights @ one.v / torch.where(total == 0, 1.0, total), summed
 
 
-def _in_bytes(weights: Tensor) -> Tensor:
-    """Return probabilities as 8 bits hold them."""
+def _in_few_bits(weights: Tensor, probabilities: torch.dtype | None) -> Tensor:
+    """Return probabilities as a dtype holds them, or as 8 bits do."""
+    if probabilities is not None:
+        return weights.to(probabilities).to(weights.dtype)
     return (weights * _LARGEST_OF_BYTES).to(torch.float8_e4m3fn).to(weights.dtype) / _LARGEST_OF_BYTES
 
 
@@ -126,14 +135,15 @@ class Fused:
     logits: float
 
 
-def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int) -> Fused:
-    """Return what a fused kernel's arithmetic gives: shapes as ``plain``; other draws round otherwise."""
+def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int, probabilities: torch.dtype | None = None) -> Fused:
+    """Return what a fused kernel's arithmetic gives: arguments and shapes as ``plain``; other draws round otherwise."""
     generator = torch.Generator().manual_seed(draw)
     logits = [0.0]
+    rounded_to = call.out_dtype if call.descales else q.dtype  # quantized tensors come in float32
 
     def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
         products = one.q.float() @ one.k.float().transpose(1, 2)
-        scores = _fused_logits(call, one, products, call.tensors, one.q.dtype, draw, generator)
+        scores = _fused_logits(call, one, products, call.tensors, rounded_to, draw, generator)
         summed = torch.logsumexp(_with_sink(call, scores, one.names, call.tensors), dim=-1)
         matter = torch.exp(scores - torch.where(summed == -math.inf, 0.0, summed)[..., None]) > _NEGLIGIBLE
         logits.append(float(scores[matter].abs().max()) if matter.any() else 0.0)
@@ -141,7 +151,7 @@ def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int) -> Fused:
         shift = summed - 0.7 * _uniform(summed.shape, generator).to(summed)
         shift = torch.where(summed == -math.inf, 0.0, shift)[..., None]
         weights = _dropped(call, one, torch.exp(scores - shift))
-        weights = _in_bytes(weights) if call.descales else weights.to(one.q.dtype).float()
+        weights = _in_few_bits(weights, probabilities) if call.descales else weights.to(one.q.dtype).float()
         total = torch.exp(summed[..., None] - shift)
         return (weights @ one.v.float() / torch.where(total == 0, 1.0, total)).to(one.q.dtype), summed
 

@@ -55,6 +55,7 @@ class Expected:
     rows: Tensor  # bool, as lse: rows that some sequence has
     fused: tuple[Fused, ...] = ()  # of a variant with a score, or of quantized tensors
     blind: Tensor | None = None  # bool, as lse: rows that see no key; None where their log-sum-exp tells, as it is −inf
+    coarse: bool = False  # products are of 8 bits
     logit: float = 0.0  # the largest that matters, with a score or in float32: its rounding is an error of an exponent
 
     @property
@@ -63,17 +64,21 @@ class Expected:
         return self.rows & (self.lse == -math.inf if self.blind is None else self.blind)
 
 
-def expected(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Expected:
-    """Compute the reference and the yardsticks. Raises IndexError for a load out of extent that nothing guards."""
+def expected(call: Call, q: Tensor, k: Tensor, v: Tensor, probabilities: torch.dtype | None = None) -> Expected:
+    """Compute the reference and the yardsticks; ``probabilities`` of quantized tensors have 8 bits, and so have
+    products, unless a dtype is given. Raises IndexError for a load out of extent that nothing guards."""
     with torch.no_grad(), exact_float32():
         out, lse = reference(call, q, k, v, compute=torch.float64)
-        plain_out, plain_lse = plain(call, q, k, v)
+        plain_out, plain_lse = plain(call, q, k, v, probabilities)
         blind = None if call.variant.sink is None else rows_without_keys(call, q, k, v)
         rounds_logits = call.variant.score is not None or call.descales
-        draws = tuple(fused(call, q, k, v, draw) for draw in range(DRAWS)) if rounds_logits else ()
+        draws = tuple(fused(call, q, k, v, draw, probabilities) for draw in range(DRAWS)) if rounds_logits else ()
         rounds = draws or ((fused(call, q, k, v, 0),) if q.dtype == torch.float32 else ())
         peer = sdpa(call, q, k, v)
-        return Expected(out, lse, plain_out, plain_lse, peer, _rows(call, lse), draws, blind, largest_logit(rounds))
+        coarse = bool(call.descales) and probabilities is None
+        return Expected(
+            out, lse, plain_out, plain_lse, peer, _rows(call, lse), draws, blind, coarse, largest_logit(rounds)
+        )
 
 
 def rows_without_keys(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,7 +148,7 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
     lse_error = (lse[summed].double() - wanted.lse[summed]).abs()
     # The functions of a score may be approximate.
     lse_errors = [largest((one.lse[summed].double() - wanted.lse[summed]).abs()) for one in wanted.fused]
-    tolerance = QUANTIZED_LSE_TOLERANCE if call.descales else LSE_TOLERANCE
+    tolerance = QUANTIZED_LSE_TOLERANCE if wanted.coarse else LSE_TOLERANCE
     lse_allowed = tolerance * (1 + largest(wanted.lse[summed].abs())) + factor * max(lse_errors, default=0.0)
     return Deviation(
         max_error=largest(error),

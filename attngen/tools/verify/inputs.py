@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import CHUNK_BYTES, DESCALES, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call, Packing, bind
@@ -51,11 +51,15 @@ class Inputs:
     packed: Inputs | None = None  # of a call over pages: the same sequences, one after the other
     descales: Mapping[str, Tensor] = field(default_factory=dict)  # of quantized q, k and v
     out_dtype: torch.dtype | None = None  # of their output
+    by_token: bool = False  # of keys and values alike, which no call has: those of pages, token by token
 
     def bind(self, variant: Variant) -> Call:
         """Return the checked call; the log-sum-exp is asked for."""
         call = self._bind(variant)
-        check_descales(call, self.descales)
+        if self.by_token:
+            call.descales, call.scale_blocks = dict(self.descales), (1,)
+        else:
+            check_descales(call, self.descales)
         call.asked_out = self.out_dtype
         return call
 
@@ -80,12 +84,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """What q, k and v are made of: their dtype (its name in specs) and head dims."""
+    """What q, k and v are made of: their dtype (its name in specs) and head dims; k and v may have a ``kv_dtype``."""
 
     dtype: str
     head_dim_qk: int
     head_dim_v: int
-    scale_block: int = 0  # tokens that share a scale of a quantized dtype; 0: all of a head
+    scale_block: int = 0  # tokens that share a scale of a quantized dtype; 0: all of a head, -1: those of a page
     kv_dtype: str = ""  # of k and v, where another than that of q
     out_dtype: str = ""  # of the output of a quantized q, where it is not the usual one
     transposed_v: bool = False  # keys lie side by side in v
@@ -95,10 +99,19 @@ class Element:
         """The dtype as torch knows it."""
         return torch_dtype(self.dtype)
 
+    def of(self, name: str) -> str:
+        """Return the dtype of q, k or v."""
+        return self.dtype if name == "q" else self.kv_dtype or self.dtype
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Which of q, k and v have scales."""
+        return tuple(name for name in "qkv" if self.of(name) in QUANTIZED_DTYPES)
+
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """Return random numbers in the dtype of q, k or v: one of 8 bits holds them larger, so that they use its range."""
-        dtype = self.dtype if name == "q" or not self.kv_dtype else self.kv_dtype
-        return (tensor * _QUANTIZED_SCALE if dtype in QUANTIZED_DTYPES else tensor).to(torch_dtype(dtype))
+        """Return random numbers in the dtype of q, k or v: one of 8 bits holds them larger, so that they use its
+        range."""
+        return (tensor * _QUANTIZED_SCALE if name in self.quantized else tensor).to(torch_dtype(self.of(name)))
 
 
 def make_inputs(
@@ -136,7 +149,7 @@ def make_inputs(
         packing=_packing(case, device) if layout == "varlen" else None,
         seqused_k=None if case.used is None else torch.tensor(case.used, dtype=torch.int32, device=device),
         arguments=arguments,
-        descales=_descales(case, element, generator, device) if element.dtype in QUANTIZED_DTYPES else {},
+        descales=_descales(case, element, generator, device),
         out_dtype=torch_dtype(element.out_dtype) if element.out_dtype else None,
     )
 
@@ -152,21 +165,40 @@ def by_columns(v: Tensor) -> Tensor:
 
 
 def _descales(
-    case: Case, element: Element, generator: torch.Generator, device: torch.device | str
+    case: Case, element: Element, generator: torch.Generator, device: torch.device | str, pages: int = 0
 ) -> dict[str, Tensor]:
-    """Return scales of quantized q, k and v, each with strides of its own: elements times these are about 1."""
+    """Return scales of what is quantized, each with strides of its own: elements times these are about 1."""
     of_head: tuple[int, ...] = (case.batch, case.kv_heads)
     shapes = dict.fromkeys(DESCALES, of_head)
-    if block := element.scale_block:
+    block = element.scale_block
+    if block == PAGE_BLOCK:
+        shapes |= dict.fromkeys(("k_descale", "v_descale"), (pages, case.kv_heads))
+    elif block:
         shapes = dict.fromkeys(DESCALES, (*of_head, -(-case.seqlen_k // block)))
         shapes["q_descale"] = (case.batch, case.heads, -(-case.seqlen_q // block))
         if block == 1:
             shapes["v_descale"] = of_head
+    shapes = {name: shape for name, shape in shapes.items() if name[0] in element.quantized}
     scales = {name: (0.5 + torch.rand(shape, generator=generator)) / _QUANTIZED_SCALE for name, shape in shapes.items()}
-    scales["k_descale"] = scales["k_descale"].transpose(0, 1).contiguous().transpose(0, 1)
-    if not block:
+    if "k_descale" in scales:
+        scales["k_descale"] = scales["k_descale"].transpose(0, 1).contiguous().transpose(0, 1)
+    if not block and "v_descale" in scales:
         scales["v_descale"] = scales["v_descale"][0, 0]
     return {name: scale.to(device) for name, scale in scales.items()}
+
+
+def _by_token(
+    descales: Mapping[str, Tensor], table: Tensor, lengths: tuple[int, ...], page_size: int
+) -> dict[str, Tensor]:
+    """Return scales of pages as those of the keys of each sequence, (batch, kv_heads, longest); others as they are."""
+    found = dict(descales)
+    for name in ("k_descale", "v_descale"):
+        pages = descales[name]
+        found[name] = pages.new_ones(len(lengths), pages.shape[1], max(lengths))
+        for b, length in enumerate(lengths):
+            listed = table[b, : -(-length // page_size)].long()
+            found[name][b, :, :length] = pages[listed].repeat_interleave(page_size, dim=0)[:length].t()
+    return found
 
 
 def _in_pages(
@@ -189,18 +221,35 @@ def _in_pages(
     page_layout = "HND" if seed % 2 else "NHD"
     if page_layout == "HND":
         pages = tuple(tensor.transpose(1, 2).contiguous() for tensor in pages)
-    flat = {name: tensor.to(device, element.torch) for name, tensor in flat.items()}
+    flat = {name: element.rounded(name, tensor).to(device) for name, tensor in flat.items()}
     starts_q, starts_k, table = (tensor.to(device) for tensor in (starts_q, starts_k, table))
     longest = case.max_pages * case.page_size  # what shapes of the variant's tensors mean by seqlen_k
+    descales = _descales(case, element, generator, device, pages[0].shape[0])
+    of_pages = element.scale_block == PAGE_BLOCK
+    if of_pages:  # with a last axis, which says so in any case
+        given = {name: scale if name == "q_descale" else scale[..., None] for name, scale in descales.items()}
+        of_rows = _by_token(descales, table, case.k_lengths, case.page_size)
+        if "q_descale" in of_rows:
+            of_rows["q_descale"] = of_rows["q_descale"].repeat_interleave(case.heads // case.kv_heads, dim=1)[..., None]
+            of_rows["q_descale"] = of_rows["q_descale"].expand(-1, -1, case.seqlen_q)
+    else:
+        given = of_rows = descales
     return Inputs(
         flat["q"].unflatten(0, (case.batch, case.seqlen_q)) if equal else flat["q"],
-        pages[0].to(device, element.torch),
-        pages[1].to(device, element.torch),
+        element.rounded("k", pages[0]).to(device),
+        element.rounded("v", pages[1]).to(device),
+        descales=given,
         seqused_k=starts_k.diff(),
         arguments=arguments,
         paging=Paging(table) if equal else Paging(table, starts_q, case.seqlen_q),
         page_layout=page_layout,
-        packed=Inputs(**flat, packing=Packing(starts_q, starts_k, case.seqlen_q, longest), arguments=arguments),
+        packed=Inputs(
+            **flat,
+            packing=Packing(starts_q, starts_k, case.seqlen_q, longest),
+            arguments=arguments,
+            descales=of_rows,
+            by_token=of_pages,
+        ),
     )
 
 

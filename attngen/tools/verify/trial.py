@@ -11,7 +11,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import AttngenError
 from attngen.lang.variant import Bound, Variant
 from attngen.runtime import debug
-from attngen.runtime.arguments import Call
+from attngen.runtime.arguments import TORCH_DTYPES, Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers
@@ -185,6 +185,8 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
     element = element_of(kernel)
     if kernel.transposed_v:
         case = replace(case, used=None)
+    kv_dtype, p = kernel.dtype_of("k"), kernel.dtype_of("p")
+    probabilities = TORCH_DTYPES[p.name] if p.bytes > kv_dtype.bytes else None  # products widen k and v
     raised: IndexError | None = None
     for calm in _CALM:
         inputs = make_inputs(kernel.variant, case, kernel.layout, element, device, seed, calm=calm)
@@ -192,7 +194,7 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
         debug.check(call)
         plain = inputs.packed or inputs  # the yardsticks know no pages
         try:
-            return inputs, call, expected(plain.bind(kernel.variant), plain.q, plain.k, plain.v)
+            return inputs, call, expected(plain.bind(kernel.variant), plain.q, plain.k, plain.v, probabilities)
         except IndexError as error:
             raised = error
     assert raised is not None

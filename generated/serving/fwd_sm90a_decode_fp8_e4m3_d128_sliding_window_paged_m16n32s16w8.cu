@@ -1,0 +1,586 @@
+// fwd_sm90a_decode_fp8_e4m3_d128_sliding_window_paged_m16n32s16w8
+//
+// Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
+// Rendered from templates/cuda/decode/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+//
+// Few query rows against many keys: memory binds, not the products. The rows of a KV head, those of all query heads of its
+// group, are cut into blocks of 16, one for each of `row_warps` warps. These go through the same keys, 32 at a time; a
+// block has several such groups of warps, which take tiles of keys in turn, and warps that copy them ahead.
+//
+// The tiles that rows see, of all sequences and KV heads, are one list. Blocks take equal shares of it, or, where there
+// are few units of work, clusters do, whose blocks then work together. Where a share ends inside a unit, partial results
+// stay in global memory, and the block that comes last merges them, in their order.
+#include "cluster.cuh"
+#include "divisor.cuh"
+#include "expression.cuh"
+#include "mma.cuh"
+#include "pdl.cuh"
+#include "ring.cuh"
+#include "softmax.cuh"
+#include "split.cuh"
+#include "tma.cuh"
+#include "widen.cuh"
+
+using Element = e4m3;  // of K and V
+using QElement = e4m3;  // of Q in memory
+using Operand = fp16;  // of products
+using OutElement = bf16;  // of O
+
+constexpr int kRows = 16;    // query rows of a warp
+constexpr int kBlockN = 32;  // keys of a step
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
+constexpr int kRun = kHeadDimV % 128 == 0 ? 16 : 8;  // columns of a row of V that a lane has at a time
+constexpr int kWarps = 8, kWarpBits = 3;  // that multiply
+constexpr int kLoaders = 4;  // warps after them, which copy K and V
+constexpr int kThreads = 384;
+constexpr int kCluster = 8;  // blocks that can work together
+constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
+constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
+
+// How work is shared, in tiles of keys; measured.
+constexpr int kLeastTiles = 8;  // of a block at least; with fewer, fewer blocks work
+constexpr int kCutTiles = 12;  // how many more a block may have than its equal share, if its share is then one part of one unit
+constexpr int kWholeTiles = 1024;  // of a block: with more, idle blocks cost more than merging
+
+constexpr uint32_t kKBytes = kBlockN * 128;
+constexpr uint32_t kVBytes = kBlockN * 128;
+constexpr uint32_t kStageBytes = kKBytes + kVBytes;
+using Partial = PartialRow<kHeadDimV>;
+
+// Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
+constexpr uint32_t kShared = 1024;
+constexpr uint32_t kKv = kShared + 0;  // 131072 B: K and V, a tile of each per stage
+constexpr uint32_t kMerge = kShared + 131072;  // 69632 B: partial results of warps
+constexpr uint32_t kKvFull = kShared + 200704;  // 128 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 200832;  // 128 B: barriers
+constexpr uint32_t kBegin = kShared + 200960;  // 24 B: where the share begins
+constexpr uint32_t kLast = kShared + 200984;  // 8 B: whether the block came last
+constexpr uint32_t kCounts = kShared + 200992;  // 144 B: what each warp has counted
+
+// Rings: who fills the stages -> who empties them.
+using KvRing = Ring<kKvFull, kKvEmpty, 16>;  // a loader -> the warps of a group
+
+// Named barriers of the hardware; 0 is __syncthreads.
+enum class Named {
+  kConsumers = 1,  // 1 of them: partial results of warps are there, or have been read
+  kMade = 2,  // 1 of them: barriers that loaders have made
+};
+
+// KV tiles of which some of the rows see some key, and those of which every row sees every key.
+struct Spans {
+  int visible_lo, visible_hi;
+  int full_lo, full_hi;
+};
+
+// Which unit of work.
+struct Place {
+  int hk, b, row_unit;
+};
+
+// A unit of work: rows of one KV head of a sequence, and the KV tiles that they see.
+struct Work {
+  int b, hk, row_start;
+  int q_begin, seqlen_q, seqlen_k;
+  int tiles;  // -1: the sequence has no such rows
+  Spans spans;
+};
+
+// A part of a unit: its tiles [first, end), the pieces of a list from number `piece` of `pieces` on.
+struct Part : Work {
+  int piece, pieces;
+  int list_begin;  // of the unit in the list
+  int first, end;
+};
+
+// The next piece, and how many are left of a share of the list.
+struct Walk {
+  Place place;
+  int piece, left;
+};
+
+extern __shared__ char shared_memory[];
+
+template <typename Value>
+__device__ __forceinline__ Value& shared_at(uint32_t address) {
+  return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_fp8_e4m3_d128_sliding_window_paged_m16n32s16w8(
+    const e4m3* q_ptr,
+    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+    bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
+    const float* v_descale_ptr,
+    long long stride_q_descale_b, long long stride_q_descale_h,
+    long long stride_k_descale_b, long long stride_k_descale_h,
+    long long stride_v_descale_b, long long stride_v_descale_h,
+    float* partials_ptr, uint32_t* counters_ptr, const int* cu_seqlens_q_ptr, const int* page_table_ptr,
+    const int* seqused_k_ptr,
+    long long stride_q_s, long long stride_q_h,
+    long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int row_bits, int row_units, int split_tiles, int max_splits,
+    int batch_reciprocal, int group_reciprocal, int row_units_reciprocal, int split_tiles_reciprocal,
+    int max_seqlen_q, int max_seqlen_k, int total_q, int total_k,
+    long long page_table_stride,
+    int page_size, int num_pages, int box_rows, int page_size_reciprocal,
+    float softmax_scale,
+    int u_window,
+    int write_lse, int has_cu_seqlens_q
+) {
+  // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
+  if (cluster_size() == 1) launch_dependents();
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
+  const int lane = threadIdx.x % 32;
+  const uint32_t here = mapped(kShared, cluster_rank()) - kShared;  // barriers and copies take shared::cluster addresses
+
+  // Warps that share keys: one for each block of rows, up to half of all.
+  const int row_warps = 1 << row_bits, row_warp = warp & row_warps - 1;
+  const int groups = kWarps >> row_bits, warp_group = warp >> row_bits;
+  const int unit_rows = kRows << row_bits;
+
+  if (warp >= kWarps) {  // a loader makes the barriers of its own stages, so that it can begin at once
+    const int own = warp - kWarps + lane * kLoaders;
+    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
+    init_barriers(here + kKvFull, 16, 1, own, 32 * kLoaders);  // a loader, and the bytes of the copy
+    init_barriers(here + kKvEmpty, 16, 4, own, 32 * kLoaders);  // each warp of the group, as many times as make half of the warps together
+    fence_barrier_init();
+    __syncwarp();
+    if (lane == 0) prefetch_map(warp % 2 == 0 ? k_map : v_map);
+  }
+  wait_dependencies();  // nothing in global memory is read or written before
+
+  // Units of work in their order: blocks of rows of a sequence, sequences, KV heads.
+  const Divisor by_row_units(row_units, row_units_reciprocal), by_batch(batch, batch_reciprocal);
+  const Divisor by_group(group, group_reciprocal);
+  const auto place_of_unit = [&](int unit) {
+    const int sequence = by_row_units.quotient(unit), hk = by_batch.quotient(sequence);
+    return Place{hk, sequence - hk * batch, unit - sequence * row_units};
+  };
+  const auto advance = [&](Place& place) {
+    if (++place.row_unit < row_units) return;
+    place.row_unit = 0;
+    if (++place.b < batch) return;
+    place.b = 0;
+    ++place.hk;
+  };
+
+  // The rows of a unit, and which keys they see.
+  const auto work_of = [&](const Place& place) {
+    const int b = place.b, hk = place.hk, row_start = place.row_unit * unit_rows;
+    const int q_begin = has_cu_seqlens_q ? cu_seqlens_q_ptr[b] : b * max_seqlen_q;
+    const int seqlen_q = has_cu_seqlens_q ? cu_seqlens_q_ptr[b + 1] - q_begin : max_seqlen_q;
+    const int seqlen_k = seqused_k_ptr[b];
+    if (row_start >= seqlen_q * group) return Work{.tiles = -1};  // a shorter sequence than the longest
+    const int q_start = by_group.quotient(row_start);
+    const int q_hi = min(by_group.quotient(row_start + unit_rows - 1), seqlen_q - 1);
+    const int whole_tiles = seqlen_k / kBlockN;
+    const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+    const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+    const int u_window_min_1073741823 = min(u_window, 1073741823);
+    const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
+    const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
+    const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
+    const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
+    const Spans spans = {visible_lo, visible_hi, full_lo, full_hi};
+    return Work{b, hk, row_start, q_begin, seqlen_q, seqlen_k, max(spans.visible_hi - spans.visible_lo, 0), spans};
+  };
+  // The KV tile that is number `number` of those that the rows see.
+  const auto tile_of = [&](const Work& work, int number) {
+    return work.spans.visible_lo + number;
+  };
+
+  // The list of pieces: tiles, or splits of `split_tiles` tiles if the call fixes them. Each thread counts those of some units.
+  const bool listed_splits = split_tiles > 0;
+  const Divisor by_split(split_tiles, split_tiles_reciprocal);
+  const auto pieces_of = [&](int tiles) {
+    if (tiles <= 0) return tiles + 1;  // a unit that sees no key has a piece, which writes its result
+    return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
+  };
+  const int units = batch * kv_heads * row_units;
+  const int units_of_thread = (units + kThreads - 1) / kThreads;
+  const int unit_first = min(threadIdx.x * units_of_thread, units), unit_end = min(unit_first + units_of_thread, units);
+  const Place place_first = place_of_unit(unit_first);
+  // The units of one sequence see about as many keys as each other, so that clusters can begin without counting.
+  const bool clustered = cluster_size() > 1, alike = clustered && batch == 1 && row_units == 1;
+  Count all = {0, units, 0}, before = {};
+  if (!alike) {
+    Count own = {};
+    Place place = place_first;
+    for (int unit = unit_first; unit < unit_end; ++unit) {
+      const int tiles = work_of(place).tiles;
+      own += Count{pieces_of(tiles), tiles >= 0, tiles};
+      advance(place);
+    }
+    before = count_before(own, lane);
+    if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = Count(before) += own;
+    __syncthreads();
+    all = {};
+    for (int other = 0; other < kThreads / 32; ++other) {
+      const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
+      if (other < warp) before += of_warp;
+      all += of_warp;
+    }
+  }
+
+  // The workers: clusters, whose blocks work together, or single blocks. Where each unit can have workers of its own, they
+  // cut it evenly, unless some would have much more to do than others; else all workers have equal shares of the list.
+  const auto cuts_for = [&](int workers, int slack) {
+    if (all.units == 0 || all.units > workers) return 0;
+    const int cuts = workers / all.units, share = all.pieces / workers;
+    return all.longest <= cuts * (share + max(slack, share <= kWholeTiles ? share / 16 : 0)) ? cuts : 0;
+  };
+  const int clusters = gridDim.x / kCluster;
+  int splits = alike ? clusters / units : clustered ? cuts_for(clusters, kCutTiles * kCluster) : 0;
+  const bool together = splits > 0;
+  const int team = together ? kCluster : 1, rank = together ? cluster_rank() : 0;
+  const int worker = together ? blockIdx.x / kCluster : blockIdx.x;
+  int workers = min(max((listed_splits ? all.pieces * split_tiles : all.pieces) / kLeastTiles, all.units), static_cast<int>(gridDim.x));
+  if (!together && !listed_splits) splits = cuts_for(workers, kCutTiles);
+  if (splits > 0) {
+    workers = all.units * splits;
+  } else if (!listed_splits && all.units > workers && all.pieces / workers <= kWholeTiles && all.pieces == all.units * all.longest) {
+    // Units that are alike: if few blocks stay idle then, each takes as many whole ones, and nothing is merged in memory.
+    const int units_each = (all.units + workers - 1) / workers, takers = all.units / units_each;
+    if (takers * units_each == all.units && 16 * takers >= 15 * workers) workers = takers;
+  }
+  const Shares shares(splits > 0 ? workers : all.pieces, workers);
+  const int share_begin = shares.first(worker), share_end = shares.first(worker + 1);
+  if (worker >= workers || share_begin == share_end) return;
+  Walk begin;
+  if (alike) {
+    begin = {place_of_unit(worker / splits), worker % splits, 1};
+  } else {
+    int listed = splits > 0 ? before.units * splits : before.pieces;
+    Place place = place_first;
+    for (int unit = unit_first; unit < unit_end && listed <= share_begin; ++unit) {
+      const int tiles = work_of(place).tiles;
+      const int pieces = splits > 0 ? (tiles < 0 ? 0 : splits) : pieces_of(tiles);
+      if (share_begin < listed + pieces) shared_at<Walk>(kBegin) = {place, share_begin - listed, share_end - share_begin};
+      listed += pieces;
+      advance(place);
+    }
+  }
+  if (!alike) {
+    __syncthreads();
+    begin = shared_at<Walk>(kBegin);
+  } else if (warp >= kWarps) {
+    named_arrive(Named::kMade, 0, kThreads);
+  } else {
+    named_sync(Named::kMade, 0, kThreads);
+  }
+
+  // Takes the next part of the share; false if nothing is left.
+  const auto take = [&](Walk& walk, Part& part) {
+    if (walk.left == 0) return false;
+    while ((static_cast<Work&>(part) = work_of(walk.place)).tiles < 0) {
+      advance(walk.place);
+      if (walk.place.hk == kv_heads) return false;
+    }
+    part.piece = walk.piece;
+    part.list_begin = share_end - walk.left - walk.piece;
+    if (splits > 0) {  // the share is one of the equal parts of a unit; a short unit has fewer parts
+      const Shares tiles(part.tiles, splits);
+      part.pieces = max(min(part.tiles, splits), 1);
+      part.first = tiles.first(walk.piece);
+      part.end = tiles.first(walk.piece + 1);
+      walk.left = 0;
+      return walk.piece < part.pieces;
+    }
+    part.pieces = pieces_of(part.tiles);
+    const int taken = listed_splits ? 1 : min(part.pieces - walk.piece, walk.left);
+    const int piece_tiles = listed_splits ? split_tiles : 1;
+    part.first = walk.piece * piece_tiles;
+    part.end = min((walk.piece + taken) * piece_tiles, part.tiles);
+    walk.left -= taken;
+    walk.piece += taken;
+    if (walk.piece == part.pieces) {
+      walk.piece = 0;
+      advance(walk.place);
+    }
+    return true;
+  };
+
+  // Which tile a step of a block is: groups of warps take steps in turn, and so do the blocks of a cluster.
+  const int turn_bits = kWarpBits - row_bits;
+  const auto number_of = [&](const Part& part, int step) {
+    return part.first + ((step >> turn_bits) * team + rank << turn_bits) + (step & groups - 1);
+  };
+
+  // Loaders copy K and V for all groups of warps, as far ahead as there are stages. They take stages in turn, since one alone
+  // would not keep memory busy; each has stages of its own, so that none gets a whole round of the ring ahead of another.
+  if (warp >= kWarps) {
+    static_assert(KvRing::kStages % kLoaders == 0);
+    const Divisor by_page(page_size, page_size_reciprocal);
+    const int box_bits = __ffs(kBlockN) - __ffs(box_rows), boxes = 1 << box_bits;  // of a step
+    const int box = lane & boxes - 1, steps_ahead = 32 >> box_bits;
+    int position = 0;  // steps of the parts before
+    Walk walk = begin;
+    Part part;
+    while (__any_sync(~0u, take(walk, part))) {
+      const int first_step = warp - kWarps - position & kLoaders - 1;
+      // The pages of the next steps: each lane looks up that of one box, and that of the same box `steps_ahead` of its own steps later.
+      const auto look_up = [&](int from) {
+        const int number = number_of(part, from + (lane >> box_bits) * kLoaders);
+        if (number >= part.end) return num_pages;
+        const int key = tile_of(part, number) * kBlockN + box * box_rows;
+        if (key >= part.seqlen_k) return num_pages;  // no page of the cache: zeros
+        return page_table_ptr[part.b * page_table_stride + by_page.quotient(key)];
+      };
+      int pages = look_up(first_step), later_pages = look_up(first_step + steps_ahead * kLoaders), place = 0;
+      for (int step = first_step, number; __any_sync(~0u, (number = number_of(part, step)) < part.end); step += kLoaders) {
+        const int page = __shfl_sync(~0u, pages, (place << box_bits) + box);
+        if (++place == steps_ahead) {
+          place = 0;
+          pages = later_pages;
+          later_pages = look_up(step + (1 + steps_ahead) * kLoaders);
+        }
+        const KvRing ring = KvRing::at(position + step, here);
+        const uint32_t full = ring.full(), k_to = here + kKv + ring.stage * kStageBytes, v_to = k_to + kKBytes;
+        const int key = tile_of(part, number) * kBlockN;
+        ring.acquire();
+        if (lane == 0) ring.arrive_expecting(kStageBytes);
+        __syncwarp();
+        if (lane < boxes) {
+          const int row = by_page.remainder(key + box * box_rows);
+          const uint32_t rows_before = box * box_rows * kBoxBytes;
+#pragma unroll
+          for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+            load_box_once(k_to + column * kBlockN * sizeof(Element) + rows_before, k_map, full, column, row, part.hk, page);
+          }
+#pragma unroll
+          for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+            load_box_once(v_to + column * kBlockN * sizeof(Element) + rows_before, v_map, full, column, row, part.hk, page);
+          }
+        }
+        __syncwarp();
+      }
+      position += part.end - part.first;
+    }
+    return;
+  }
+
+  // Where 16 bytes of a key lie, in rows that the copies have swizzled. A lane reads K of one key of each 8, and V of four of
+  // each 16.
+  const int k_row = scattered(lane / 4), v_run = scattered(lane / 4);
+  const auto place_of = [&](int row, int chunk) {
+    constexpr int kChunks = kBoxBytes / 16;
+    return chunk / kChunks * (kBlockN * kBoxBytes) + row * kBoxBytes + (chunk % kChunks ^ (row % 8)) * 16;
+  };
+  const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 32 * kWarps); };
+
+  int position = 0;  // steps of the parts before
+  bool first_part = true;
+  Walk walk = begin;
+  Part part;
+  while (__any_sync(~0u, take(walk, part))) {
+    const Work& work = part;
+    const int rows = min(work.seqlen_q * group - work.row_start, unit_rows);  // that exist, of the unit's
+    const int own_row = kRows * row_warp + lane / 4;
+
+    // The two rows of a lane, and Q as the A operand.
+    int query[2], head[2];
+    uint32_t q_values[kHeadDimQk / 4] = {};
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int packed = work.row_start + own_row + 8 * row;
+      query[row] = by_group.quotient(packed);
+      head[row] = work.hk * group + by_group.remainder(packed);
+      if (own_row + 8 * row < rows) {
+        const int q = query[row], h = head[row];
+#pragma unroll
+        for (int part = 0; part < kHeadDimQk / 64; ++part) {  // 16 columns of 64: two pairs for each of four products
+          const int column = 64 * part + 16 * (lane % 4);
+          uint32_t* const to = q_values + 16 * part + row;
+          if (column < 128) {
+            const auto from = *reinterpret_cast<const Bytes<16>*>((q_ptr + (work.q_begin + q) * stride_q_s + h * stride_q_h) + column);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const uint2 two = widened(from.words[i]);
+              to[4 * i] = two.x;
+              to[4 * i + 2] = two.y;
+            }
+          }
+        }
+      }
+    }
+
+    // What brings products back to their units.
+    float factor[2] = {1.0f, 1.0f};
+    const float scale_of_head = q_descale_ptr[work.b * stride_q_descale_b + work.hk * stride_q_descale_h] * k_descale_ptr[work.b * stride_k_descale_b + work.hk * stride_k_descale_h];
+    factor[0] *= scale_of_head;
+    factor[1] *= scale_of_head;
+    const float value_scale = v_descale_ptr[work.b * stride_v_descale_b + work.hk * stride_v_descale_h];
+    const int seqlen_q = work.seqlen_q;
+    const int seqlen_k = work.seqlen_k;
+    const float scale_log2e = softmax_scale * kLog2e;
+    // Partial results of this warp's keys: O, the running max of each row, and its row sum.
+    float acc[kHeadDimV / 2] = {};
+    float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {};
+    for (int step = warp_group, number; __any_sync(~0u, (number = number_of(part, step)) < part.end); step += groups) {
+      const int tile = tile_of(work, number);
+      const KvRing ring = KvRing::at(position + step, here);
+      const uint32_t k = kKv + ring.stage * kStageBytes, v = k + kKBytes;
+      ring.wait();
+      const int left = work.seqlen_k - tile * kBlockN;
+      if (left < kBlockN) {  // V after the end may be NaN, and 0 * NaN is NaN
+#pragma unroll
+        for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+          for (int i = left * kBoxBytes + 16 * lane; i < kBlockN * kBoxBytes; i += 32 * 16) {
+            shared_at<int4>(v + column * kBlockN + i) = {};
+          }
+        }
+        fence_async_proxy();
+        __syncwarp();
+      }
+
+      // S = Q K^T
+      float s[kBlockN / 2] = {};
+#pragma unroll
+      for (int part = 0; part < kHeadDimQk / 64; ++part) {
+        Bytes<16> keys[kBlockN / 8];
+#pragma unroll
+        for (int i = 0; i < kBlockN / 8; ++i) keys[i] = shared_at<Bytes<16>>(k + place_of(8 * i + k_row, 4 * part + lane % 4));
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          const uint32_t* const q = q_values + 16 * part + 4 * word;
+#pragma unroll
+          for (int i = 0; i < kBlockN / 8; ++i) {
+            const uint2 two = widened(keys[i].words[word]);
+            multiply<Operand>(s + 4 * i, q, two.x, two.y);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) s[i] *= factor[row_of(i)];
+      const int kv_first = tile * kBlockN + lane % 4;
+      if (__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi))) {
+        struct Row {
+          int visible_from;
+          int visible_to;
+        };
+        Row rows[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int q_row = min(query[row], seqlen_q - 1);  // rows after the end repeat the last one
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          rows[row] = {visible_from, visible_to};
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+          const int key = 8 * (i / 2) + 4 * (i % 2);  // from the first one of the lane
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            const auto [visible_from, visible_to] = rows[row];
+            if (key < visible_from || key >= visible_to) x = kMasked;
+          }
+        }
+      }
+
+      // P = exp2(S * scale - reference)
+      float maximum[2];
+      find_maximum(s, scale_log2e, maximum);
+      if (__any_sync(~0u, maximum[0] - kPeak > reference[0] || maximum[1] - kPeak > reference[1])) {
+        float alpha[2];
+        raise_reference<kPeak>(maximum, reference, alpha);
+        rescale(acc, alpha);
+        row_sum[0] *= alpha[0];
+        row_sum[1] *= alpha[1];
+      }
+      uint32_t p[kBlockN / 4];
+      exponentiate<Operand>(s, scale_log2e, reference, p, row_sum);
+      // O += P V
+#pragma unroll
+      for (int part = 0; part < kHeadDimV / (8 * kRun); ++part) {
+#pragma unroll
+        for (int first = 0; first < kBlockN; first += kMmaK) {
+          Bytes<kRun> values[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = first + 4 * i + lane % 4, run = 8 * part + v_run;
+            values[i] = shared_at<Bytes<kRun>>(v + place_of(row, run * kRun / 16) + run * kRun % 16);
+          }
+#pragma unroll
+          for (int word = 0; word < kRun / 4; ++word) {
+            float* const sums = acc + 4 * (part * kRun + 4 * word);
+            const uint32_t* const of_p = p + first / 4;
+            const uint2 lower = widened_lower(values[0].words[word], values[1].words[word]);
+            const uint2 lower_next = widened_lower(values[2].words[word], values[3].words[word]);
+            const uint2 upper = widened_upper(values[0].words[word], values[1].words[word]);
+            const uint2 upper_next = widened_upper(values[2].words[word], values[3].words[word]);
+            multiply<Operand>(sums, of_p, lower.x, lower_next.x);
+            multiply<Operand>(sums + 4, of_p, lower.y, lower_next.y);
+            multiply<Operand>(sums + 8, of_p, upper.x, upper_next.x);
+            multiply<Operand>(sums + 12, of_p, upper.y, upper_next.y);
+          }
+        }
+      }
+      __syncwarp();
+      if (lane == 0) ring.release(kWarps / 2 >> row_bits);
+    }
+    // Results are added in rounds: those of the groups of a block, then those of the blocks of a cluster, or of all blocks that
+    // have keys of the unit. Each thread has four columns of a row at a time.
+    const int vectors = rows * (kHeadDimV / 4);
+    const auto for_rows = [&](int first, int end, int count, int at, const auto& places_of, const auto& use) {
+      for (int i = first + threadIdx.x; i < end; i += 32 * kWarps) {
+        const int row = i / (kHeadDimV / 4), column = i % (kHeadDimV / 4) * 4;
+        use(Partial::added(count, column, at, [&](int number) { return places_of(number) + row * Partial::kFloats; }), row, column);
+      }
+    };
+    const auto write = [&](Partial sum, int row, int column) {
+      const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
+      const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum) * value_scale;
+      OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
+      const uint2 four = {
+          pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
+      *reinterpret_cast<uint2*>(to + column) = four;
+      if (write_lse && column == 0) lse_ptr[h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(sum.reference, sum.sum);
+    };
+    float* const found = &shared_at<float>(kMerge);
+    const auto of_group = [&](int number) { return found + number * unit_rows * Partial::kFloats; };
+    if (!first_part) sync_consumers();  // partial results of the part before have been read
+    first_part = false;
+    store_scattered<Partial, kRun>(of_group(warp_group), own_row, rows, lane, acc, reference, row_sum);
+    sync_consumers();
+
+    if (together) {  // a worker has one part then
+      for_rows(0, vectors, groups, Partial::kOfWarp, of_group, [&](Partial sum, int row, int column) {
+        sum.store(found + row * Partial::kFloats, column, Partial::kOfBlock);
+      });
+      arrive_cluster();
+      wait_cluster();
+    }
+    const auto of_block = [&](int number) -> const float* { return together ? mapped(found, number) : of_group(number); };
+    const int count = together ? kCluster : groups, at = together ? Partial::kOfBlock : Partial::kOfWarp;
+    if (part.end - part.first == part.tiles) {
+      const int share = vectors / team;  // of the results to write
+      for_rows(rank * share, (rank + 1) * share, count, at, of_block, write);
+    } else if (rank == 0) {  // other blocks have the rest of the keys: partial results go to global memory, and the last block to come merges all
+      const int first_worker = listed_splits ? 0 : shares.worker_of(part.list_begin);
+      const int parts = listed_splits ? part.pieces : shares.worker_of(part.list_begin + part.pieces - 1) - first_worker + 1;
+      const int unit = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
+      // A split has a slot; a worker has two: for a unit that others begin, and for one that it begins.
+      const auto of_worker = [&](int number) {
+        const int slot = listed_splits ? unit * max_splits + number : 2 * (first_worker + number) + (number == 0);
+        return partials_ptr + slot * static_cast<long long>(unit_rows * Partial::kFloats);
+      };
+      float* const own = of_worker(listed_splits ? part.piece : worker - first_worker);
+      for_rows(0, vectors, count, at, of_block, [&](Partial sum, int row, int column) {
+        sum.store(own + row * Partial::kFloats, column, Partial::kOfWarp);
+      });
+      sync_consumers();
+      if (threadIdx.x == 0) {
+        uint32_t* const counter = counters_ptr + (listed_splits ? unit : first_worker);
+        const bool last = arrive_counted(counter) == parts - 1;
+        if (last) *counter = 0;  // as the next launch expects it
+        shared_at<int>(kLast) = last;
+      }
+      sync_consumers();
+      if (shared_at<int>(kLast)) for_rows(0, vectors, parts, Partial::kOfWarp, of_worker, write);
+    }
+    if (together) leave_cluster();  // once other blocks have read this one's partial results
+    position += part.end - part.first;
+  }
+}
