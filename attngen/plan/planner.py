@@ -38,8 +38,8 @@ def plan(spec: KernelSpec) -> Plan:
         raise refuse(spec, "descale", f"layout {spec.layout} has no pages; allowed: head, 64, 128, or layout: paged")
     if spec.scale_block == PAGE_BLOCK and not spec.split_kv:
         raise refuse(
-            spec, "descale", "only kernels whose blocks share the keys of a sequence take a scale of each page; allowed: "
-            "head, or page with split_kv: true"
+            spec, "descale", "only kernels whose blocks share the keys of a sequence take a scale of each page; "
+            "allowed: head, or page with split_kv: true"
         )  # fmt: skip
     if spec.scale_block == 1:
         raise refuse(spec, "descale", "no kernel has a scale for each token; allowed: head, 64, 128")

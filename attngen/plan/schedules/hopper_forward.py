@@ -445,7 +445,8 @@ def warp_roles(
             f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
             f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
         )
-    return forward_roles(consumers, producer, consumer, value_loader=_is_paged(spec) and not transposes, transposes=transposes)
+    pages = _is_paged(spec) and not transposes
+    return forward_roles(consumers, producer, consumer, value_loader=pages, transposes=transposes)
 
 
 def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:

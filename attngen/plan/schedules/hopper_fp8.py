@@ -50,8 +50,7 @@ def _check(spec: KernelSpec, roles: Roles, driver: str) -> None:
         raise refuse(spec, "warps", f"{spec.dtype} needs a producer, which transposes V; allowed: producer 1")
     if spec.scale_block and LAYOUTS[spec.layout].key_access == "paged":
         raise refuse(
-            spec, "descale", "keys in pages have a scale for each head; allowed: head, or page with split_kv: true, whose "
-            "blocks share the keys of a sequence"
+            spec, "descale", "keys in pages have a scale for each head here; allowed: head, or page with split_kv: true"
         )  # fmt: skip
     if spec.scale_block and spec.pack_gqa:
         raise refuse(spec, "pack_gqa", "rows of several heads have several scales; allowed: false, or descale: head")
