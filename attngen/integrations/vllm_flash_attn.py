@@ -85,7 +85,7 @@ def flash_attn_varlen_func(
             q=q, k_cache=k, v_cache=v, page_table=block_table, lengths=seqused_k, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=s_aux, num_splits=num_splits, return_lse=return_softmax_lse, out=out,
-            **descales,
+            q_descale=descales["q_descale"], k_descale=descales["k_descale"], v_descale=descales["v_descale"],
         ))  # fmt: skip
     if s_aux is not None:
         raise refused("s_aux", "sinks go with keys in pages; block_table is not given")

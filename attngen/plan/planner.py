@@ -57,6 +57,13 @@ def plan(spec: KernelSpec) -> Plan:
         raise refuse(spec, "descale", f"{kv_dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
     if spec.scale_block == PAGE_BLOCK and spec.layout != "paged":
         raise refuse(spec, "descale", f"layout {spec.layout} has no pages; allowed: head, 64, 128, or layout: paged")
+    if spec.scale_block == PAGE_BLOCK and not spec.split_kv:
+        raise refuse(
+            spec, "descale", "only kernels whose blocks share the keys of a sequence take a scale of each page; "
+            "allowed: head, or page with split_kv: true"
+        )  # fmt: skip
+    if spec.scale_block == 1 and spec.layout == "paged":
+        raise refuse(spec, "descale", "keys in pages have no scale of their own; allowed: head, 64, 128, page")
     if spec.backend is None:
         return _fastest(spec, arch)
     return replace(_of_backend(spec, arch), backend_reason="the spec names it")

@@ -267,12 +267,12 @@ def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]
 
 def _splits_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
     """Whether a choice is the ordinary forward of what split-KV ones alone read: a cache in fewer bits than q, or one
-    of quantized pages."""
+    whose pages have scales."""
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
     if chosen["split_kv"] or chosen["passes"] == "backward":
         return False
     other = chosen["kv_dtype"] not in (None, chosen["dtype"]) and chosen["dtype"] not in QUANTIZED_DTYPES
-    return other or (chosen["layout"] == "paged" and chosen["dtype"] in QUANTIZED_DTYPES)
+    return other or chosen["descale"] == "page"
 
 
 def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]:

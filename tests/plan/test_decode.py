@@ -105,3 +105,34 @@ def test_heads_may_be_any_number() -> None:
     text = render(planned("variant: slopes", variants=variants)).text
     assert "group_bits" not in text
     assert "h_lo = hk * group" in text
+
+
+def test_a_cache_in_8_bits_has_steps_of_as_many_bytes() -> None:
+    """32 keys instead of 16; Q, out and products keep 16 bits, and no ordinary forward is asked for."""
+    found = planned("variant: causal, dtype: bf16, kv_dtype: fp8_e4m3")
+    names = {name: found.operands.of(name).name for name in ("q", "k", "v", "p", "out")}
+    assert names == {"q": "bf16", "k": "fp8_e4m3", "v": "fp8_e4m3", "p": "fp16", "out": "bf16"}
+    assert found.name == "fwd_sm90a_decode_bf16_kv_fp8_e4m3_d128_causal_m16n32s16w8"
+    assert found.stages == planned().stages
+    text = "schema: 1\narch: [sm90a]\nkernels: [{variant: full, head_dim: 64, kv_dtype: fp8_e4m3, split_kv: true}]\n"
+    assert [one.split_kv for one in expand(load_spec_text(text))] == [True]
+
+
+@pytest.mark.parametrize(
+    ("entry", "field", "reason"),
+    [
+        ("kv_dtype: fp8_e4m3", "kv_dtype", "allowed: split_kv: true"),
+        ("dtype: fp32, kv_dtype: fp8_e4m3, split_kv: true", "kv_dtype", "no kernel mixes q of fp32"),
+        ("dtype: fp8_e4m3, kv_dtype: bf16, split_kv: true", "kv_dtype", "no kernel mixes q of fp8_e4m3"),
+        ("kv_dtype: fp8_e4m3, split_kv: true, descale: page", "descale", "layout dense has no pages"),
+        ("kv_dtype: fp8_e4m3, split_kv: true, descale: 128", "descale", "allowed: head, or page"),
+        ("dtype: fp8_e4m3, layout: paged, descale: page", "descale", "page with split_kv: true"),
+        ("dtype: fp8_e4m3, layout: paged, descale: 128", "descale", "keys in pages have a scale for each head"),
+    ],
+)
+def test_caches_that_no_kernel_reads_are_refused_by_field(entry: str, field: str, reason: str) -> None:
+    text = f"schema: 1\narch: [sm90a]\nkernels: [{{variant: causal, head_dim: 64, backend: cuda, {entry}}}]\n"
+    *_, last = expand(load_spec_text(text))
+    with pytest.raises(PlanError, match=reason) as caught:
+        plan(last)
+    assert caught.value.field == field

@@ -324,7 +324,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         box_bytes=box,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
-        value_loader=_is_paged(spec),  # pages take many small copies
+        value_loader=_is_paged(spec) and not form.transposes,  # pages take many small copies
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,
@@ -471,8 +471,8 @@ def warp_roles(
             f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
             f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
         )
-    turns = transposes and not spec.transposed_v
-    return forward_roles(consumers, producer, consumer, value_loader=_is_paged(spec), transposes=turns)
+    pages, turns = _is_paged(spec) and not transposes, transposes and not spec.transposed_v
+    return forward_roles(consumers, producer, consumer, value_loader=pages, transposes=turns)
 
 
 def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:

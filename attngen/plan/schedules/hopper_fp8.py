@@ -12,6 +12,7 @@ from functools import partial
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.plan.choices import refuse
+from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
@@ -53,6 +54,10 @@ def _check(spec: KernelSpec, roles: Roles, driver: str) -> None:
     """Refuse what probabilities of 8 bits cannot do."""
     if roles.producer == 0:
         raise refuse(spec, "warps", f"{spec.dtype} needs a producer, which transposes V; allowed: producer 1")
+    if spec.scale_block and LAYOUTS[spec.layout].key_access == "paged":
+        raise refuse(
+            spec, "descale", "keys in pages have a scale for each head here; allowed: head, or page with split_kv: true"
+        )  # fmt: skip
     if spec.scale_block and spec.pack_gqa:
         raise refuse(spec, "pack_gqa", "rows of several heads have several scales; allowed: false, or descale: head")
     if spec.variant.dropout:
@@ -89,5 +94,6 @@ SCHEDULE = Schedule(
     tunable=tunable,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
+    layouts=("dense", "varlen", "paged"),
     explanation="attngen.tools.explain.hopper_forward:explain",
 )
