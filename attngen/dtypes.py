@@ -22,8 +22,8 @@ class DType:
 
     name: str
     torch: str
-    triton: str  # as in a Triton signature; also the attribute of triton.language, save for i1/iN/uN/fpN
-    triton_language: str
+    triton: str  # as in a Triton signature
+    triton_language: str  # the attribute of triton.language
     cuda: str  # bf16, fp16 and e4m3 are those of templates/cuda/include/types.cuh
     bytes: int
     kind: str
@@ -76,16 +76,16 @@ ALIASES: dict[str, str] = {
     "int": "int32",
 }
 
-#: Element types of q, k and v that come with scales, and that of the output beside each.
+#: Element types of q, k and v that come with scales, each with the element type of its output.
 QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16"}
 
-#: What brings each quantized operand back to its units, as arguments of calls and kernels name it.
+#: The scales that dequantize q, k and v, as arguments of calls and kernels name them.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
-#: Tokens that share a scale, by the name that specs give it: all of a head, those of a block, or each of q and k alone.
+#: How many tokens of a head share a scale (0: all), by the name that specs give it; ``token`` is for q and k only.
 DESCALE_BLOCKS: dict[str | int, int] = {"head": 0, "token": 1, 64: 64, 128: 128}
 
-#: Element types of q, k and v that are also that of the output.
+#: Element types of q, k and v that the output has as well.
 PLAIN_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 #: Element types of q, k and v.
