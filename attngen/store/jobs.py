@@ -1,4 +1,4 @@
-"""Running jobs in worker processes: a job that crashes, hangs or leaks costs itself, and no other.
+"""Running jobs in worker processes: a job that crashes, hangs or leaks fails alone.
 
 Workers are plain subprocesses, not ``multiprocessing`` ones: those import the caller's main module again, which a
 script without an ``if __name__ == "__main__"`` does not survive.
@@ -23,7 +23,7 @@ from typing import IO, Any
 from attngen.compile.environment import is_scrubbed
 from attngen.errors import AttngenError, ChoiceError, CompileError
 
-#: Longest that a job may take; a compile takes seconds, waiting for another process's compile included.
+#: Longest time for a job; a compile takes seconds, including the wait for another process's compile.
 JOB_SECONDS = 900.0
 
 _LOG_LINES, _LOG_BYTES = 15, 4096
@@ -66,9 +66,9 @@ def run_jobs(
 ) -> Iterator[Result]:
     """Yield the result of each job as it finishes, with at most ``workers`` at once.
 
-    A job that returns None asks to be called again later, when every other job has had its turn; its last argument
-    is then True (False the first time). It is how a kernel that another process builds is left for the end.
-    A worker that dies, or takes longer than ``timeout`` seconds, fails its job alone. Workers end with the iteration.
+    A job that returns None asks to be called again later, when every other job has had its turn; its last argument is
+    then True (False the first time). So a kernel that another process is building is left for the end. A worker that
+    dies, or takes longer than ``timeout`` seconds, fails its job alone. Workers end with the iteration.
     """
     with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
         pool = _Pool(jobs, timeout, scratch)
@@ -82,7 +82,7 @@ def run_jobs(
 class _Pool:
     jobs: Sequence[Job]
     timeout: float
-    scratch: str  # temporary files of all workers, those that are killed too
+    scratch: str  # folder for temporary files of all workers, killed ones included
     idle: list[_Worker] = field(default_factory=list)
     busy: dict[int, _Worker] = field(default_factory=dict)  # by the descriptor of their answers
 
@@ -161,7 +161,7 @@ class _Pool:
             reason = f"died of {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 reason += ", probably for lack of memory; fewer --jobs need less"
-        # a compiler that crashes may compile another choice; one that was stopped says nothing of it
+        # a compiler that crashes may still compile another plan; of one that was stopped nothing is known
         crashed = code < 0 and code != -signal.SIGKILL
         kind = ChoiceError if crashed else CompileError
         error = kind(f"{self.jobs[worker.index].label}: its compiler process {reason}{_said(worker)}")
@@ -205,5 +205,5 @@ def _close(worker: _Worker) -> None:
             if stream is not None:
                 stream.close()
         except BrokenPipeError:
-            pass  # what was still to be written goes nowhere
+            pass  # nobody reads what was still to be written
     worker.process.wait()
