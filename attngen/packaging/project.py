@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the one who packages decides: version, architectures, platform tags, a licence of their own."""
+    """The user's choices for a package: version, architectures, platform tags, a licence of their own."""
 
     version: str = "0.1.0"
     arches: tuple[str, ...] = ()
@@ -31,8 +31,8 @@ class Choices:
 def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[str, bytes]:
     """Return the files of a project whose wheel is the package of a spec. Nothing is compiled.
 
-    ``generator``: the project carries attngen itself, with which other machines build it. Raises SettingError for a
-    version that is none, a licence that cannot be read, and if it is not known what the generator needs.
+    With ``generator``, the project carries attngen itself, so that other machines can build it. Raises SettingError for
+    an invalid version and a licence that cannot be read, and PackageError if what the generator needs is not known.
     """
     folder = PurePosixPath(spec.name).parent
     spec = replace(spec, name=(folder / Path(spec.file).name).as_posix())  # a link may have a name of its own
@@ -68,7 +68,7 @@ def _version(text: str) -> str:
     try:
         return str(Version(text))
     except InvalidVersion:
-        raise SettingError(f"version {text!r} is none that pip understands; one is, for example, '1.0.0'") from None
+        raise SettingError(f"version {text!r} is not one that pip understands; allowed, for example: '1.0.0'") from None
 
 
 def _read(path: Path) -> bytes:

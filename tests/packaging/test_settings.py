@@ -31,8 +31,8 @@ def test_a_table_is_read() -> None:
         ({"specs": ["a\\b/a.yaml"]}, "specs: found .*; allowed: a path without"),
         ({"specs": ["a.yaml"], "arhc": ["sm80"]}, "arhc: unknown key; did you mean 'arch'"),
         ({"specs": ["a.yaml"], "arch": ["sm90"]}, "arch: found 'sm90'; did you mean 'sm90a'"),
-        ({"specs": ["a.yaml"], "platforms": ["linux"]}, r"\[tool.attngen\]: platform 'linux' is no platform tag"),
-        ({"specs": ["a.yaml"], "max-size": "8 MiBB"}, r"\[tool.attngen\]: size '8 MiBB' is none"),
+        ({"specs": ["a.yaml"], "platforms": ["linux"]}, r"\[tool.attngen\]: platform 'linux' is not a platform tag"),
+        ({"specs": ["a.yaml"], "max-size": "8 MiBB"}, r"\[tool.attngen\]: size '8 MiBB' is not understood"),
     ],
 )
 def test_a_wrong_table_is_refused_by_key(table: Any, message: str) -> None:
@@ -55,5 +55,5 @@ def test_sizes_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("platform", ["", "linux", "Linux_x86_64", "linux-x86_64", "a_b\n", "../x_y"])
 def test_platforms_that_are_none(platform: str) -> None:
-    with pytest.raises(PackageError, match="is no platform tag"):
+    with pytest.raises(PackageError, match="is not a platform tag"):
         check_platforms((platform,))
