@@ -88,7 +88,7 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
         for team, case in cases:
             report = replace(report, rows=(*report.rows, track.measure(team, kernels, errors, case)))
             if not gpu.answers():
-                report = replace(report, stopped=f"the GPU does not answer since {case.name}")
+                report = replace(report, stopped=f"the GPU has not responded since {case.name}")
             observer(report, len(cases))
             if report.stopped is not None:
                 break
@@ -130,7 +130,7 @@ def _peers(options: Options) -> Sequence[Peer]:
 
 
 def _team_of(ladder: Ladder) -> Team:
-    """Return the rungs of a ladder as those that race."""
+    """Return the rungs of a ladder as a team."""
     found = ladder.of
     return Team(found.variant, found.dtype_name, found.head_dim_qk, found.head_dim_v, ladder.kernels)
 
@@ -146,7 +146,7 @@ def _cases(team: Team, options: Options) -> Sequence[BenchCase]:
 
 
 def _compiled(racing: Sequence[Team], jobs: int | None) -> tuple[dict[str, Kernel], dict[str, str]]:
-    """Return the kernels by name, with the forwards of backwards, and what is wrong with those that do not compile."""
+    """Return the kernels by name, with the forwards of backwards, and the errors of those that do not compile."""
     members = {one.plan.name: one for team in racing for one in (*team.members.values(), *team.forwards)}
     store = Store()
     built, failures = compile_kernels(list(members.values()), store=store, jobs=jobs)

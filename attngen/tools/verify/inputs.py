@@ -1,8 +1,9 @@
-"""Random inputs of a call, made from what a variant declares and from nothing else.
+"""Random inputs of a call, made from a variant's declarations and nothing else.
 
 Keys and values after the end of each sequence are NaN: in the padding of a dense tensor, after ``seqused_k``, after the
-last packed sequence, in the rows of a page that a sequence does not fill, and in pages that nobody has. A kernel that
-lets any of it through gives NaN. Entries of a page table after those that a sequence needs are no pages of the cache.
+last packed sequence, in the rows of a page that a sequence does not fill, and in pages of no sequence. A kernel that
+lets any of it through returns NaN. Entries of a page table after those that a sequence needs are not pages of the
+cache.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from attngen.tools.values import arguments_of
 #: Rows of NaN after each sequence of a dense tensor, or after the last packed one.
 _POISONED_ROWS = 24
 
-#: By what normal numbers are multiplied before they are rounded to 8 bits: far below 448, and above its small numbers.
+#: Factor of normal numbers before they are rounded to 8 bits: far below 448, and above the subnormals.
 _QUANTIZED_SCALE = 32.0
 
 #: Pages of a cache that no sequence has.
 _SPARE_PAGES = 3
 
-#: Entries of a page table that are not to be read.
+#: Entries of a page table that must not be read.
 _NO_PAGES = (-1, 2**31 - 1, -(2**31))
 
 
@@ -52,7 +53,7 @@ class Inputs:
     descales: Mapping[str, Tensor] = field(default_factory=dict)  # of quantized q, k and v
 
     def bind(self, variant: Variant) -> Call:
-        """Return the checked call; the log-sum-exp is asked for."""
+        """Return the checked call, which asks for the log-sum-exp."""
         call = self._bind(variant)
         check_descales(call, self.descales)
         return call
@@ -86,7 +87,7 @@ class Element:
         return found
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        """Return random numbers in this dtype: one of 8 bits holds them larger, so that they use its range."""
+        """Return random numbers in this dtype; those of 8 bits are larger, so that they use its range."""
         return (tensor * _QUANTIZED_SCALE if self.dtype in QUANTIZED_DTYPES else tensor).to(self.torch)
 
 
@@ -130,7 +131,7 @@ def make_inputs(
 def _descales(
     case: Case, element: Element, generator: torch.Generator, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Return scales of quantized q, k and v, each with strides of its own: elements times these are about 1."""
+    """Return the scales of quantized q, k and v, each with strides of its own; elements times these are about 1."""
     of_head: tuple[int, ...] = (case.batch, case.kv_heads)
     shapes = dict.fromkeys(DESCALES, of_head)
     if block := element.scale_block:
@@ -148,7 +149,7 @@ def _descales(
 def _in_pages(
     variant: Variant, case: Case, element: Element, device: torch.device | str, seed: int, calm: float
 ) -> Inputs:
-    """Return the inputs of a call over pages in random order, beside those of its sequences packed."""
+    """Return the inputs of a call over pages in random order, and those of its sequences packed."""
     generator = torch.Generator().manual_seed(seed)
     made = arguments_of(variant, case, "paged", generator, calm)
     arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
@@ -167,7 +168,7 @@ def _in_pages(
         pages = tuple(tensor.transpose(1, 2).contiguous() for tensor in pages)
     flat = {name: tensor.to(device, element.torch) for name, tensor in flat.items()}
     starts_q, starts_k, table = (tensor.to(device) for tensor in (starts_q, starts_k, table))
-    longest = case.max_pages * case.page_size  # what shapes of the variant's tensors mean by seqlen_k
+    longest = case.max_pages * case.page_size  # seqlen_k in the shapes of the variant's tensors
     return Inputs(
         flat["q"].unflatten(0, (case.batch, case.seqlen_q)) if equal else flat["q"],
         pages[0].to(device, element.torch),
@@ -223,7 +224,7 @@ def _packed(
 
 
 def _cut(tensor: Tensor, extents: tuple[int, ...], layout: str) -> Tensor:
-    """Return the view that a call is given: what lies after the last row is memory of somebody else."""
+    """Return the view that a call gets: what follows its last row is not the call's memory."""
     return tensor[: sum(extents)] if layout == "varlen" else tensor[:, : max(extents)]
 
 
