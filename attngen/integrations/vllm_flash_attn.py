@@ -1,7 +1,7 @@
-"""The function that vLLM calls its own build of flash-attn by, argument for argument, on attngen's kernels.
+"""The function through which vLLM calls its own build of flash-attn, argument for argument, on attngen's kernels.
 
 Its form is that of ``flash_attn_varlen_func`` in https://github.com/vllm-project/flash-attention: packed queries over
-keys in the pages of a cache, or packed like them.
+keys in the pages of a cache, or over packed keys.
 """
 
 from __future__ import annotations
@@ -57,22 +57,24 @@ def flash_attn_varlen_func(
     """Return attention of packed q (total_q, h, d), or (out, lse) with ``return_softmax_lse``; lse is (h, total_q).
 
     With ``block_table`` (b, max_pages) int32, k and v are the pages of a cache, (pages, page_size, hk, d), and
-    ``seqused_k`` (b,) int32 says how many keys each sequence has, those of its queries among them. Without it they are
-    (total_k, hk, d), with ``cu_seqlens_k``. ``s_aux`` (h,) are sinks, logits that join each softmax. ``out`` takes the
-    result. ``num_splits=1`` asks for a kernel that does not share the keys of a sequence among blocks. There is no
-    gradient. Raises NoKernelError for float8, ``q_v``, dropout and context parallelism, and for what no built kernel
-    computes; CallError for arguments that disagree.
+    ``seqused_k`` (b,) int32 says how many keys each sequence has, including those of its queries. Without it they are
+    (total_k, hk, d), with ``cu_seqlens_k``. ``s_aux`` (h,) are sinks, logits that join each softmax. The result is
+    written to ``out``, if given. ``num_splits=1`` asks for a kernel that does not share the keys of a sequence among
+    blocks. There is no gradient. Raises NoKernelError for float8, ``q_v``, dropout and context parallelism, and for
+    what no built kernel computes; CallError for arguments that disagree.
     """
     del deterministic, scheduler_metadata, fa_version
-    for name, given in (("q_v", q_v), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+    if q_v is not None:
+        raise refused("q_v", "no kernel adds a second product to the logits")
+    for name, given in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if given is not None:
-            raise refused(name, "no kernel multiplies float8, or a second query")
+            raise refused(name, "no kernel reads a cache in float8")
     if dropout_p:
         raise refused("dropout_p", "servers do not drop probabilities")
     if return_attn_probs:
         raise refused("return_attn_probs", "probabilities are never formed")
     if cp_world_size != 1 or cp_rank or cp_tot_seqused_k is not None:
-        raise refused("cp_world_size", "sequences are not shared among GPUs")
+        raise refused("cp_world_size", "sequences are not split among GPUs")
     window = (-1, -1) if window_size is None else window_size
     if block_table is not None:
         if seqused_k is None:

@@ -179,7 +179,7 @@ def _counts(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     ("mask_mod", "reason"),
     [
         (_decides, "decides by the value of an index"),
-        (_sorts, "has no word in attngen's language"),
+        (_sorts, "has no equivalent in attngen's language"),
         (_counts, "it changes a tensor"),
         (lambda b, h, q, kv: q - kv, "a mask is a condition, but it returns int32"),
         (lambda b, h, q, kv: True, "returns no tensor that depends on its arguments"),
