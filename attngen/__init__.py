@@ -1,6 +1,6 @@
 """attngen: attention kernels generated from a spec.
 
-Importing this package imports neither torch nor a compiler: each public name is fetched at its first use.
+Importing this package imports neither torch nor a compiler: each public name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'attngen' has no attribute '{name}'")
     home = _HOMES[name]
     value = import_module(f"attngen.{name}") if home is None else getattr(import_module(home), name)
-    globals()[name] = value  # the next use does not come here again
+    globals()[name] = value  # so that this runs once per name
     return value
 
 

@@ -22,7 +22,7 @@ class Arch:
     specific: bool  # an "a" target: runs on exactly its own capability
 
     def runs_on(self, capability: int) -> bool:
-        """Whether a cubin for this arch loads on a device of ``capability`` (binary compatibility within a major)."""
+        """Whether a cubin for this arch loads on a device of ``capability`` (it does within a major version)."""
         if self.specific:
             return capability == self.capability
         return capability // 10 == self.capability // 10 and capability >= self.capability

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -24,7 +23,6 @@ COMMANDS: dict[str, str] = {
     "explain": "Explain the plan of a spec: tiles, memory, bands, efficiency.",
     "verify": "Compare built kernels with the float64 reference.",
     "bench": "Measure kernels, beside peers if they are installed.",
-    "tune": "Search the best tile, stages and warps for this GPU.",
     "package": "Make a wheel of built kernels.",
     "doctor": "Say what works on this machine and what is missing.",
     "cache": "Show the cache's size, or empty it.",
@@ -50,30 +48,26 @@ class LazyGroup(click.Group):
     """A group that knows the names and help of its commands and imports a command to run it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name in COMMANDS if find_spec(f"attngen.commands.{name}")]
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
         command = import_module(f"attngen.commands.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, COMMANDS[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl(list(COMMANDS.items()))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep the arguments as they were given: an error may come before a command has read its own."""
+        """Keep the arguments as given: an error may come before the command has parsed its own."""
         ctx.meta[_ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; errors that attngen raises on purpose, and warnings, are printed as sentences.
-
-        A command that was asked for JSON prints its errors as JSON, too.
-        """
+        """Run a command; print attngen's errors and warnings without tracebacks, and as JSON, too, with ``--json``."""
         as_json = self._wants_json(ctx, ctx.meta[_ARGUMENTS])
         try:
             with warnings.catch_warnings():
@@ -89,14 +83,14 @@ class LazyGroup(click.Group):
                 _print_json([AttngenError(error.format_message()).to_dict()])
             raise
         except ModuleNotFoundError as error:
-            # the core is installed alone, and the command needs more
+            # attngen is installed without the extra that the command needs
             missing = (error.name or "").partition(".")[0]
             if missing not in EXTRAS:
                 raise
-            lacking = AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}")
-            print_error(lacking)
+            told = AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}")
+            print_error(told)
             if as_json:
-                _print_json([lacking.to_dict()])
+                _print_json([told.to_dict()])
             ctx.exit(EXIT_FAILURE)
 
     def _wants_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
@@ -107,7 +101,7 @@ class LazyGroup(click.Group):
                 command = command.get_command(ctx, argument)
             elif argument == "--":
                 return False
-            elif argument == "--json" and command is None:  # no such command, so it says nothing of the flag
+            elif argument == "--json" and command is None:  # an unknown command, whose options are unknown as well
                 return True
             elif argument == "--json" and command is not None:
                 options = (option for option in command.params if "--json" in option.opts)
@@ -116,13 +110,13 @@ class LazyGroup(click.Group):
 
 
 def exit_code(error: AttngenError) -> int:
-    """Return what a command exits with after ``error``."""
+    """Return the exit code of a command that ended with ``error``."""
     asked_wrongly = isinstance(error, SpecError | SettingError | CallError) and not isinstance(error, NoKernelError)
     return EXIT_USAGE if asked_wrongly else EXIT_FAILURE
 
 
 def exit_code_of(errors: Iterable[AttngenError]) -> int:
-    """Return what a command exits with after several errors: if one thing failed, it is not only asked wrongly."""
+    """Return the exit code after several errors: that of a failure if any is one; 0 if there are none."""
     return min(map(exit_code, errors), default=0)
 
 
@@ -138,7 +132,7 @@ def print_error(error: AttngenError) -> None:
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning of Python's to stderr: what it says, without the line of code that gave it."""
+    """Print a Python warning to stderr: its message, without the line of code that raised it."""
     from attngen.commands.output import warn
 
     warn(str(message))

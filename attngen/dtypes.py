@@ -92,7 +92,7 @@ CACHE_DTYPES: tuple[str, ...] = ("fp8_e4m3",)
 #: Dtypes of q beside such a cache that kernels take.
 BESIDE_CACHES: tuple[str, ...] = ("bf16", "fp16")
 
-#: What brings each quantized operand back to its units, as arguments of calls and kernels name it.
+#: The scales that dequantize q, k and v, as arguments of calls and kernels name them.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
 #: What stands for the tokens of a page of a cache, whatever their number.
@@ -102,7 +102,7 @@ PAGE_BLOCK = -1
 #: those of a page of a cache.
 DESCALE_BLOCKS: dict[str | int, int] = {"head": 0, "token": 1, 64: 64, 128: 128, "page": PAGE_BLOCK}
 
-#: Element types of q, k and v that are also that of the output.
+#: Element types of q, k and v that the output has as well.
 PLAIN_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 #: Element types of q, k and v.

@@ -77,7 +77,7 @@ class InternalError(AttngenError):
 
 
 class StoreError(AttngenError):
-    """A cache folder that cannot be used: read-only, full, or held by a process that does not let go."""
+    """A cache folder that cannot be used: read-only, full, or locked by a process that does not release it."""
 
 
 class PackageError(AttngenError):

@@ -1,4 +1,4 @@
-"""Reading files that others may have made: what is no regular file is an error, never a wait."""
+"""Reading files that other users may have made: anything but a regular file is an error, and never blocks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kernels that are compiled when a call first lacks them: ``attngen.jit``.
 
-What is compiled is what the error of the missing kernel says to add to a spec, through the plan, the cache and the
-locks of ``attngen build``. A package's own copy of the runtime goes without this module.
+It compiles the kernel that the error of a missing one says to add to a spec, with the plan, the cache and the locks of
+``attngen build``. The copy of the runtime in a package does not have this module.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ if TYPE_CHECKING:
     from attngen.runtime.select import Request
     from attngen.schema import KernelSpec
 
-#: The package that kernels compiled on a call say they belong to.
+#: The name of the package in the manifests of kernels that a call compiled.
 PACKAGE = "compiled_on_call"
 
 
 class Jit:
     """Compiling on the first call, on or off for the whole process.
 
-    ``attngen.jit()`` turns it on, ``attngen.jit(False)`` off; either may be a context, at whose end it is as before.
+    ``attngen.jit()`` turns it on, ``attngen.jit(False)`` off; either is also a context manager, which restores the
+    state before it.
     """
 
     def __init__(self) -> None:
         self._maker = _Maker()
 
     def __call__(self, on: bool = True) -> _Switched:
-        """Turn it on or off, and return a context that turns it back."""
+        """Turn it on or off, and return a context manager that restores the state before."""
         before = on_demand.maker
         on_demand.maker = self._maker if on else None
         _forget()
@@ -60,13 +61,13 @@ class Jit:
 
 
 class _Switched:
-    """A context at whose end a switch is as it was before."""
+    """A context manager that restores what the switch was before."""
 
     def __init__(self, before: on_demand.Maker | None) -> None:
         self._before = before
 
     def __enter__(self) -> None:
-        """Nothing is left to do: the switch was turned when this was made."""
+        """Do nothing: the switch was turned when this was made."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -76,7 +77,7 @@ class _Switched:
 
 
 def _forget() -> None:
-    """Have the registry forget what it answered, if anything: which operators a name has depends on the switch."""
+    """Clear the registry's cached answers, if it is loaded: which operators a name has depends on the switch."""
     module = sys.modules.get("attngen.runtime.registry")
     if module is not None:
         module.registry.forget()
@@ -87,7 +88,7 @@ class _Maker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._used: list[tuple[Variant, str]] = []  # with the lines that ask for the kernel
+        self._used: list[tuple[Variant, str]] = []  # each with the lines of a spec that ask for the kernel
 
     def make(self, request: Request, soon: Request | None = None) -> bool:
         """See ``on_demand.Maker``. Raises NoKernelError, with the reason, for a kernel that cannot be compiled."""
@@ -114,7 +115,7 @@ class _Maker:
                     f"no kernel takes this call: {what}; attngen.jit needs {error.name}, which is not installed: "
                     "pip install 'attngen[build]'"
                 ) from None
-            except Exception as error:  # whatever fails, the call lacks a kernel, and says why
+            except Exception as error:  # whatever fails, the call has no kernel, and its error says why
                 known = error if isinstance(error, AttngenError) else internal_error(what, error)
                 reason = f"attngen.jit cannot build one: {known}"
                 raise NoKernelError(f"no kernel takes this call: {what}; {reason}") from error
@@ -152,7 +153,7 @@ class _Maker:
                 print(f"attngen.jit: compiled {kernel.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
     def used(self, request: Request) -> None:
-        """See ``on_demand.Maker``."""
+        """Remember the kernel that a request used; see ``on_demand.Maker``."""
         from attngen.runtime import driver as drivers
         from attngen.runtime.select import arch_of, yaml_lines
 
@@ -165,7 +166,7 @@ class _Maker:
                     self._used.append((request.call.variant, lines))
 
     def spec(self, path: Path) -> str:
-        """Return the spec of what was used, checked."""
+        """Return a spec of the kernels that were used, as checked YAML text."""
         import yaml
 
         from attngen.schema import load_spec_text
@@ -174,16 +175,16 @@ class _Maker:
         with self._lock:
             used = list(self._used)
         if not used:
-            raise CallError("no call used a kernel while attngen.jit was on, so that there is nothing to save")
+            raise CallError("no call used a kernel while attngen.jit was on, so there is nothing to save")
         names: dict[object, str] = {}
         kernels: list[dict[str, Any]] = []
         for variant, lines in used:
             name = names.setdefault(variant.definition, _free(variant.name, set(names.values())))
             said = yaml.safe_load(lines)
             kernels.append({**said["kernels"][0], "variant": name, "arch": said["arch"]})
-        trained = [{key: entry[key] for key in entry if key not in ("passes", "deterministic")} for entry in kernels]
-        trained = [plain for plain, entry in zip(trained, kernels, strict=True) if plain != entry]
-        kernels = [entry for entry in kernels if entry not in trained]  # backwards bring their forwards
+        forwards = [{key: entry[key] for key in entry if key not in ("passes", "deterministic")} for entry in kernels]
+        implied = [forward for forward, entry in zip(forwards, kernels, strict=True) if forward != entry]
+        kernels = [entry for entry in kernels if entry not in implied]  # a backward's entry builds its forward, too
         variants = {names[variant.definition]: declaration(variant) for variant, _ in used}
         text = spec_text(variants, kernels)
         load_spec_text(text, str(path))
@@ -191,7 +192,7 @@ class _Maker:
 
 
 def _asked(request: Request, capability: int) -> KernelSpec:
-    """Return the kernel that the error of a missing one says to add to a spec."""
+    """Return the kernel that the error of the missing one says to add to a spec."""
     from attngen.runtime.select import yaml_lines
     from attngen.schema import expand, load_spec_text
 
@@ -205,7 +206,7 @@ def _asked(request: Request, capability: int) -> KernelSpec:
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """Return a name that is not taken: of another definition of that name, the name and a number."""
+    """Return the name, with a number appended if it is taken by another definition."""
     return next(each for n in range(1, len(taken) + 2) if (each := name if n == 1 else f"{name}_{n}") not in taken)
 
 

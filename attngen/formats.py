@@ -1,6 +1,6 @@
-"""Which attngen this is, and which forms of files it writes and reads: the only place that counts them.
+"""The version of attngen and of each file format that it writes and reads: the only place that has these numbers.
 
-A package that was shipped carries these numbers, so that a runtime that does not understand it can say so.
+A shipped package carries them, so that a runtime that does not understand it can say so.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 #: Version of this release, and of the runtime that packages made by it carry.
 VERSION = "0.1.0"
 
-#: Form of a spec, its expressions included.
+#: Version of the format of specs, their expressions included.
 SCHEMA = 1
 
-#: Form of the manifest of a kernel.
+#: Version of the format of a kernel's manifest.
 MANIFEST_FORMAT = 2
 
-#: Form of a package: its folders and its ``package.json``.
+#: Version of the format of packages: their folders and ``package.json``.
 PACKAGE_FORMAT = 1
 
-#: The direction of kernels that write into caches, and the name of what they compute, which no variant can have.
+#: The direction of kernels that append to caches, and the name of what they compute, which no variant can have.
 APPEND, APPEND_VARIANT = "append", "append-kv"
 
-#: The same of kernels that quantize what attention in 8 bits reads.
+#: The same for kernels that quantize the inputs of attention in 8 bits.
 QUANTIZE, QUANTIZE_VARIANT = "quantize", "quantize-qkv"
 
-#: Directions of kernels that are no attention, and the names of what they compute.
+#: Directions of kernels that are not attention, and the names of what they compute.
 HELPERS = frozenset({APPEND, QUANTIZE})
 HELPER_VARIANTS = frozenset({APPEND_VARIANT, QUANTIZE_VARIANT})

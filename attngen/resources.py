@@ -19,7 +19,7 @@ def root() -> Path:
     """
     checkout, installed = _PACKAGE.parent, _PACKAGE / "_data"
     for folder in (checkout, installed):
-        # Both names are asked for: a stray "templates" in site-packages is not a checkout.
+        # Both folders are checked: a stray "templates" in site-packages is not a checkout.
         if (folder / "specs" / "presets").is_dir() and (folder / "templates").is_dir():
             return folder
     raise FileNotFoundError(f"attngen's specs and templates are neither in {checkout} nor in {installed}")
@@ -46,7 +46,7 @@ def variants_file() -> Path:
 
 
 def licence_file() -> Path:
-    """Return the licence of attngen, which goes with every copy of its runtime and of its generator."""
+    """Return the file of attngen's licence, which every copy of its runtime or generator includes."""
     return root() / "LICENSE"
 
 

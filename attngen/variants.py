@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class PythonVariant(str):
-    """What ``attngen.variant`` made. It goes wherever a variant's name goes, since it is one: of this definition alone.
+    """A variant made by ``attngen.variant``: a string, accepted wherever the name of a variant is.
 
-    ``handle`` is that name as plain text, the same in every process; ``value`` the checked variant; ``fields`` what was
-    said.
+    It names this definition alone. ``handle`` is the name as a plain str, the same in every process; ``value`` the
+    checked variant; ``fields`` the arguments as they were given.
     """
 
     handle: str
@@ -33,30 +33,30 @@ class PythonVariant(str):
     fields: Mapping[str, Any]
 
     def __new__(cls, value: Variant, fields: Mapping[str, Any]) -> PythonVariant:
-        """Return the variant of a checked value, which calls know from now on."""
+        """Register a checked variant, so that calls find it, and return it under its name."""
         handle = registry.declare(value)
         made = super().__new__(cls, handle)
         made.handle, made.value, made.fields = handle, value, fields
         return made
 
     def __repr__(self) -> str:
-        told = [f"{name}={value!r}" for name, value in {**self.fields, "name": self.name}.items()]
-        return f"attngen.variant({', '.join(told)})"
+        arguments = [f"{name}={value!r}" for name, value in {**self.fields, "name": self.name}.items()]
+        return f"attngen.variant({', '.join(arguments)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.name, dict(self.fields))
 
     @property
     def name(self) -> str:
-        """The name that kernels of it have, and that its spec gives it."""
+        """The name of the variant in a spec and in its kernels."""
         return self.value.name
 
     def to_yaml(self, *, package: str | None = None, **kernel: Any) -> str:
         """Return a spec with this variant, as text.
 
-        ``kernel`` are the fields of an entry of ``kernels:``, such as ``arch``, ``head_dim``, ``dtype``, ``layout``
-        and ``passes``. Without any the spec builds nothing, and others may include it. Raises SpecError for an entry
-        that no spec may hold.
+        ``kernel`` are the fields of an entry of ``kernels:``, such as ``arch``, ``head_dim``, ``dtype``, ``layout`` and
+        ``passes``. Without any, the spec builds nothing, but other specs may include it. Raises SpecError for an entry
+        that a spec may not have.
         """
         from attngen.schema import expand, load_spec_text
         from attngen.schema.writing import spec_text
@@ -79,11 +79,11 @@ class PythonVariant(str):
         return seen(self.value, sizes, kv_heads, arguments)
 
     def explain(self, sizes: Sizes | None = None, /, *, kv_heads: int | None = None, **arguments: Any) -> SeenKeys:
-        """Say which keys a tile of queries sees: the bands, as formulas. The result prints.
+        """Return which keys a tile of queries sees: the bands, as formulas, which print as text.
 
         With ``sizes`` and arguments as ``mask`` takes them, it also counts visible pairs, and tiles that are full,
-        partial and empty. Nothing is made up: without what the mask reads, nothing is counted, and it says what is
-        missing. Raises CallError.
+        partial and empty. If an argument that the mask reads is missing, nothing is counted, and the result says what
+        is missing. Raises CallError.
         """
         from attngen.tools.explain.seen import seen_keys
 
@@ -92,10 +92,10 @@ class PythonVariant(str):
     def plot(
         self, sizes: Sizes, /, *, b: int = 0, h: int = 0, kv_heads: int | None = None, **arguments: Any
     ) -> Picture:
-        """Return the picture of what head ``h`` of sequence ``b`` sees: text in a terminal.
+        """Return a picture of the mask of head ``h`` in sequence ``b``: text in a terminal.
 
-        A notebook shows an image of it, and its ``save`` writes one, where matplotlib is installed. ``sizes`` and
-        arguments as ``mask`` takes them. Raises CallError.
+        With matplotlib, a notebook shows it as an image, and its ``save`` writes one. ``sizes`` and arguments are as
+        for ``mask``. Raises CallError.
         """
         from attngen.tools.explain.picture import picture
 
@@ -113,13 +113,13 @@ def variant(
     tensors: Mapping[str, Any] | None = None,
     dropout: bool = False,
 ) -> PythonVariant:
-    """Return a variant of attention, to be passed as ``variant=``.
+    """Return a variant of attention, to be passed to calls as ``variant=``.
 
-    The arguments are the fields of a variant of a spec, as docs/spec.md has them: ``mask`` is true where a query sees a
-    key, ``score`` the logit in terms of ``s``, ``sink`` a logit of each head without a key; ``let`` names values and
-    functions, in order; ``scalars`` and ``tensors`` declare what a call passes, for example
-    ``tensors={"window": {"dtype": "int32", "shape": ["h"]}}``. Kernels that were built under the same ``name`` with the
-    same definition serve its calls.
+    The arguments are the fields of a variant in a spec, described in docs/spec.md: ``mask`` is true where a query sees
+    a key, ``score`` is the logit in terms of ``s``, ``sink`` a logit of each head without a key; ``let`` names values
+    and functions, in order; ``scalars`` and ``tensors`` declare what a call passes, for example ``tensors={"window":
+    {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities. Kernels that were built from a spec under
+    the same ``name``, with the same definition, serve its calls.
 
     Raises SpecError, which names the argument and marks the place in an expression.
     """
@@ -138,4 +138,5 @@ def _made(name: str, fields: dict[str, Any]) -> PythonVariant:
         raise SpecError(
             f"making a variant needs {error.name}, which is not installed: pip install 'attngen[build]'"
         ) from None
-    return PythonVariant(settle(declare_variant(name, fields)), deepcopy(fields))  # as the plan of its kernels has it
+    value = settle(declare_variant(name, fields))  # as in the plans of its kernels
+    return PythonVariant(value, deepcopy(fields))

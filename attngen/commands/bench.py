@@ -46,7 +46,7 @@ _NOT_FOR_THE_ORACLE = (
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
-              help="Tokens of a call in all.")  # fmt: skip
+              help="Tokens of a call, in all sequences together.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
               help="Samples of each contestant; their median counts.")  # fmt: skip
 @click.option("--check/--no-check", default=True, show_default=True,
@@ -89,9 +89,9 @@ def command(
     """Race the dense kernels of a spec against the libraries that are installed, in one process.
 
     Kernels that the cache lacks are compiled; those for other GPUs are left out. Prints TFLOP/s over visible pairs,
-    medians of interleaved rounds; of backwards also the memory that they take. With --suite serving dense and paged
-    kernels decode, append and prefill in replays of CUDA graphs; prints microseconds and TB/s. Exits 1 if a kernel of
-    the spec fails, or if none could be measured.
+    medians of interleaved rounds; for backwards also the memory that they take. With --suite serving, dense and paged
+    kernels decode, append and prefill in replays of CUDA graphs, and microseconds and TB/s are printed. Exits 1 if a
+    kernel of the spec fails, or if none could be measured.
     """
     for path in (json_path, plot_path):
         if path is not None and not path.parent.is_dir():
@@ -132,7 +132,7 @@ def command(
     if ladder and passes in ("backward", "both"):
         raise click.UsageError("a ladder leads to a forward; leave --pass out, or --ladder")
     if plot_path is not None:
-        import_module("matplotlib")  # not after all the work
+        import_module("matplotlib")  # fail now, not after all the work
     from attngen.tools.bench import run as bench
 
     directions = ("forward",) if ladder else bench.DIRECTIONS if passes in (None, "both") else (passes,)
@@ -230,7 +230,7 @@ def _print_figures(report: BenchReport, direction: str) -> None:
 
 
 def _print_to_causal(report: BenchReport, direction: str) -> None:
-    """Print what variants cost: the time of a visible pair by that of our causal kernel in a case of the same sizes."""
+    """Print what variants cost: the time of a visible pair over that of our causal kernel at the same sizes."""
     _print_of_rows(
         "time per visible pair / our causal",
         [(row, report.to_causal(row)) for row in report.rows if row.case.direction == direction],
@@ -239,13 +239,13 @@ def _print_to_causal(report: BenchReport, direction: str) -> None:
 
 
 def _print_workspace(report: BenchReport) -> None:
-    """Print the memory that backwards took beside inputs and gradients, and the bound of ours."""
+    """Print the memory that backwards took besides inputs and gradients, and our bound on it."""
     rows = []
     for row in report.rows:
         held: dict[str, float] = {r.contestant: r.workspace for r in row.results if r.workspace is not None}
         bounds = [r.workspace_bound for r in row.results if r.workspace is not None and r.workspace_bound is not None]
-        rows.append((row, {**held, "bound of ours": max(bounds)} if bounds else held))
-    _print_of_rows("MiB beside inputs and gradients", rows, lambda size: "" if size is None else f"{size / 2**20:.1f}")
+        rows.append((row, {**held, "our bound": max(bounds)} if bounds else held))
+    _print_of_rows("MiB besides inputs and gradients", rows, lambda size: "" if size is None else f"{size / 2**20:.1f}")
 
 
 def _print_of_rows(

@@ -21,7 +21,7 @@ def print_ladders(report: BenchReport) -> None:
     for ladder in report.ladders:
         click.secho(f"ladder of {ladder.of.name}", bold=True)
         first = next(rung for rung in ladder.rungs if rung.kernel is not None)
-        click.echo(f"  {first.name}, as an entry of 'kernels'; a line of a later rung replaces its namesake:")
+        click.echo(f"  {first.name}, as an entry of 'kernels'; a line of a later rung replaces the line of its field:")
         for index, line in enumerate(first.lines):
             click.echo(f"  {'- ' if index == 0 else '  '}{line}")
         rows = [row for row in report.rows_of(ladder) if any(result.tflops is not None for result in row.results)]
@@ -75,7 +75,7 @@ def _number(value: int | None) -> str:
 
 
 def _registers(memory: dict[str, int | None]) -> str:
-    """Return the registers of a consumer's thread, after those of the launch where roles share them out."""
+    """Return the registers of a consumer's thread, after those at launch where roles redistribute them."""
     launched, own = memory["registers"], memory["consumer_registers"]
     return _number(own) if launched in (None, own) else f"{launched}, {own} to multiply"
 

@@ -1,4 +1,4 @@
-"""``attngen bench --suite serving``: what is printed of decoding, appending and prefill over caches."""
+"""``attngen bench --suite serving``: what it prints about decoding, appending and prefill over caches."""
 
 from __future__ import annotations
 

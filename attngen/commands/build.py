@@ -45,8 +45,8 @@ def command(
 ) -> None:
     """Compile the kernels of a spec; needs no GPU.
 
-    A line on stderr tells of each kernel that is done. Exits 1 if one does not compile, 2 if the spec is wrong or asks
-    for a kernel that cannot be planned; the others are built all the same.
+    A line on stderr names each kernel that is done. Exits 1 if one does not compile, 2 if the spec is wrong or asks for
+    a kernel that cannot be planned; the others are built anyway.
     """
     if render_only:
         if tuned is not None:

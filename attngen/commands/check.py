@@ -79,7 +79,7 @@ def check_spec(path: str) -> Report:
 def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_json: bool, strict: bool) -> None:
     """Check specs without compiling: names, masks, shapes, budgets. Exits 2 if one cannot be built.
 
-    Every kernel is planned and rendered; one that cannot be is named, and the others are checked all the same.
+    Every kernel is planned and rendered; one that cannot be is named, and the others are checked anyway.
     """
     if schema:
         from attngen.schema.export import json_schema
@@ -145,6 +145,6 @@ def _remark(remark: Remark) -> dict[str, Any]:
 
 
 def _failure(failure: Failure) -> dict[str, Any]:
-    """Return an error as JSON, and the kernel that it is of; None if it is of the whole spec."""
+    """Return an error as JSON, with the kernel that it is about; None if it is about the whole spec."""
     placed = {name: value for name, value in failure.to_dict().items() if name in ("file", "line", "field")}
     return {"kernel": failure.name or None, "message": failure.error.to_dict()["message"], **placed}

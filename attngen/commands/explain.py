@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--tensor", "tensors", multiple=True, metavar="NAME=FILE",
               help="The values of a tensor, from a .pt or .npy file; may be repeated.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True,
-              help="Of the random values of tensors that are not given.")  # fmt: skip
+              help="Seed of the random values of tensors that are not given.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(
     spec: Path,
@@ -40,7 +40,7 @@ def command(
 
     Tile efficiency is the share of visible pairs of a query and a key among all pairs that the kernel multiplies, with
     as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
-    Where a mask reads tensors, or scalars without a default, it depends on their values, and what was assumed is said.
+    Where a mask reads tensors, or scalars without a default, it depends on their values; assumed ones are printed.
     """
     from attngen.tools.explain.append import AppendExplanation, explain_appends
     from attngen.tools.explain.explanation import explain_spec
@@ -124,7 +124,7 @@ def _print(explanation: PlanExplanation) -> None:
         _print_bands("some key is seen", explanation.queries[0])
         _print_bands("all keys are seen", explanation.queries[1])
     if not explanation.exact:
-        click.echo("    the mask says more than bands can: single tiles are looked at")
+        click.echo("    bands cannot express all of the mask: tiles are classified one by one")
     if not explanation.visits:
         click.echo("  tile efficiency: needs torch")
         return
@@ -151,7 +151,7 @@ def _print(explanation: PlanExplanation) -> None:
 
 
 def _assumptions(explanation: PlanExplanation) -> Iterator[str]:
-    """Yield what the efficiency depends on that nobody gave."""
+    """Yield the assumed values that the efficiency depends on."""
     if explanation.assumed:
         values = ", ".join(f"{name}={explanation.scalars[name]}" for name in explanation.assumed)
         yield f"assumed {values}, on which the shares depend; --set NAME=VALUE gives others"

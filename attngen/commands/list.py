@@ -1,4 +1,4 @@
-"""``attngen list``: what is built or installed, kernel by kernel and as a coverage of variants."""
+"""``attngen list``: what is built or installed, kernel by kernel, and what each variant is built for."""
 
 from __future__ import annotations
 

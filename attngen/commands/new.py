@@ -67,7 +67,7 @@ def _copy_of(preset: str, name: str) -> str:
     from attngen import resources
     from attngen.schema.presets import declared_preset
 
-    declared_preset(preset)  # refuses what is no preset, with the nearest name
+    declared_preset(preset)  # refuses an unknown name, with the nearest preset
     text = (resources.specs_dir() / "presets" / f"{preset}.yaml").read_text(encoding="utf-8")
     comment = "".join(f"  {line}\n" for line in re.match(r"(#.*\n)*", text)[0].splitlines())  # type: ignore[index]
     section = re.search(rf"^variants:\n  {preset}:\n((?:    .*\n|\n)*)", text, re.MULTILINE)
@@ -78,7 +78,7 @@ def _copy_of(preset: str, name: str) -> str:
 @click.command()
 @click.argument("name")
 @click.option("--preset", metavar="P", help="Start from a preset variant, such as causal or sliding_window.")
-@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="Where to; by default specs/NAME.yaml.")
+@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="The file; default: specs/NAME.yaml.")
 def command(name: str, preset: str | None, out: Path | None) -> None:
     """Write a commented spec with one variant NAME, which builds as it stands. Never overwrites a file."""
     path = out or Path("specs") / f"{name}.yaml"

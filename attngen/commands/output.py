@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
-    """Print rows under columns, if these have names: fitted to a terminal, at full width into a pipe.
+    """Print rows below the names of columns, if these have any: fitted to a terminal, at full width into a pipe.
 
-    Numbers stand at the right.
+    Numbers are right-aligned.
     """
     from rich import box
     from rich.console import Console

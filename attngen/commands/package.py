@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="The folder that the files go to.",
 )  # fmt: skip
-@click.option("--wheel", is_flag=True, help="Make the wheel; so it is without --sdist, too.")
+@click.option("--wheel", is_flag=True, help="Make the wheel; the default without --sdist.")
 @click.option("--sdist", is_flag=True, help="Make a source distribution, which compiles where it is installed.")
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
 @click.option("--tuned", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Choices of `attngen tune` for kernels that leave them open.")  # fmt: skip
 @click.option("--version", default="0.1.0", show_default=True, metavar="VERSION", help="Version of the package.")
-@click.option("--max-size", metavar="SIZE", help="Refuse a wheel that takes more, such as '8 MB', and say why it does.")
+@click.option("--max-size", metavar="SIZE", help="Refuse a larger wheel than this, such as '8 MB', and say why.")
 @click.option("--platform", "platforms", multiple=True, metavar="TAG",
               help="Platform tag of the wheel; may be repeated. Default: Linux on x86_64 and on aarch64.")  # fmt: skip
 @click.option("--licence", type=click.Path(path_type=Path, dir_okay=False), help="A file with your own licence.")

@@ -38,7 +38,7 @@ def command(kernel: str, form: str | None) -> None:
     elif found.backend == "cuda":
         raise CallError(
             f"{found.full_name} has no {_LABELS[form]}: CUDA kernels are compiled to machine code directly; "
-            "--sass shows that, and --source what it was made of"
+            "--sass shows that, and --source what it was compiled from"
         )
     else:
         click.echo(_text(folder, form), nl=False)
@@ -98,7 +98,7 @@ def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
 
 
 def _compiled(resources: Mapping[str, Any]) -> str:
-    """Return how long the compile took; a package that was shipped does not say, to be the same each time."""
+    """Return how long the compile took; packages leave it out, so that each build of one gives the same bytes."""
     return f", compiled in {resources['compile_seconds']} s" if "compile_seconds" in resources else ""
 
 

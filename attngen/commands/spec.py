@@ -19,20 +19,20 @@ from attngen.errors import SpecError, StoreError, suggest
 @click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG",
               help="The config.json of a model of transformers, or the folder that holds it.")  # fmt: skip
 @click.option("--name", default=None, metavar="NAME",
-              help="Of the variant, or of a model's package. Left out, the function's, or the model's.")  # fmt: skip
+              help="Of the variant, or of a model's package; default: the function's, or the model's.")  # fmt: skip
 @click.option("--arch", multiple=True,
-              help="Of what is built; may be repeated. Left out, sm90a for a model, none for functions.")  # fmt: skip
+              help="To build for; may be repeated. Default: sm90a for a model, none for functions.")  # fmt: skip
 @click.option("--head-dim", type=int, multiple=True,
-              help="Of functions; may be repeated. A model has its own.  [default: 64, 128]")  # fmt: skip
+              help="For functions; may be repeated. A model has its own.  [default: 64, 128]")  # fmt: skip
 @click.option("--training", "--backward", is_flag=True, help="Build what training needs, too: the backward.")
 @click.option("--dtype", multiple=True, type=click.Choice(["bf16", "fp16", "fp32"]),
-              help="Of a model; may be repeated. Left out, what its configuration says.")  # fmt: skip
+              help="dtype for a model; may be repeated. Default: that of its configuration.")  # fmt: skip
 @click.option("--serving", is_flag=True,
               help="Build what generation on a server needs, too: pages, and keys that blocks share.")  # fmt: skip
 @click.option("--max-size", metavar="SIZE",
-              help="The most that a model's wheel may take, such as '8 MB'; a number alone is of MiB.")  # fmt: skip
+              help="The most that a model's wheel may take, such as '8 MB'; a plain number is in MiB.")  # fmt: skip
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Where to. Left out, to standard output.")  # fmt: skip
+              help="Where to write it; default: standard output.")  # fmt: skip
 def command(
     functions: tuple[str, ...],
     model: Path | None,
@@ -47,8 +47,9 @@ def command(
 ) -> None:
     """Print a spec of what a program has already: functions written for FlexAttention, or a model.
 
-    Facts that make bands are found in the tensors that functions capture, and are promised from then on. A model runs
-    without weights, and its spec builds the kernels that its layers ask for; nothing is downloaded.
+    Facts that make bands are read from the tensors that functions capture; the spec declares them, and calls must keep
+    to them. A model runs without weights, and its spec builds the kernels that its layers ask for; nothing is
+    downloaded.
     """
     if bool(functions) == (model is not None):
         raise click.UsageError("give --from-flex or --model, and not both")
@@ -120,7 +121,7 @@ def _of_model(
 
 
 def _imported(place: str) -> object:
-    """Return a function by its place."""
+    """Return the function of ``MODULE:FUNCTION``."""
     module, colon, path = place.partition(":")
     if not colon or not module or not path:
         raise SpecError(f"--from-flex takes MODULE:FUNCTION, got '{place}'")

@@ -16,13 +16,13 @@ from attngen.schema import expand, load_spec_text, preset_names
 from attngen.schema.expand import KernelSpec
 from attngen.schema.writing import declaration, spec_text
 
-#: Where servers' kernels are built: pages, and keys that blocks share.
+#: What kernels for servers (pages, and keys that blocks share) are built for.
 _SERVED_ARCH, _SERVED_DTYPES = "sm90a", ("bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a spec for a model is to serve, beside its forward."""
+    """What a spec for a model is to serve besides its forward."""
 
     arches: tuple[str, ...]
     training: bool = False
@@ -31,7 +31,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of ``kernels``: one variant at one head dimension. Who uses it stands in the comment above it."""
+    """An entry of ``kernels``: one variant at one head dimension. The comment above it says which layers use it."""
 
     variant: str
     head_dim_qk: int
@@ -85,10 +85,10 @@ class Made:
 
 
 def model_spec(asking: Sequence[Asking], wish: Wish, *, package: str, source: str, max_size: int | None = None) -> Made:
-    """Return the spec that serves a model, of which ``asking`` says what it asks for in each dtype.
+    """Return the spec that serves a model; ``asking`` is what the model asks for in each dtype.
 
-    A wheel of it takes at most ``max_size`` bytes, by estimate: kernels whose calls others take, too, are left out
-    until it does, those of the fewest layers first. Raises PackageError if that is not enough, and SpecError if no
+    A wheel of it takes at most ``max_size`` bytes, by estimate: kernels whose calls other kernels take, too, are left
+    out until it does, those of the fewest layers first. Raises PackageError if that is not enough, and SpecError if no
     kernel can be built.
     """
     _check(asking, wish)
@@ -99,7 +99,7 @@ def model_spec(asking: Sequence[Asking], wish: Wish, *, package: str, source: st
         if isinstance(found, Entry):
             entries.append(found)
         else:
-            remarks.append(f"left out, for no kernel can be built: {entry}: {found}")
+            remarks.append(f"left out, since no kernel can be built: {entry}: {found}")
     if not entries:
         raise SpecError(f"--model: {remarks[-1]}")
     if max_size is not None:
@@ -125,7 +125,7 @@ def _check(asking: Sequence[Asking], wish: Wish) -> None:
 
 
 def _entries(asking: Sequence[Asking], wish: Wish) -> list[Entry]:
-    """Return an entry for each variant that is the most special one of a request."""
+    """Return an entry for each variant that is the most specific one of a request."""
     found: dict[Entry, list[tuple[Request, Use]]] = {}
     for request, use in (pair for each in asking for pair in each.requests.items()):
         form = (request.head_dim_qk, request.head_dim_v, request.dtype, request.layout)
@@ -148,7 +148,7 @@ def _entries(asking: Sequence[Asking], wish: Wish) -> list[Entry]:
 
 
 def _planned(entry: Entry, wish: Wish) -> Entry | str:
-    """Return an entry all of whose kernels can be planned, or why there is none: nobody asked for packed heads."""
+    """Return the entry, without packed heads or split keys if that cannot be planned, or why it cannot at all."""
     reason = ""
     for tried in dict.fromkeys((entry, replace(entry, pack_gqa=False), replace(entry, pack_gqa=False, split_kv=False))):
         try:
@@ -175,7 +175,7 @@ def _within(entries: list[Entry], wish: Wish, most: int) -> tuple[list[Entry], l
             raise _too_large(sizes, most)
         entry, others = min(spare, key=lambda pair: len(pair[0].layers))
         names = ", ".join(dict.fromkeys(other.variant for other in others))
-        remarks.append(f"left out, for the wheel would be too large: {entry}; its calls run on {names}")
+        remarks.append(f"left out, since the wheel would be too large: {entry}; its calls run on {names}")
         entries = [
             replace(
                 each, uses=(*each.uses, *(use for use, other in zip(entry.uses, others, strict=True) if other is each))
@@ -221,13 +221,13 @@ def _text(entries: Sequence[Entry], wish: Wish, package: str, head: str, layers:
 
 
 def _declarations(entries: Iterable[Entry]) -> dict[str, Mapping[str, Any]]:
-    """Return what a spec declares: the variants that are no presets."""
+    """Return what a spec declares: the variants that are not presets."""
     names = dict.fromkeys(entry.variant for entry in entries)
     return {name: declaration(catalogue.variant(name)) for name in names if name not in preset_names()}
 
 
 def _comment(entry: Entry, layers: Iterable[str]) -> str:
-    """Return which layers use an entry, and on what occasion, if not on all."""
+    """Return which layers use an entry, and when, if not always."""
     counts: Mapping[str, int] = _counts(entry.layers)
     totals = _counts(layers)
     parts = []

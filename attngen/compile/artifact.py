@@ -11,9 +11,9 @@ from typing import Any
 class Artifact:
     """A compiled kernel.
 
-    ``manifest`` is plain JSON. ``cubin`` holds the main launch, and all that ``others`` does not: those of the other
-    launches by their names. ``texts`` maps a file name to what
-    ``attngen show`` prints (``source.py``, ``ptx``, ``ttgir``); it may be empty, since nothing at run time reads it.
+    ``manifest`` is plain JSON. ``cubin`` holds the main launch, and those without a cubin of their own in ``others``,
+    by the names of the launches. ``texts`` maps a file name to what ``attngen show`` prints (``source.py``, ``ptx``,
+    ``ttgir``); it may be empty, since nothing at run time reads it.
     """
 
     cubin: bytes

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from attngen.plan.model import Launch, Plan
     from attngen.render import Source
 
-#: How machine code calls wgmma of operands of 16 bits, and of 8.
+#: wgmma in machine code: HGMMA with operands of 16 bits, QGMMA with operands of 8.
 _PRODUCT = "[HQ]GMMA"
 
 _NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]', or say 'backend: triton' in the spec"
 
 
 def compile_cuda(plan: Plan, source: Source) -> Artifact:
-    """Compile the launches of a plan, which all stand in one source, into one cubin.
+    """Compile the launches of a plan, which share one source, into one cubin.
 
-    Raises CompileError if NVRTC rejects the source, or if the result spills, serializes wgmma, multiplies another
-    number of times than planned, or takes other parameters.
+    Raises CompileError if NVRTC rejects the source, or if the result spills, serializes wgmma, has another number of
+    products than planned, or takes other parameters.
     """
     start = time.perf_counter()
     cubin, log = compile_text(plan.name, source.text, source.headers, plan.arch.name)
@@ -86,7 +86,7 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) ->
 
 
 def _log(nvrtc: Any, program: Any) -> str:
-    return nvrtc.getProgramLog(program).rstrip("\0\n")  # a string of C, with its end
+    return nvrtc.getProgramLog(program).rstrip("\0\n")  # a C string, with its NUL
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -106,7 +106,7 @@ def _nvrtc() -> Any:
 
 
 def _resources_of(symbol: str, log: str) -> Resources:
-    """Read the part of ptxas's log that is about one kernel; its warnings may stand anywhere."""
+    """Read the part of ptxas's log that is about one kernel; its warnings may be anywhere."""
     parts = re.split(r"Compiling entry function '(\w+)'", log)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
     resources = resources_of_log(found.get(symbol, log))
@@ -121,7 +121,7 @@ def _check(plan: Plan, cubin: bytes, found: Mapping[str, Resources]) -> None:
             require_fast(plan, plan.name, found[launch.name], launch.max_spills)
     planned = sum(launch.products or 0 for launch in plan.launches)
     counted = count_instructions(cubin, _PRODUCT)
-    # where no logit depends on them, ptxas drops products of Q and K as it likes
+    # where no logit depends on products of Q and K, ptxas may drop them
     if planned != counted and reads_products(plan.variant):
         raise ChoiceError(f"{plan.name}: {counted} wgmma instructions in the cubin, but {planned} were planned")
 

@@ -1,9 +1,9 @@
-"""A check of machine code for what ptxas was seen to compile wrongly, without a warning, from PTX that was right.
+"""A check of machine code for a fault of ptxas, which compiled correct PTX wrongly, without a warning.
 
-A matrix product must not find its operand overwritten by an earlier turn of its loop.
-``wgmma`` may take its first operand from registers. ptxas 12.8 and 12.9 were seen to compile a loop wrongly in which
-two products do: Q, loaded before the loop, and P, made in each turn, got the same registers, as if nothing read Q
-after the first turn. So every Hopper cubin with such products is checked.
+A matrix product must not find its operand overwritten by an earlier iteration of its loop. ``wgmma`` may take its A
+operand from registers. ptxas 12.8 and 12.9 were seen to compile a loop wrongly in which two products do: Q, loaded
+before the loop, and P, made in each iteration, got the same registers, as if nothing read Q after the first iteration.
+So every Hopper cubin with such products is checked.
 
 Whether descriptors of operands in shared memory are right is found by emulation: see ``attngen.compile.emulate``.
 """
@@ -19,7 +19,7 @@ from attngen.compile.machine import Instruction, decode, parse
 def overwritten_operands(cubin: bytes) -> list[str]:
     """Return a line for each product of a cubin that finds its operand overwritten; empty for correct code.
 
-    The bytes of the cubin show that most code is right. What they leave open is disassembled, and decided by that.
+    For most code the bytes of the cubin show that it is right; other code is disassembled.
     """
     code = decode(cubin)
     if any(instruction.product for instruction in code) and not overwritten(code):
@@ -30,7 +30,7 @@ def overwritten_operands(cubin: bytes) -> list[str]:
 def overwritten(code: Sequence[Instruction]) -> list[str]:
     """Return a line for each product in a loop that reads registers which the loop writes only after it.
 
-    Such a product reads in the second turn what the first turn left there. Loops are the innermost ones, found by
+    Such a product reads in the second iteration what the first one left there. Loops are the innermost ones, found by
     their backward branches.
     """
     found: dict[str, None] = {}
@@ -50,7 +50,7 @@ def overwritten(code: Sequence[Instruction]) -> list[str]:
 def _loops(code: Sequence[Instruction]) -> list[tuple[int, int]]:
     """Return start and end of the innermost loops that hold matrix products.
 
-    Waits are moved out of a loop, to the end of the kernel, and branch back into its middle: these are no loops.
+    Waits are moved out of a loop, to the end of the kernel, and branch back into its middle: these are not loops.
     """
     loops = []
     for place, instruction in enumerate(code):

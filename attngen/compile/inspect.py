@@ -15,7 +15,7 @@ from attngen.errors import CompileError
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one kernel: registers of a thread, bytes spilled by a thread, and what ptxas warned of."""
+    """What one kernel uses: registers and spilled bytes of a thread, and what ptxas warned of."""
 
     registers: int
     spills: int  # bytes stored and loaded

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from attngen.errors import CompileError
 
-#: Registers that HGMMA reads of its first operand: 64 x 16 elements of 16 bits over 128 threads.
+#: Registers that HGMMA reads of its A operand: 64 x 16 elements of 16 bits over 128 threads.
 _A_REGISTERS = 4
 
 # --- the text of nvdisasm -----------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Instruction(NamedTuple):
-    """One instruction: the registers of a matrix product's first operand, those written, and where a branch goes.
+    """One instruction: the registers of a matrix product's A operand, those written, and where a branch goes.
 
     The accumulators of a product count as neither.
     """
@@ -112,7 +112,7 @@ def parse(sass: str) -> list[Instruction]:
 
 
 def _first_operand(operands: str) -> frozenset[int]:
-    """Return the registers of a product's first operand; none if that lies in shared memory."""
+    """Return the registers of a product's A operand; none if that is in shared memory."""
     parts = operands.split(",")
     register = _REGISTER.search(parts[1]) if len(parts) > 1 and "gdesc" not in parts[1] else None
     return _registers(int(register[1]), _A_REGISTERS) if register else _NONE
@@ -140,20 +140,20 @@ def _registers(first: int, count: int) -> frozenset[int]:
 
 
 def decode(cubin: bytes) -> list[Instruction]:
-    """Return the instructions of a cubin, with no text.
+    """Return the instructions of a cubin, without text.
 
-    What it says of products and branches is exact; ``writes`` may hold more registers than are written, never fewer.
-    Raises CompileError for what is no cubin.
+    Products and branches are exact; ``writes`` may hold more registers than are written, never fewer. Raises
+    CompileError for anything but a cubin.
     """
     return [_decode(place, low, high) for place, (low, high) in enumerate(_words(cubin))]
 
 
 def _words(cubin: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the two words of each instruction of a cubin; CompileError for what is no cubin."""
+    """Yield the two words of each instruction of a cubin; CompileError for anything but a cubin."""
     try:
         code = b"".join(data for name, data in sections(cubin) if name.startswith(b".text."))
     except (struct.error, ValueError) as error:
-        raise CompileError(f"the cubin is no ELF file: {error}") from error
+        raise CompileError(f"the cubin is not an ELF file: {error}") from error
     yield from struct.iter_unpack("<QQ", code)
 
 

@@ -1,4 +1,4 @@
-"""Every option of the Triton compiler, set explicitly: a default that changes with its version changes nothing here."""
+"""Every option of the compilers, set explicitly, so that a default that changes with their version has no effect."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From the arguments of a plan to the parameters of a launch, checked against what the compiler made of them.
 
-A launch packs parameters by this list alone. Were the compiler to drop, add or retype one, every later argument
-would land at a wrong offset, silently; so a compile fails instead.
+A launch packs parameters by this list alone. If the compiler dropped, added or retyped one, every later argument would
+silently get a wrong offset; the compile fails instead.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from attngen.errors import CompileError
 
-#: Where the parameters of a kernel stand in the constant bank of sm90.
+#: Where the parameters of a kernel start in the constant bank of sm90.
 PARAMETER_BLOCK = 0x210
 
 

@@ -1,4 +1,4 @@
-"""Which compiler is installed, told apart by version and by content, without importing it.
+"""Which compiler is installed, identified by version and content, without importing it.
 
 Part of every cache key: two installations that could compile differently have different toolchains.
 """
@@ -49,7 +49,7 @@ def _installed(package: str) -> tuple[str | None, list[str]]:
         return None, []
     record = distribution.read_text("RECORD") or ""
     # What the installer itself wrote differs between installations: its name, byte code, and the commands that it puts
-    # beside the interpreter (../../../bin), which begin with that one's path.
+    # beside the interpreter (../../../bin), which begin with the interpreter's path.
     return distribution.version, sorted(
         line
         for line in record.splitlines()

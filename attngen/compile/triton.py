@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from attngen.plan.model import Argument, Launch, Plan
     from attngen.render import Source
 
-#: What is said of a cubin that ptxas compiled wrongly.
+#: What the error says about a cubin that ptxas compiled wrongly.
 WRONG_CODE = "ptxas compiled the loop wrongly; another tile, or a newer Triton, may help"
 
-#: What is said of a kernel whose operands Triton laid out wrongly.
+#: What the error says about a kernel whose operands Triton laid out wrongly.
 WRONG_LAYOUT = "Triton multiplies some elements twice; another tile, or a newer Triton, may help"
 
-#: What is said of a cubin of which nothing shows that it is right.
+#: What the error says about a cubin that nothing shows to be right.
 UNCHECKED_CODE = "the machine code cannot be checked; another tile, or a newer Triton, may help"
 
 #: The assemblers in Triton's wheels.
@@ -62,7 +62,7 @@ _PRODUCTS = ("dkdv", "dq")
 
 @dataclass(frozen=True, slots=True)
 class CompiledFunction:
-    """One function as compiled: the cubin, the texts, and what is known of it."""
+    """One compiled function: the cubin, the texts, and what the compiler says about it."""
 
     cubin: bytes
     ptx: str
@@ -74,7 +74,7 @@ class CompiledFunction:
     num_warps: int  # of a block; warp specialization adds to the planned number
 
     def resources(self) -> dict[str, int]:
-        """Return what the manifest says of it."""
+        """Return the resources that the manifest lists."""
         return {
             "registers": self.registers_and_spills.registers,
             "spills": self.registers_and_spills.spills,
@@ -102,7 +102,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     manifest["max_registers"] = main.max_registers
     manifest["sha256"] = sha256(main.cubin).hexdigest()
     manifest["launches"] = [_row(launch, compiled[launch.name]) for launch in plan.launches]
-    # The most of any, since they run one after the other, and all of their bytes.
+    # The maximum of each, since launches run one after the other, but the sum of their bytes.
     resources = [function.resources() for function in compiled.values()]
     manifest["resources"] = {
         **{name: max(row[name] for row in resources) for name in ("registers", "spills", "shared_memory")},
@@ -118,7 +118,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
 
 
 def _row(launch: Launch, compiled: CompiledFunction) -> dict[str, Any]:
-    """Return what the manifest says of a launch."""
+    """Return the row of a launch in the manifest."""
     return {
         **launch.to_dict(),
         "parameters": compiled.parameters,
@@ -131,7 +131,7 @@ def _row(launch: Launch, compiled: CompiledFunction) -> dict[str, Any]:
 
 
 def _texts(plan: Plan, compiled: Mapping[str, CompiledFunction], name: str) -> str:
-    """Return a text of the compiler of all launches, each under its symbol."""
+    """Return one of the compiler's texts for all launches, each under its symbol."""
     if len(plan.launches) == 1:
         return str(getattr(compiled[plan.main], name))
     return "".join(f"// {launch.symbol}\n{getattr(compiled[launch.name], name)}\n" for launch in plan.launches)
@@ -169,7 +169,7 @@ def _environment(scratch: str, arch: Arch | None = None) -> contextlib.AbstractC
         **_assembler(arch),
         TRITON_HOME=scratch,
         TRITON_CACHE_DIR=str(Path(scratch, "cache")),
-        # Line information embeds absolute paths and trebles the cubin.
+        # Line information embeds absolute paths and triples the cubin.
         TRITON_DISABLE_LINE_INFO="1",
         # Prints the log, which names spills and serialized wgmma, to standard output.
         TRITON_DUMP_PTXAS_LOG="1",
@@ -198,7 +198,7 @@ def _assembler(arch: Arch | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _cheap_cache_key() -> Iterator[None]:
-    """Spare Triton the hashing of its whole installation for a cache key: its cache is thrown away after a compile."""
+    """Keep Triton from hashing its whole installation for a cache key: its cache is thrown away after a compile."""
     import triton.compiler.compiler as compiler
 
     original = getattr(compiler, "get_cache_key", None)
@@ -222,7 +222,7 @@ def _load(text: str, path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise CompileError(f"{path.stem}: the source is no valid module: {error}") from error
+        raise CompileError(f"{path.stem}: the source is not a valid module: {error}") from error
     return module
 
 
@@ -237,9 +237,9 @@ def compile_function(
 ) -> CompiledFunction:
     """Compile one ``@triton.jit`` function of a source for ``arch``.
 
-    A limit of registers (``maxnreg``) that costs more than ``max_spills`` bytes is no gain, and is dropped. Raises
-    CompileError if Triton or ptxas rejects the function, if its parameters are not those that ``arguments`` make, or if
-    it needs more shared memory than the arch has.
+    A limit of registers (``maxnreg``) under which a thread spills more than ``max_spills`` bytes is dropped. Raises
+    CompileError if Triton or ptxas rejects the function, if its parameters are not those of ``arguments``, or if it
+    needs more shared memory than the arch has.
     """
     _import_triton()
     with tempfile.TemporaryDirectory(prefix="attngen-") as scratch, _environment(scratch, arch):
@@ -350,7 +350,7 @@ def _check_layouts(name: str, ttgir: str) -> None:
 
 
 def _check_hopper(plan: Plan, kernel: CompiledFunction, launch: Launch) -> None:
-    """Refuse wrong machine code, and, of a launch that is held to a speed, what silently costs it that."""
+    """Refuse wrong machine code, and, for a launch whose speed matters, what silently makes it slow."""
     if not plan.arch.wgmma:
         return
     if "wgmma" in kernel.ptx:
@@ -360,7 +360,7 @@ def _check_hopper(plan: Plan, kernel: CompiledFunction, launch: Launch) -> None:
 
 
 def _check_products(kernel: CompiledFunction, name: str) -> None:
-    """Raise ChoiceError if a matrix product does not multiply what the PTX says, or nothing shows that it does."""
+    """Raise ChoiceError unless every matrix product is shown to multiply what the PTX says."""
     if overwritten := overwritten_operands(kernel.cubin):
         raise ChoiceError(f"{name}: {WRONG_CODE}: {overwritten[0]}")
     try:

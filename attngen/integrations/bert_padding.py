@@ -1,7 +1,7 @@
 """flash-attn's helpers for padded batches (``flash_attn.bert_padding``), with the same arguments and results.
 
-Tokens of a padded batch are gathered into rows one after the other, which packed calls take, and put back. Both ways
-are differentiable. ``unpad_input`` reads how many tokens there are, which waits for the GPU.
+Tokens of a padded batch are gathered into packed rows, one after the other, and put back. Both directions are
+differentiable. ``unpad_input`` reads how many tokens there are, which waits for the GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Gather the tokens of hidden_states (batch, seqlen, …) where ``attention_mask`` (batch, seqlen) is not 0.
 
-    ``unused_mask`` marks further tokens that are kept and not used. Returns the tokens (total, …), their numbers in the
+    ``unused_mask`` marks further tokens that are kept but not used. Returns the tokens (total, …), their indices in the
     flattened batch (total,), where each sequence starts, int32 (batch + 1,), the longest length, and how many tokens of
     each sequence are used, int32 (batch,).
     """
@@ -56,7 +56,7 @@ def unpad_input_for_concatenated_sequences(
 
     Row i of ``attention_mask_in_length`` (batch, seqlen), integers, holds the lengths of the sequences in row i of
     hidden_states (batch, seqlen, …), from its first place on, and 0 after them. Returns the tokens (total, …), their
-    numbers in the flattened batch, where each sequence starts, int32 (sequences + 1,), and the longest length.
+    indices in the flattened batch, where each sequence starts, int32 (sequences + 1,), and the longest length.
     """
     filled = attention_mask_in_length.sum(dim=-1, keepdim=True)
     places = torch.arange(attention_mask_in_length.shape[-1], device=filled.device)

@@ -1,11 +1,11 @@
 """The variants that integrations ask for, as values: those of ``specs/integrations/`` and the presets.
 
-They are kept as JSON, as in a kernel's manifest, so that a call needs neither YAML nor the part that builds.
+They are kept as JSON, as in a kernel's manifest, so that a call needs neither YAML nor the modules that build.
 ``attngen.tools.build.integration_variants`` writes the file. A value finds the kernels that compute exactly it, in
 whichever package they were built, and no other kernel that happens to have the same name.
 
-The sibling of a variant that drops probabilities has the same fields, ``dropout: true``, and a name of its own: every
-variant has one, whether a shipped spec builds it or not.
+Every variant has a sibling with dropout, of the same fields, ``dropout: true`` and a name of its own, whether a shipped
+spec builds it or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attngen.lang.variant import Variant
 
 FILE = resources.variants_file()
 
-#: What stands after the name of a variant in that of its sibling with dropout.
+#: Suffix of the name of a variant's sibling with dropout.
 DROPOUT = "_dropout"
 
 

@@ -1,7 +1,7 @@
-"""Which variant serves a call that came in another library's form: the first of several that a built kernel takes.
+"""Which variant serves a call in another library's form: the first of several that a built kernel takes.
 
-A special variant (``causal``) stands before the general one that includes it (``window``, with run-time sides), so that
-a user's own build of the presets is enough where it can be.
+A specific variant (``causal``) comes before the general one that includes it (``window``, with run-time sides), so that
+a user's own build of the presets is enough where possible.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ NO_LIMIT = -1
 class Candidate:
     """A variant that computes what a call asks for, and the variant's own arguments.
 
-    ``late`` returns further arguments: tensors that are made only if the candidate's turn comes. ``finish`` makes the
-    result of (out, lse) where the variant computes only a part of what is asked for.
+    ``late`` returns further arguments: tensors that are made only when the candidate is tried. ``finish`` computes the
+    result from (out, lse) where the variant computes only a part of what is asked for.
     """
 
     variant: str
@@ -68,10 +68,10 @@ class Candidate:
 
 
 def with_dropout(candidates: Sequence[Candidate], rate: float, rng_state: Tensor | None = None) -> Sequence[Candidate]:
-    """Return what computes the same and drops probabilities at a rate; at a rate of 0 the candidates as they are.
+    """Return candidates that also drop probabilities at a rate; at a rate of 0 the candidates as they are.
 
-    ``rng_state`` is seed and offset, (2,) int64; without it each call draws its own. Raises CallError for a rate below
-    0, and for one of 1 or more.
+    ``rng_state`` holds seed and offset, (2,) int64; without it each call draws its own. Raises CallError for a rate
+    below 0, and for one of 1 or more.
     """
     if not rate:
         return candidates
@@ -109,7 +109,7 @@ def attend(
     k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
 
     Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
-    on the reference, built or not. Candidates that drop share one state of random numbers, drawn here. Raises
+    on the reference, built or not. Candidates with dropout share one state of random numbers, drawn here. Raises
     NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call ``or_reference`` warns
     instead, with the same text, and runs on the reference. With ``deterministic``, gradients have the same bits on
     every run. ``descales`` are the scales of quantized tensors, by their keywords.
@@ -316,7 +316,7 @@ def _head_dims(names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _number(size: int, known: tuple[int, ...]) -> int:
-    """Return a size that a trace may know by a symbol as the number that it is; 0 for one that is not known."""
+    """Return a size, which may be a symbol in a trace, as the known number that it equals; 0 if it equals none."""
     for number in known:
         if size == number:
             return number
@@ -339,9 +339,9 @@ def _built_at_trace(
 ) -> tuple[int, str]:
     """Return the place of the candidate that a trace calls, and its full name. Runs on plain values.
 
-    A trace that ``learns`` takes the first candidate whose package can differentiate it too, if there is one, with a
-    fixed order of sums if ``ordered``. What this GPU cannot run comes last, so that the call says why. On the CPU the
-    variant alone has to be known, since the reference takes all dimensions.
+    A trace that ``learns`` takes the first candidate whose package can also differentiate it, if there is one, with a
+    fixed order of sums if ``ordered``. What this GPU cannot run comes last, so that the call says why. On the CPU only
+    the variant has to be known, since the reference takes all dimensions.
     """
     registry.refresh_if_built()
     form: dict[str, Any] = {

@@ -17,7 +17,7 @@ SPEC = "flash_attn"
 
 
 def tensor(name: str, value: Any) -> Tensor:
-    """Return an argument that has to be a tensor, or raise CallError."""
+    """Return an argument that must be a tensor, or raise CallError."""
     if not isinstance(value, Tensor):
         raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     return value
@@ -37,14 +37,14 @@ def candidates_for(
     batch: int,
     chunk: int = 0,
 ) -> list[Candidate]:
-    """Return the variants that compute what the arguments ask for, the most special one first; ``chunk`` 0 is none."""
+    """Return the variants that compute what the arguments ask for, the most specific first; ``chunk`` 0 means none."""
     left, right = sides_of(window_size)
     if causal:
         right = 0
     if softcap is None or softcap < 0:
-        raise CallError(f"softcap must not be negative, and 0 for none, got {softcap}")
+        raise CallError(f"softcap must be positive, or 0 for none, got {softcap}")
     if isinstance(chunk, bool) or not isinstance(chunk, int) or not 0 <= chunk <= MAX_SEQLEN:
-        raise CallError(f"attention_chunk must be an integer from 0, which is none, to {MAX_SEQLEN}, got {chunk!r}")
+        raise CallError(f"attention_chunk must be an integer from 1 to {MAX_SEQLEN}, or 0 for none, got {chunk!r}")
     sides = {"left": left, "right": right}
     if chunk:
         return _in_chunks(sides, chunk, softcap, alibi_slopes)
@@ -67,7 +67,7 @@ def candidates_for(
 
 
 def sides_of(window_size: Sequence[int | None]) -> tuple[int, int]:
-    """Return how many keys before and after its own position a query sees, −1 without limit."""
+    """Return how many keys before and after its own position a query sees; −1 means no limit."""
     pair = isinstance(window_size, Sequence) and len(window_size) == 2
     if not pair or any(isinstance(side, float | str) for side in window_size):
         raise CallError(
@@ -78,7 +78,7 @@ def sides_of(window_size: Sequence[int | None]) -> tuple[int, int]:
 
 
 def _in_chunks(sides: Mapping[str, int], chunk: int, softcap: float, alibi_slopes: Tensor | None) -> list[Candidate]:
-    """Return the variants of queries that see their own chunk of keys only."""
+    """Return the variants in which queries see their own chunk of keys only."""
     if alibi_slopes is not None:
         raise refused("alibi_slopes", "no variant of this integration has both ALiBi and attention_chunk")
     given = {**sides, "chunk": chunk}
@@ -100,7 +100,7 @@ def slopes_of(slopes: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def unpack(name: str, packed: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
-    """Return the parts of a packed tensor of ``rank`` dimensions, of which the last but two counts them, uncopied."""
+    """Return views of the parts of a packed tensor of ``rank`` dimensions; the third to last dimension counts them."""
     if tensor(name, packed).dim() != rank or packed.shape[-3] != parts:
         form = f"({'batch, seqlen' if rank == 5 else 'total'}, {parts}, heads, head_dim)"
         raise CallError(f"{name} must have shape {form}, got {tuple(packed.shape)}")

@@ -83,7 +83,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """As ``flash_attn_func``, with k and v in one tensor (b, sk, 2, hk, d), of which nothing is copied."""
+    """As ``flash_attn_func``, with k and v in one tensor (b, sk, 2, hk, d), which is not copied."""
     k, v = unpack("kv", kv, 5, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -101,7 +101,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """As ``flash_attn_func``, with q, k and v in one tensor (b, s, 3, h, d), of which nothing is copied."""
+    """As ``flash_attn_func``, with q, k and v in one tensor (b, s, 3, h, d), which is not copied."""
     q, k, v = unpack("qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -129,7 +129,7 @@ def flash_attn_varlen_func(
     """As ``flash_attn_func``, for sequences packed one after the other: q (total_q, h, d), k and v (total_k, hk, d).
 
     ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32, (batch + 1,). ``max_seqlen_q`` and ``max_seqlen_k`` may be tensors
-    of one number, of which reading waits for the GPU. The log-sum-exp is (h, total_q).
+    of one number, though reading them waits for the GPU. The log-sum-exp is (h, total_q).
 
     With ``block_table`` (batch, max_pages) int32, k and v are the pages of a cache, (pages, page_size, hk, d), and
     ``cu_seqlens_k`` says how many keys each sequence has. There is no gradient then.
@@ -221,12 +221,12 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Return attention of q (b, sq, h, d) over a cache (b, capacity, hk, d) of which ``cache_seqlens`` keys count.
+    """Return attention of q (b, sq, h, d) over a cache (b, capacity, hk, d) that holds ``cache_seqlens`` keys.
 
-    New k and v (b, new, hk, d) are first written into the cache in place, after the ``cache_seqlens`` (an int, or
-    int32 (b,)) that it holds. ``cache_batch_idx`` (b,) says which entry of the cache a sequence has; with
-    ``block_table`` (b, max_pages) int32 the cache is (pages, page_size, hk, d), of any page size. Nobody sees the first
-    ``cache_leftpad`` (b,) keys of a sequence.
+    New k and v (b, new, hk, d) are first written into the cache in place, after the ``cache_seqlens`` (an int, or int32
+    (b,)) keys that it holds. ``cache_batch_idx`` (b,) says which entry of the cache a sequence has; with
+    ``block_table`` (b, max_pages) int32 the cache is (pages, page_size, hk, d), of any page size. No query sees the
+    first ``cache_leftpad`` (b,) keys of its sequence.
 
     ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate new keys by their positions, and queries by
     the same with ``causal`` or a window, else all by the position of the first new key. ``num_splits=1`` asks for
@@ -243,5 +243,5 @@ def flash_attn_with_kvcache(
 
 
 def _results(q: Tensor, found: Any, with_lse: bool) -> Any:
-    """Return out, or (out, lse, probabilities): the last is empty, as that of flash-attn is without dropout."""
+    """Return out, or (out, lse, probabilities): the last is empty, as flash-attn's is without dropout."""
     return (*found, q.new_empty(0)) if with_lse else found

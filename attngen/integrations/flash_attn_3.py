@@ -1,10 +1,10 @@
 """flash-attn 3's functions, argument for argument, on attngen's kernels: replace one import.
 
 The forms are those of ``flash_attn_interface`` in https://github.com/Dao-AILab/flash-attention (hopper). They have no
-dropout and no ALiBi, and version 3's ``attention_chunk`` and ``seqused_q``. What tunes its kernels (``num_splits``,
-``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) changes no result there, and nothing here. q, k and v may be
-float8_e4m3fn; the output is bfloat16 then. ``qv``, and caches in float8, are refused with NoKernelError, which says
-why.
+dropout and no ALiBi, but version 3's ``attention_chunk`` and ``seqused_q``. Arguments that tune its kernels
+(``num_splits``, ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) change no result there, and nothing here. q, k and
+v may be float8_e4m3fn; then the output is bfloat16. ``qv``, and caches in float8, are refused with NoKernelError, which
+says why.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """As ``flash_attn_func``, with q, k and v in one tensor, of which nothing is copied.
+    """As ``flash_attn_func``, with q, k and v in one tensor, which is not copied.
 
     It is (b, s, 3, h, d), or (b, s, h + 2·hk, d) with ``num_heads_q`` heads of q, those of k and those of v.
     """
@@ -206,7 +206,7 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: kernels share out work on the device, from the lengths that are there when they run."""
+    """Return None: kernels distribute work on the device, by the lengths at the time they run."""
 
 
 def _flash_attn_forward(
@@ -360,7 +360,7 @@ class _Packed:
         return cls((flat_q, flat_k, flat_v), (starts_q, starts_k, longest_q, longest_k), used, dense)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Return what lies beside q, in the packed form."""
+        """Return a tensor with the rows of q, in the packed form."""
         flat = rows.flatten(0, 1) if self._dense else rows
         return flat if self._used is None else self._used.together(flat)
 

@@ -1,8 +1,8 @@
 """What flash-attn's ``flash_attn_with_kvcache`` means, in its versions 2 and 3: append, rotate, attend.
 
-New keys and values go into the cache first (``attngen.append_kv``), with the rotation of keys and queries on the way.
-Then queries attend to the cache: where it stands in their order as it is, else as pages, of which a row of a dense
-cache is one (``attngen.attention_paged``).
+New keys and values go into the cache first (``attngen.append_kv``), which also rotates keys and queries. Then queries
+attend to the cache: as it is, if its entries are in the order of the sequences, else as pages, where an entry of a
+dense cache is one page (``attngen.attention_paged``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attngen.runtime.dispatch import is_traced
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_attn_kvcache"
 
-#: What stands after the name of a variant in that of its sibling that skips the first keys of each sequence.
+#: Suffix of the name of a variant's sibling that skips the first keys of each sequence.
 LEFTPAD = "_leftpad"
 
 #: Dtypes of tensors that come with scales.
@@ -38,7 +38,7 @@ _INTEGERS = (torch.int32, torch.int64)
 class CachedCall:
     """A call over a cache: q (b, sq, h, d), or (total_q, h, d) with ``cu_seqlens_q`` and ``max_seqlen_q``.
 
-    ``k_cache`` and ``v_cache`` are (entries, rows, hk, d), of which sequence i has entry ``batch_index[i]``, or i; with
+    ``k_cache`` and ``v_cache`` are (entries, rows, hk, d), and sequence i has entry ``batch_index[i]``, or i; with
     ``page_table`` (b, max_pages) int32 they are (pages, page_size, hk, d). ``lengths`` counts the keys that a sequence
     had before: an int, or int32 (b,); None for all that there is room for. Nobody sees the first ``leftpad`` (b,) int32
     of them. ``k`` and ``v`` (b, new, hk, d), or (total_new, hk, d) with ``cu_seqlens_new``, are written after these.
@@ -125,7 +125,7 @@ def scales_or_ones(
 
 
 def _in_order(call: CachedCall) -> bool:
-    """Whether the cache is read as it lies, by a kernel that may share keys; else as pages."""
+    """Whether the cache is read as it is, by a kernel that may split keys among blocks; else as pages."""
     elsewhere = (call.page_table, call.batch_index, call.cu_seqlens_q, call.out)
     return call.num_splits != 1 and all(given is None for given in elsewhere)
 
@@ -137,14 +137,14 @@ def _batch(call: CachedCall) -> int:
         form = "(batch, seqlen_q, heads, head_dim)" if starts is None else "(total_q, heads, head_dim)"
         raise CallError(f"q must have shape {form}, got {tuple(q.shape)}")
     if starts is not None and call.max_seqlen_q is None:
-        raise CallError("cu_seqlens_q needs max_seqlen_q, the most queries of a sequence")
+        raise CallError("cu_seqlens_q needs max_seqlen_q, the largest number of queries in a sequence")
     for name in ("k_cache", "v_cache"):
         if getattr(call, name).dim() != 4:
             form = "(batch, capacity, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim)"
             raise CallError(f"{name} must have shape {form}, got {tuple(getattr(call, name).shape)}")
     batch: int = q.shape[0] if starts is None else tensor("cu_seqlens_q", starts).shape[0] - 1
     if call.page_table is not None and call.batch_index is not None:
-        raise CallError("cache_batch_idx is for a dense cache; a page table says by itself where keys are")
+        raise CallError("cache_batch_idx is for a dense cache; a page table already says where keys are")
     for name, given in (("cache_batch_idx", call.batch_index), ("cache_leftpad", call.leftpad)):
         if given is not None and (tensor(name, given).shape != (batch,) or given.dtype not in _INTEGERS):
             found = f"{given.dtype} of shape {tuple(given.shape)}"
@@ -158,7 +158,7 @@ def _batch(call: CachedCall) -> int:
 
 
 def _lengths(call: CachedCall, batch: int) -> Tensor | None:
-    """Return the keys (b,) int32 that each sequence has. What a tensor on a GPU holds is not read."""
+    """Return how many keys each sequence has, (b,) int32. The values of a tensor on a GPU are not read."""
     lengths, table = call.lengths, call.page_table
     room = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
     new = 0 if call.k is None or call.cu_seqlens_new is not None else tensor("k", call.k).shape[1]
@@ -201,7 +201,7 @@ def candidates_over_cache(call: CachedCall, batch: int) -> list[Candidate]:
     if call.leftpad is None:
         return found
     if call.chunk or call.sinks is not None:
-        raise refused("cache_leftpad", "no variant of this integration has it beside attention_chunk or sinks")
+        raise refused("cache_leftpad", "no variant of this integration has it together with attention_chunk or sinks")
     general = found[-1]
     skipped = {**general.arguments, "leftpad": call.leftpad.to(torch.int32)}
     return [Candidate(general.variant + LEFTPAD, skipped)]
@@ -210,7 +210,7 @@ def candidates_over_cache(call: CachedCall, batch: int) -> list[Candidate]:
 def _with_sink(candidate: Candidate, sinks: Tensor, heads: int) -> Candidate:
     """Return the sibling of a variant with a logit (h,) of each head that joins the softmax."""
     if candidate.variant not in ("causal", "sliding_window"):
-        raise refused("s_aux", "sinks go with causal masks and windows alone, without softcap, ALiBi and chunks")
+        raise refused("s_aux", "sinks go with causal masks and windows only, without softcap, ALiBi or chunks")
     if tensor("s_aux", sinks).shape != (heads,):
         raise CallError(f"s_aux must have shape ({heads},), one number for each head, got {tuple(sinks.shape)}")
     return Candidate(f"{candidate.variant}_sink", {**candidate.arguments, "sinks": sinks.float()})
@@ -225,9 +225,9 @@ def _with_new_keys(call: CachedCall, used: Tensor | None) -> tuple[CachedCall, T
     starts, new_starts = call.cu_seqlens_q, call.cu_seqlens_new
     for name, given in (("k", k), ("v", v)):
         if tensor(name, given).dim() != (4 if new_starts is None else 3):
-            raise CallError(f"{name} must be laid out as new keys are, got shape {tuple(given.shape)}")
+            raise CallError(f"{name} must have the layout of the new keys, got shape {tuple(given.shape)}")
     turns = call.rotary_cos is not None
-    # Queries stand beside the new keys where a mask tells positions apart, else all beside the first of them.
+    # Queries have the positions of the new keys if the mask depends on positions, else all that of the first one.
     moving = call.causal or sides_of(call.window_size) != (-1, -1)
     together = turns and moving and q.shape[:-2] == k.shape[:-2] and (starts is None or starts is new_starts)
     rounded: dict[str, Tensor] = {}
@@ -247,7 +247,7 @@ def _with_new_keys(call: CachedCall, used: Tensor | None) -> tuple[CachedCall, T
 
 
 def _rotated_queries(call: CachedCall, offsets: Tensor, moving: bool) -> Tensor:
-    """Return queries rotated by their positions: ``offsets`` (b,), and where they are ``moving`` one more for each."""
+    """Return queries rotated by their positions: ``offsets`` (b,), plus the query's index if they are ``moving``."""
     q, starts = call.q, call.cu_seqlens_q
     assert call.rotary_cos is not None
     assert call.rotary_sin is not None

@@ -1,4 +1,4 @@
-"""flash-attn's forward and backward by themselves, which ring attention and other custom gradients are made of.
+"""flash-attn's forward and backward by themselves, which ring attention and other custom gradients call.
 
 As in flash-attn 2.8 they have no gradient of their own, and the backward writes into the dq, dk and dv that it is
 given. Its ``out`` and ``softmax_lse`` may be those of a softmax over more keys than it is given.
@@ -76,9 +76,9 @@ def _flash_attn_varlen_forward(
     are refused.
     """
     if block_table is not None:
-        raise refused("block_table", "this is the pass of training; flash_attn_varlen_func takes pages")
+        raise refused("block_table", "this function is for training; flash_attn_varlen_func takes pages")
     if leftpad_k is not None:
-        raise refused("leftpad_k", "this is the pass of training; flash_attn_with_kvcache takes padding on the left")
+        raise refused("leftpad_k", "this function is for training; flash_attn_with_kvcache takes padding on the left")
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
     window = (window_size_left, window_size_right)
     state = _state(q, dropout_p)

@@ -3,8 +3,8 @@
     from attngen.integrations.flex_attention import create_block_mask, flex_attention
 
 The signatures are those of ``torch.nn.attention.flex_attention``. A ``mask_mod`` or ``score_mod`` is traced once into
-the language of specs, as a variant that ``attngen build`` or ``attngen.jit()`` compiles like any other; bands take the
-place of lists of blocks, so that making a mask costs a trace and no more.
+the language of specs, as a variant that ``attngen build`` or ``attngen.jit()`` compiles like any other; bands replace
+lists of blocks, so that making a mask costs no more than a trace.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def meaning(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -
 
 
 class BlockMask:
-    """A mask of queries and keys, as FlexAttention's calls take it: a function, and what it means."""
+    """A mask of queries and keys, as FlexAttention's calls take it: a function, and the variant that it means."""
 
     def __init__(
         self, mask_mod: Mod, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int,
@@ -218,10 +218,10 @@ def create_block_mask(
 ) -> BlockMask:
     """Return the mask of ``mask_mod(b, h, q_idx, kv_idx)``, for sequences of ``Q_LEN`` queries and ``KV_LEN`` keys.
 
-    The function is traced, and captured tensors are looked at once: where a tensor that is compared with itself never
-    decreases, as numbers of documents do, that makes a band. ``BLOCK_SIZE`` is for what the mask prints; ``_compile``
-    changes nothing. Raises CallError for a function that the language cannot say, unless ``fallback`` leaves such
-    ones to torch.
+    The function is traced, and captured tensors are read once: if a tensor that is compared with itself never
+    decreases, as document numbers do, that makes a band. ``BLOCK_SIZE`` is only for ``to_dense``, ``sparsity`` and
+    torch; ``_compile`` changes nothing. Raises CallError for a function that the language cannot express, unless
+    ``fallback`` leaves such functions to torch.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return BlockMask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, fallback=fallback)
@@ -245,9 +245,9 @@ def flex_attention(
 
     ``score_mod(score, b, h, q_idx, kv_idx)`` changes the scaled logit; ``block_mask`` says which keys a query sees.
     With ``return_lse`` the result is (out, lse); ``return_aux`` gives (out, AuxOutput), with the log-sum-exp where it
-    asks for it. Captured tensors that require it have gradients. ``kernel_options`` tune torch's kernels, and change
-    nothing. What the language cannot say, and no kernel computes, raises CallError or NoKernelError, or runs on
-    torch's FlexAttention with ``fallback``.
+    asks for it. Captured tensors that require gradients get them. ``kernel_options`` tune torch's kernels, and change
+    nothing here. What the language cannot express raises CallError, and what no kernel computes NoKernelError; with
+    ``fallback``, both run on torch's FlexAttention.
     """
     del kernel_options
     if _is_compiling() and not fallback:

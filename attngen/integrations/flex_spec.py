@@ -17,8 +17,8 @@ from attngen.integrations.flex_trace import plain_of
 def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, Any]) -> str:
     """Return the YAML of one variant: what a mask_mod, a score_mod, or one of each compute.
 
-    ``kernel`` are the fields of an entry that builds it; empty for none. Raises SpecError for what is no such
-    function, and CallError for one that the language cannot say.
+    ``kernel`` are the fields of an entry that builds it; empty for none. Raises SpecError for anything but such
+    functions, and CallError for one that the language cannot express.
     """
     mods: dict[int, Callable[..., Any]] = {}
     for function in functions:

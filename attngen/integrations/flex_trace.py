@@ -1,7 +1,7 @@
 """A mask_mod or score_mod of FlexAttention as a graph of aten operations, by torch's own tracer.
 
-The function runs once on indices that are tensors without dimensions. An index into a tensor becomes a gather, where
-torch would read the number.
+The function runs once on indices that are tensors without dimensions. Indexing a tensor by one becomes a gather, where
+torch would read the index as a number.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from attngen.integrations.flex_effects import Kept, effect_of
 
 
 class _Gathers(TorchFunctionMode):
-    """Indexing by tensors without dimensions gathers, as FlexAttention has it.
+    """Makes indexing by tensors without dimensions a gather, as in FlexAttention.
 
-    A number as an index of what wants a gradient depends on an argument, too, so that the trace has the gather.
+    If the indexed tensor requires a gradient, a number as an index is made to depend on an argument, too, so that the
+    trace has the gather.
     """
 
     def __init__(self, argument: Tensor) -> None:
@@ -48,12 +49,12 @@ class _Gathers(TorchFunctionMode):
 
 
 class _OperationError(Exception):
-    """An operation that no function of indices may have; the text says why."""
+    """An operation that a mask_mod or score_mod may not have; the text says why."""
 
 
 class _Watch(TorchDispatchMode):
     """Refuses operations before they run: those that change a tensor, since captured tensors are the caller's, and
-    those of captured tensors alone that want a gradient, since a trace has only their result."""
+    those on nothing but captured tensors that require a gradient, since a trace has only their result."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
@@ -68,8 +69,8 @@ class _Watch(TorchDispatchMode):
         learned = any(leaf.requires_grad for leaf in given)
         if learned and not depends and func is not torch.ops.aten.detach.default:
             raise _OperationError(
-                f"it computes {func} of a captured tensor that wants a gradient, which would be lost; index the tensor "
-                "first, or compute that outside of the function"
+                f"it computes {func} of a captured tensor that requires a gradient, which would be lost; index the "
+                "tensor first, or compute that outside of the function"
             )
         result = func(*args, **(kwargs or {}))
         if depends:
@@ -128,12 +129,12 @@ def _reason(error: Exception) -> str:
         return str(error)
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "data-dependent" in str(error) or "get value out of a tracing tensor" in str(error):
-        return "it decides by the value of an index, as 'if' and .item() do; torch.where says both arms"
+        return "it branches on the value of an index, as 'if' and .item() do; write torch.where with both arms"
     return f"it cannot be traced: {text}"
 
 
 def refusal(function: Callable[..., Any], kind: str, reason: str, line: int | None = None) -> CallError:
-    """Return the error that says why a function is not served, and where it stands."""
+    """Return the error that says why a function is not served, and where it is defined."""
     plain = plain_of(function)
     code = getattr(plain, "__code__", None)
     place = "" if code is None else f" ({code.co_filename}:{line or code.co_firstlineno})"
@@ -141,7 +142,7 @@ def refusal(function: Callable[..., Any], kind: str, reason: str, line: int | No
 
 
 def plain_of(function: Callable[..., Any]) -> Any:
-    """Return the function under partial objects, methods and objects that are called."""
+    """Return the plain function inside partial objects, methods and callable objects."""
     while isinstance(function, partial):
         function = function.func
     if isinstance(function, MethodType):

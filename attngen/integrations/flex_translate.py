@@ -21,7 +21,7 @@ from attngen.lang.declarations import RESERVED
 
 _INDICES = ("b", "h", "q", "kv")
 
-#: How the language calls what tensors hold; others are converted at each call.
+#: Names of dtypes in the language; tensors of others are converted at each call.
 DTYPES = {
     torch.bool: "bool", torch.int32: "int32", torch.int64: "int64", torch.float32: "float32",
     torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -30,15 +30,15 @@ CONVERTED = {
     torch.uint8: torch.int32, torch.int8: torch.int32, torch.int16: torch.int32, torch.float64: torch.float32,
 }  # fmt: skip
 
-#: Largest tensor whose numbers are looked at for facts.
+#: Elements of the largest tensor that is searched for facts.
 _MOST = 2**24
 
 
 @dataclass
 class Captured:
-    """A tensor that functions read: its name in the expressions, and what is promised of what it holds.
+    """A tensor that functions read: its name in the expressions, and the declared facts about its values.
 
-    ``find`` returns it, or None once it is gone: what a function captures is the function's, and not kept alive here.
+    ``find`` returns it, or None once it is gone: captured tensors belong to the function, and are not kept alive here.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Captured:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor, while it is there."""
+        """The tensor, which must still exist."""
         found = self.find()
         assert found is not None, "its function has it"
         return found
@@ -123,7 +123,7 @@ class Translator:
         ] = {}  # tensors of which some indices are given: row[h] of row[h][q]
 
     def expression(self) -> str:
-        """Return the expression of what the function returns. Raises CallError for what cannot be said."""
+        """Return the function's result as an expression. Raises CallError for what cannot be expressed."""
         inputs = ["s", *_INDICES] if self._kind == "score_mod" else [*_INDICES]
         for node in self._graph.graph.nodes:
             if node.op == "placeholder":
@@ -161,18 +161,18 @@ class Translator:
             return str(operand) if operand >= 0 else f"(-{-operand})"
         if isinstance(operand, float):
             if math.isnan(operand):
-                raise refusal(self._function, self._kind, "NaN is no number of the language")
+                raise refusal(self._function, self._kind, "the language has no NaN")
             if math.isinf(operand):
                 return "inf" if operand > 0 else "(-inf)"
             return repr(operand) if operand >= 0 else f"(-{-operand!r})"
         if operand in self._constants:
             return self._number(operand)
         if operand in self._rows:
-            raise self._refuse(operand, "a row of a captured tensor stands where a number belongs")
+            raise self._refuse(operand, "a row of a captured tensor is used where a number is expected")
         return self._text[operand]
 
     def _number(self, node: Node) -> str:
-        """Return a captured tensor of one number: an element of it, or the number where it is on the CPU alone."""
+        """Return a captured tensor of one number: as an element, or as the number if it is only on the CPU."""
         constant = self._constants[node]
         if constant.numel() != 1:
             raise self._refuse(node, f"a tensor of shape {tuple(constant.shape)} stands where a number belongs")
@@ -202,7 +202,7 @@ class Translator:
             return
         own, rule = getattr(self, f"_aten_{name}", None), _RULES.get(name)
         if own is None and rule is None:
-            raise self._refuse(node, f"{overload} has no word in attngen's language")
+            raise self._refuse(node, f"{overload} has no equivalent in attngen's language")
         self._text[node] = own(node) if own is not None else _RULES[name](self, node)
 
     def _aten_index(self, node: Node) -> str:
@@ -260,7 +260,7 @@ class Translator:
         return name in ("abs", "_to_copy", "clone", "alias") and (name == "abs" or self._never_negative(arguments[0]))
 
     def _divisor(self, node: Node, operand: Any) -> str:
-        """Return a divisor, of which the language must know that it is not 0."""
+        """Return a divisor, which must be known not to be 0."""
         if isinstance(operand, Node) and operand in self._sources:
             (identity,) = self._sources[operand]
             entry = self._into.tensors[identity]
@@ -296,7 +296,7 @@ class Translator:
 
     def _aten_fmod(self, node: Node) -> str:
         if _is_float(node):
-            raise self._refuse(node, "aten.fmod of floats has no word in attngen's language")
+            raise self._refuse(node, "aten.fmod of floats has no equivalent in attngen's language")
         x, y = self._of(node.args[0]), self._divisor(node, node.args[1])
         return f"({x} - {self._truncated(node, x, y)} * {y})"
 
@@ -309,12 +309,12 @@ class Translator:
         text = self._of(node.args[0])
         if wanted.is_floating_point:
             if wanted in (torch.bfloat16, torch.float16):
-                raise self._refuse(node, f"a rounding to {_short(wanted)} has no word in attngen's language")
+                raise self._refuse(node, f"a rounding to {_short(wanted)} has no equivalent in attngen's language")
             return text if source.is_floating_point else f"float({text})"
         if wanted == torch.bool:
             return text if source == torch.bool else f"({text} != 0)"
         if source.is_floating_point:
-            raise self._refuse(node, "a float made an integer has no word in attngen's language")
+            raise self._refuse(node, "a conversion of a float to an integer has no equivalent in attngen's language")
         return f"int({text})" if source == torch.bool else text
 
     def _aten_pow(self, node: Node) -> str:
@@ -322,7 +322,7 @@ class Translator:
         if isinstance(exponent, Node):
             if isinstance(base, int | float) and base > 0:
                 return f"exp2({self._of(exponent)} * {self._of(float(math.log2(base)))})"
-            raise self._refuse(node, "an exponent that is no constant has no word in attngen's language")
+            raise self._refuse(node, "an exponent that is not constant has no equivalent in attngen's language")
         return f"({self._of(base)} ** {self._of(exponent)})"
 
     def _aten_clamp(self, node: Node) -> str:
@@ -342,7 +342,7 @@ class Translator:
 
     @staticmethod
     def _look_for_order(entry: Captured) -> None:
-        """Find out whether a tensor never decreases along its last axis, as numbers of documents do."""
+        """Find out whether a tensor never decreases along its last axis, as document numbers do."""
         tensor = entry.tensor
         if (
             tensor.dim()
@@ -429,7 +429,7 @@ def _filled(value: float) -> Callable[[Translator, Node], str]:
     return rule
 
 
-#: What each operation is in the language.
+#: The translation of each operation into the language.
 _RULES: Mapping[str, Callable[[Translator, Node], str]] = {
     "add": _infix("+"), "sub": _infix("-"), "mul": _infix("*"),
     "rsub": lambda self, node: f"({self._of(node.args[1])} - {self._of(node.args[0])})",  # of numbers: alpha is 1

@@ -1,7 +1,7 @@
-"""The gradients of a call from an output and a log-sum-exp that are given, which need not be those of the call.
+"""The gradients of a call from a given output and log-sum-exp, which need not be those of the call.
 
-Ring attention needs that: each device has a part of the keys, and the softmax is over the parts of all. With the
-output and the log-sum-exp of all keys, the gradients of a part are its share of the whole ones.
+Ring attention needs that: each device has a part of the keys, but the softmax is over all of them. With the output and
+the log-sum-exp of all keys, the gradients of a part are its share of the total.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def _check(q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None
     for name, given, wanted in (("out", out, rows), ("dout", dout, rows), ("softmax_lse", lse, of_rows)):
         if not isinstance(given, Tensor) or tuple(given.shape) != wanted or given.device != q.device:
             found = f"{tuple(given.shape)} on {given.device}" if isinstance(given, Tensor) else type(given).__name__
-            raise CallError(f"{name} must be a tensor of shape {wanted} on {q.device}, as q and v say, got {found}")
+            raise CallError(f"{name} must be a tensor of shape {wanted} on {q.device}, to match q and v, got {found}")
 
 
 def _aligned(given: Tensor) -> bool:
-    """Whether kernels take a tensor as it is: steps and address are multiples of 16 bytes."""
+    """Whether kernels take a tensor as it is: strides and address are multiples of 16 bytes."""
     steps = [stride for extent, stride in zip(given.shape[:-1], given.stride()[:-1], strict=True) if extent > 1]
     size = given.element_size()
     return given.stride(-1) == 1 and given.data_ptr() % 16 == 0 and all(step * size % 16 == 0 for step in steps)
@@ -97,8 +97,8 @@ def _of_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Differentiate the reference of the call itself, whose probabilities are weighted by exp(its own lse − lse).
 
-    They are constant in ``lse``: the gradient of rowsum(dout ∘ out of the call) · w − rowsum(dout ∘ out) · w, with
-    that weight w, is the one of the given log-sum-exp.
+    The weighted probabilities are exp(score − lse), with a constant ``lse``: the gradient of rowsum(dout ∘ out of the
+    call) · w − rowsum(dout ∘ out) · w, where w is that weight, is that of the given log-sum-exp.
     """
     wide = torch.float32 if q.dtype in _HALVES else q.dtype
     inputs = leaf_q, leaf_k, leaf_v = [t.detach().to(wide).requires_grad_() for t in (q, k, v)]

@@ -1,8 +1,8 @@
-"""What a mask of Hugging Face's transformers is made of: windows, chunks, padding, packed sequences.
+"""The structure of a mask of Hugging Face's transformers: windows, chunks, padding, packed sequences.
 
-A model builds its masks from the functions of ``transformers.masking_utils``. Those are recognised by their name and
-by what they close over, so that a mask becomes a few numbers for each sequence instead of a tensor of every pair. A
-function that is not known makes the whole mask unknown; it is then built as the tensor that SDPA would get.
+A model builds its masks from the functions of ``transformers.masking_utils``. Those are recognised by their names and
+closures, so that a mask becomes a few numbers for each sequence instead of a tensor of every pair. An unknown function
+makes the whole mask unknown; it is then built as the tensor that SDPA would get.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _HOME = "transformers.masking_utils"
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Which keys a query sees. Positions count from the first key at hand, and the last query stands at the last key.
+    """Which keys a query sees. Positions count from the first key given, and the last query is at the last key.
 
     ``left`` and ``right``: how many keys before and after its own position, −1 without limit. ``start`` and ``stop``
-    (batch,) int32: the keys that are no padding; None where all are. ``chunk`` and ``origin`` (batch,): queries see
-    their own chunk of that many keys, counted from the origin. ``doc`` (batch, keys) int32: the number of each
-    token's document. ``used`` (batch,) int32: how many keys count, where a cache has room for more.
+    (batch,) int32: the range of keys that are not padding; None if none is padding. ``chunk`` and ``origin`` (batch,):
+    queries see their own chunk of that many keys, counted from the origin. ``doc`` (batch, keys) int32: the number of
+    each token's document. ``used`` (batch,) int32: how many keys count, if a cache has room for more.
     """
 
     left: int = NO_LIMIT
@@ -41,7 +41,7 @@ class Structure:
 
     @property
     def positional(self) -> bool:
-        """Whether it matters where a query stands."""
+        """Whether the mask depends on a query's position."""
         return self.left >= 0 or self.right >= 0 or self.chunk is not None or self.doc is not None
 
 
@@ -73,7 +73,7 @@ class StructuredMask(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer questions about the form; build the tensor for everything else."""
+        """Answer for shape, dtype and the like; build the tensor for everything else."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ABOUT_FORM:
@@ -82,7 +82,7 @@ class StructuredMask(torch.Tensor):
             return func(*args, **kwargs)
 
 
-#: What asks for no value: the form of a mask, and what a trace notes of its inputs.
+#: What needs no values: shape, dtype and the like, and what a trace notes about its inputs.
 _ABOUT_FORM = {
     getattr(torch.Tensor, name).__get__
     for name in (
@@ -116,7 +116,7 @@ def structure_of(
     """Return the structure of a mask, or None where it has none that is known.
 
     ``padding`` (batch, keys) is False at padding. The offsets are the positions of the first query and the first key,
-    as ``AttentionMaskInterface`` gets them. What ``padding`` holds is read, once for each mask.
+    as ``AttentionMaskInterface`` gets them. The values of ``padding`` are read, once for each mask.
     """
     found = _sides(mask_function)
     if found is None:
@@ -149,7 +149,7 @@ def structure_of(
 
 
 def _bounds(padding: Tensor, used: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
-    """Return where the keys that are no padding start and stop, (None, None) if all are, None if there are gaps."""
+    """Return where the keys that are not padding start and stop: (None, None) without padding, None if with gaps."""
     keys = padding.shape[1]
     real = padding.to(torch.int32)
     count = real.sum(dim=1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The models of transformers by their configuration: read from a file, and made without weights."""
+"""Models of transformers by their configurations: read from a file, and made without weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 def read_config(path: Path) -> Any:
     """Return the configuration of a file, or of the folder that holds it. Only the file is read.
 
-    Raises SpecError for what is no configuration, and for a model that transformers does not have.
+    Raises SpecError for anything but a configuration, and for a model that transformers does not have.
     """
     import transformers
     from transformers import CONFIG_MAPPING
@@ -34,21 +34,21 @@ def read_config(path: Path) -> Any:
     except OSError as error:
         raise SpecError(f"--model {path}: {file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise SpecError(f"--model {path}: {file} is no JSON: {error}") from None
+        raise SpecError(f"--model {path}: {file} is not JSON: {error}") from None
     kind = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(kind, str):
-        raise SpecError(f"--model {path}: {file} has no 'model_type', as the configuration of a model has")
+        raise SpecError(f"--model {path}: {file} has no 'model_type', which every model's configuration has")
     known = f"transformers {transformers.__version__} does not know"
     if kind not in CONFIG_MAPPING:
         raise SpecError(f"{file}: model_type: {known} '{kind}'{suggest(kind, CONFIG_MAPPING.keys())}")
     named = content.get("architectures") or []
     for architecture in named if isinstance(named, list) else [named]:
         if _class_of(architecture) is None:
-            raise SpecError(f"{file}: architectures: {known} '{architecture}', and code beside it is not run")
+            raise SpecError(f"{file}: architectures: {known} '{architecture}', and code next to it is not run")
     try:
         with quiet():
             return CONFIG_MAPPING[kind].from_dict(content)
-    except Exception as error:  # whatever a family's own checks raise
+    except Exception as error:  # anything that a family's own checks raise
         raise SpecError(f"{file}: {CONFIG_MAPPING[kind].__name__} refuses it: {error}") from None
 
 
@@ -68,7 +68,7 @@ def _with_text(config: Any) -> tuple[Any, Any]:
 
 
 def _class_of(architecture: Any) -> Any:
-    """Return transformers' class of a name, or None if it has none that is a model."""
+    """Return transformers' class of a name, or None if there is none or it is not a model."""
     import transformers
 
     found = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
@@ -91,11 +91,11 @@ def made(config: Any, dtype: torch.dtype, implementation: str) -> Any:
         if error.args != (implementation,):
             raise SpecError(f"--model: the model cannot be made: {error!r}") from None
         raise SpecError(without_interface(own or MODEL_MAPPING[type(config)])) from None
-    except Exception as error:  # whatever a family's own checks raise
+    except Exception as error:  # anything that a family's own checks raise
         raise SpecError(f"--model: the model cannot be made: {sentence(error)}") from None
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # which asks no tensor for the experts that it names
-    for module in model.modules():  # else a layer is missing now and then
+        model.set_experts_implementation("batched_mm")  # which does not read indices of experts from a tensor
+    for module in model.modules():  # otherwise a layer drop may leave some out
         for owner in (module, getattr(module, "config", None)):
             for name in [name for name in getattr(owner, "__dict__", ()) if name.endswith("layerdrop")]:
                 setattr(owner, name, 0.0)
@@ -103,7 +103,7 @@ def made(config: Any, dtype: torch.dtype, implementation: str) -> Any:
 
 
 def without_interface(model: Any) -> str:
-    """Return the sentence on a model that asks attngen for nothing."""
+    """Return the message about a model that does not call attngen."""
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     return (
         f"--model: {name} computes its attention itself, and takes no attn_implementation from others; where it calls "
@@ -121,7 +121,7 @@ def sentence(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' remarks on a configuration from a report about kernels."""
+    """Silence transformers' remarks on a configuration, which do not belong in a report about kernels."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -134,7 +134,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Keep models that fetch a part of theirs from doing so."""
+    """Keep models from downloading a part of themselves."""
     with ExitStack() as stack:
         constants = sys.modules.get("huggingface_hub.constants")
         if constants is not None:

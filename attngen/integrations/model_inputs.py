@@ -1,4 +1,4 @@
-"""Inputs that a model of transformers is run with to see what it asks for: shapes alone, without data."""
+"""Inputs that a model of transformers is run with to see what it asks for: shapes only, without data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inputs_of(model: Any) -> dict[str, Any] | str:
     elif "input_ids" in takes:
         given = {"input_ids": ids, **({"attention_mask": ids} if "attention_mask" in takes else {})}
     else:
-        return f"nobody knows the form of its '{main}'"
+        return f"the shape of its '{main}' is not known"
     if "decoder_input_ids" in takes:
         given["decoder_input_ids"] = ids
         if "decoder_attention_mask" in takes:
@@ -46,7 +46,7 @@ def inputs_of(model: Any) -> dict[str, Any] | str:
 
 
 def of_images(model: Any) -> dict[str, Tensor]:
-    """Return what tells a model of several kinds of input which tokens are images, if it takes that."""
+    """Return the argument that tells a multimodal model which tokens are images, if it takes one."""
     if len(getattr(model.config, "sub_configs", {})) < 2:
         return {}
     takes = inspect.signature(model.forward).parameters
@@ -55,7 +55,7 @@ def of_images(model: Any) -> dict[str, Tensor]:
 
 
 def step_of(given: Mapping[str, Any], found: Any, cache: Any) -> dict[str, Any]:
-    """Return the inputs of a step that reads one token more."""
+    """Return the inputs of a step that reads one more token."""
     from transformers.modeling_outputs import BaseModelOutput
 
     one = torch.ones(BATCH, 1, dtype=torch.long, device="meta")

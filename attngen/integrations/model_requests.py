@@ -1,9 +1,9 @@
 """What a model of Hugging Face's transformers asks attngen for, found by running it without weights.
 
-The model of a configuration is made on torch's ``meta`` device, where tensors have shapes and no data, and runs as it
+The model of a configuration is made on torch's ``meta`` device, where tensors have shapes but no data, and runs as it
 does with ``attn_implementation="attngen"``: a whole prompt, a step against a cache, a step of training. Each call of
-attention is read by ``transformers.asked``, as that of a model with weights is, so that there is no second account of
-what a family of models does. Nothing is downloaded.
+attention is read by ``transformers.asked``, as in a model with weights, so that there is no second description of what
+a family of models does. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from attngen.integrations.model_inputs import BATCH, TOKENS, inputs_of, of_image
 from attngen.integrations.model_without_data import without_data
 from attngen.runtime.arguments import ATTENTION_DTYPES
 
-#: The implementation of attention that takes notes and computes nothing.
+#: The implementation of attention that records calls and computes nothing.
 _NAME = "attngen_requests"
 _PAGED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Calls of one form. ``variants`` are those that compute them, the most special one first; any of them serves."""
+    """Calls of one form. ``variants`` are those that compute them, the most specific first; any of them serves."""
 
     variants: tuple[str, ...]
     head_dim_qk: int
@@ -46,10 +46,10 @@ class Request:
 
 @dataclass(slots=True)
 class Use:
-    """Who makes the calls of a request, by their names in the model, and when.
+    """The layers that make the calls of a request, by their names in the model, and when they do.
 
-    ``learns``: in training. ``steps``: also for the next token against a cache. ``grouped``: several query heads have
-    one KV head.
+    ``learns``: in training. ``steps``: also for the next token against a cache. ``grouped``: several query heads share
+    a KV head.
     """
 
     layers: dict[str, None] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """All that a model asks for. ``layers`` are all that ask; ``gaps`` are sentences on what is not known."""
+    """All that a model asks for. ``layers`` are those that ask; ``gaps`` are sentences about what is not known."""
 
     requests: Mapping[Request, Use]
     layers: tuple[str, ...]
@@ -89,7 +89,7 @@ def requests_of(config: Any, dtype: str, *, training: bool, serving: bool) -> As
 
 
 def _run_all(model: Any, notes: _Notes, training: bool) -> list[str]:
-    """Run a model, and what of its parts did not run within it; return what could not be run, and why."""
+    """Run a model, and those of its parts that did not run within it; return what could not be run, and why."""
     gaps: list[str] = []
     todo = [("", model)]
     while todo:
@@ -105,7 +105,7 @@ def _run_all(model: Any, notes: _Notes, training: bool) -> list[str]:
 
 
 def _parts(model: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Return the models that a model is made of, with their names, but for those that are parts of these."""
+    """Return the models inside a model, with their names, without those inside these."""
     from transformers import PreTrainedModel
 
     for child_name, child in model.named_children():
@@ -127,7 +127,7 @@ def _run(model: Any, notes: _Notes, training: bool) -> tuple[str | None, list[st
     model.eval()
     try:
         found = model(**given)
-    except Exception as error:  # whatever a model asks of tensors without data
+    except Exception as error:  # anything that a model raises on tensors without data
         return sentence(error), []
     failed: list[str] = []
 
@@ -152,7 +152,7 @@ def _run(model: Any, notes: _Notes, training: bool) -> tuple[str | None, list[st
     return None, failed
 
 
-# --- taking notes ---------------------------------------------------------------------------------------------
+# --- recording calls ------------------------------------------------------------------------------------------
 
 
 class _Notes:
@@ -171,7 +171,7 @@ class _Notes:
 
     @contextmanager
     def on(self, occasion: str, *, learns: bool = False, steps: bool = False) -> Iterator[None]:
-        """Note on what occasion calls are made."""
+        """Record the occasion on which calls are made."""
         before = self._occasion, self._learns, self._steps
         self._occasion, self._learns, self._steps = occasion, self._learns or learns, self._steps or steps
         yield
@@ -179,7 +179,7 @@ class _Notes:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the notes of models that run meanwhile."""
+        """Record the calls of models that run inside it."""
         token = _TAKEN.set(self)
         try:
             yield
@@ -190,7 +190,7 @@ class _Notes:
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Note what a call asks for, without padding and with it, and return a result that has its shape."""
+        """Record what a call asks for, without padding and with it, and return a result of its shape."""
         call = partial(attngen_transformers.asked, module, query, key, value)
         self._note(module, call(attention_mask, dropout, **kwargs))
         padded = getattr(attention_mask, "padded", None)
@@ -220,7 +220,7 @@ class _Notes:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None,
         sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Note what a layer asks ``"paged|attngen"`` for: pages, or where it has a window packed sequences."""
+        """Record what a layer asks ``"paged|attngen"`` for: pages, or packed sequences if it has a window."""
         place = getattr(module, "layer_idx", None)
         if place is None or place >= len(self._kept):
             return
@@ -242,7 +242,7 @@ _TAKEN: ContextVar[_Notes] = ContextVar("attngen_notes")
 
 
 def _register() -> None:
-    """Make the implementation that takes notes known to transformers."""
+    """Register the implementation that records calls with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, lambda *call, **options: _TAKEN.get().attention(*call, **options))
@@ -250,9 +250,9 @@ def _register() -> None:
 
 
 def _kept_layers(model: Any) -> tuple[tuple[int | None, ...], list[str]]:
-    """Return for each layer of a decoder the window that continuous batching keeps, None where it keeps all keys.
+    """Return, for each layer of a decoder, the window that continuous batching keeps, None where it keeps all keys.
 
-    Nothing for a model that transformers does not serve so; a sentence if that is because of its layers.
+    Empty for a model that transformers does not serve like that, with a sentence if its layers are the reason.
     """
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not hasattr(config, "num_hidden_layers"):
@@ -274,7 +274,7 @@ def _mask(
     mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None, device: Any = "meta",
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Return the mask of a batch without padding; as its attribute ``padded`` that of one with, where there may be."""
+    """Return the mask of a batch without padding; its attribute ``padded`` is the one with, if there may be any."""
     from transformers.masking_utils import causal_mask_function
 
     shape = (batch_size, 1, q_length, kv_length)
@@ -288,7 +288,7 @@ def _mask(
     if structure is None:
         return build()
     mask = StructuredMask.of(structure, shape, "meta", build)
-    if attention_mask is not None or structure.chunk is not None:  # a cache that drops keys begins within a chunk
+    if attention_mask is not None or structure.chunk is not None:  # a cache that drops keys starts within a chunk
         bound = torch.empty(batch_size, dtype=torch.int32, device="meta")
         padded = replace(structure, start=bound, stop=bound, origin=None if structure.chunk is None else bound)
         mask.padded = StructuredMask.of(padded, shape, "meta", build)

@@ -1,4 +1,4 @@
-"""Running a model whose tensors have shapes and no data."""
+"""Running a model whose tensors have shapes but no data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class _WithoutData(TorchDispatchMode):
-    """Lets tensors that have data, such as the sizes of images, meet those that have none, whose numbers are 1."""
+    """Lets tensors with data, such as the sizes of images, be used with those without, whose values count as 1."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

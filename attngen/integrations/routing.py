@@ -4,9 +4,9 @@
         model(x)
     print(routed.report())
 
-Inside the block the name ``torch.nn.functional.scaled_dot_product_attention`` stands for a function that decides call
-by call. It routes only in the thread that entered the block, and in the threads that run a backward pass meanwhile,
-since they recompute checkpointed forwards.
+Inside the block the name ``torch.nn.functional.scaled_dot_product_attention`` is a function that decides call by call.
+It routes only in the thread that entered the block, and in the threads that run a backward pass meanwhile, since they
+recompute checkpointed forwards.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BIAS = {
     torch.float64: "bias_fp32",  # which the reference takes for float64 inputs
 }
 
-#: What was decided for calls of one form: all that a decision depends on → why torch serves them, or nothing.
+#: Decisions for calls of one form: all that a decision depends on → why torch serves them, or empty.
 _VERDICTS: RecentCache[str] = RecentCache(2048)
 
 
@@ -138,7 +138,7 @@ class Routing:
         )  # fmt: skip
         verdict = _VERDICTS.get(facts)
         if verdict and registry.refresh_if_built():
-            verdict = None  # what was built since may take the call
+            verdict = None  # a kernel built since may take the call
         if verdict is None:
             verdict = self._verdict(q, k, v, mask, dropout_p, causal, scale, enable_gqa, learns) or ""
             _VERDICTS.put(facts, verdict)
@@ -201,11 +201,11 @@ def _of_causal_bias(mask: Any, q: Any, k: Any, is_causal: bool) -> tuple[str | N
     As torch reads it: one that starts at the upper left, or is square, is ``is_causal``, whatever its lengths.
     """
     if is_causal:
-        return None, "there is a CausalBias beside is_causal"
+        return None, "there is both a CausalBias and is_causal"
     if mask.variant.name == "UPPER_LEFT" or mask.seq_len_q == mask.seq_len_kv:
         return "causal_top_left", None
     if not all(isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in (q, k)):
-        return None, "q and k are no tensors of queries and keys"
+        return None, "q and k are not tensors of queries and keys"
     if (mask.seq_len_q, mask.seq_len_kv) != (q.shape[-2], k.shape[-2]):
         found = f"{mask.seq_len_q} queries and {mask.seq_len_kv} keys"
         return None, f"the CausalBias is for {found}, and the call has {q.shape[-2]} and {k.shape[-2]}"
@@ -213,7 +213,7 @@ def _of_causal_bias(mask: Any, q: Any, k: Any, is_causal: bool) -> tuple[str | N
 
 
 def _odd_option(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> str | None:
-    """Return why options are torch's to judge: those that are no numbers, or None."""
+    """Return which option is not a number, so that torch has to judge it, or None."""
     numbers = {"dropout_p": dropout_p, "scale": 0.0 if scale is None else scale}
     for name, value in numbers.items():
         if type(value) not in (float, int):
@@ -225,7 +225,7 @@ def _odd_option(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> 
 
 
 def _unusual(*tensors: Any) -> str | None:
-    """Return why these cannot be handed to a kernel at all, or None."""
+    """Return why these cannot be passed to a kernel at all, or None."""
     for place, tensor in enumerate(tensors):
         if tensor is None and place == _MASK:
             continue
@@ -249,9 +249,9 @@ def _unusual(*tensors: Any) -> str | None:
 
 
 def _mode() -> Any:
-    """Return a mode that would see torch's function without the block and changes or records what it does, or None.
+    """Return an active mode that would change or record torch's function, and so must see it, or None.
 
-    The default device changes no tensor that exists. Modes of dispatch that only watch operators see other operators.
+    The default device changes no existing tensor. Dispatch modes that only watch operators see attngen's instead.
     """
     for place in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(place)
@@ -269,7 +269,7 @@ def _autocast(tensor: Tensor | None) -> Tensor | None:
 
 
 def _disagreement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Return what of shapes, dtypes and devices only torch can judge, or None."""
+    """Return what is wrong with shapes, dtypes or devices, so that torch has to judge it, or None."""
     if not q.dim() == k.dim() == v.dim() or q.dim() not in (3, 4):
         return f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; 4, or 3, can be routed"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in ATTENTION_DTYPES:
@@ -295,9 +295,9 @@ def _option(dropout_p: float, causal: str | None, mask: Tensor | None, scale: fl
     if dropout_p and not 0 < dropout_p <= MAX_RATE:
         return f"dropout_p is {dropout_p}, and kernels take 0 to below 1"
     if causal is not None and mask is not None:
-        return "there is a mask beside is_causal"
+        return "there is both a mask and is_causal"
     if scale is not None and not 0 < scale <= FLOAT32_MAX:
-        return f"scale is {scale}, and kernels take what is larger than 0"
+        return f"scale is {scale}, and kernels take a positive number"
     return None
 
 
@@ -351,7 +351,7 @@ _current: ContextVar[Routing | None] = ContextVar("attngen_sdpa", default=None)
 _open: list[Routing] = []  # of all threads, in the order in which they were entered
 _lock = threading.Lock()
 _installed: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None  # torch's function, and ours
-_aside = 0  # calls for which torch's function is put back for as long as they take
+_aside = 0  # calls for whose duration torch's function is put back
 
 
 class sdpa:  # noqa: N801
@@ -359,10 +359,10 @@ class sdpa:  # noqa: N801
 
     A call that no kernel takes falls back to torch, with the same result as without the block. ``backend`` is that of
     ``attngen.attention``; ``'reference'`` routes calls on any device to the eager reference, and tensors on the CPU
-    fall back otherwise. The block's value is a ``Routing``: its ``report()`` says what was served by what, and why;
-    with ``explain`` call by call. Blocks nest, the innermost decides; torch's function is put back when the last one
-    ends, also by an exception. Calls inside ``torch.compile`` are torch's own. Raises CallError for an unknown
-    ``backend``.
+    fall back otherwise. The block's value is a ``Routing``: its ``report()`` says how many calls each variant served,
+    and why others fell back; with ``explain``, call by call. Blocks nest, the innermost decides; torch's function is
+    put back when the last one ends, also by an exception. Calls inside ``torch.compile`` are torch's own. Raises
+    CallError for an unknown ``backend``.
     """
 
     def __init__(self, *, backend: str | None = None, explain: bool = False) -> None:
@@ -426,7 +426,7 @@ def _by_torch(
     original: Callable[..., Tensor], query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any,
     scale: Any, enable_gqa: Any,
 ) -> Tensor:  # fmt: skip
-    """Call torch's function, with what it was given."""
+    """Call torch's function with the given arguments."""
     options = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
         "enable_gqa": enable_gqa,
@@ -439,7 +439,7 @@ def _by_torch(
 
 @contextmanager
 def _torchs_own() -> Iterator[None]:
-    """Put torch's function back while a subclass of tensors or a mode serves a call: it asks for it by its name."""
+    """Put torch's function back while a tensor subclass or a mode serves a call: these look it up by its name."""
     global _aside
     with _lock:
         _aside += 1
@@ -455,7 +455,7 @@ def _torchs_own() -> Iterator[None]:
 
 
 def _uninstall() -> None:
-    """Put torch's function back, unless someone has put another one over ours, which then keeps calling through it."""
+    """Put torch's function back, unless another one was installed over ours, which then keeps calling through it."""
     global _installed
     assert _installed is not None
     original, ours = _installed
@@ -465,7 +465,7 @@ def _uninstall() -> None:
 
 
 def _active() -> Routing | None:
-    """Return what decides here: the innermost block of this thread, or in a backward pass the last one entered."""
+    """Return the routing that decides: of this thread's innermost block or, in a backward pass, of the last one."""
     routing = _current.get()
     if routing is None and _open and torch._C._current_graph_task_id() != -1:
         try:

@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attngen")
 
 ``register`` adds two functions to transformers: one that computes attention, and one that makes the masks of a forward
-pass. Masks are kept as what they are made of (``mask_structure``), so that windows, chunks and padding bound the loops
-of a kernel. A mask that is not known becomes a tensor of bools, which kernels skip by a tile map.
+pass. Masks are kept as their structure (``mask_structure``), so that windows, chunks and padding bound the loops of a
+kernel. An unknown mask becomes a tensor of bools, whose empty tiles kernels skip by a tile map.
 
 Written for the interfaces of transformers 5.17 (``AttentionInterface``, ``AttentionMaskInterface``).
 """
@@ -37,7 +37,7 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def register() -> None:
-    """Make ``attn_implementation="attngen"`` known to transformers, and ``"paged|attngen"`` for continuous batching.
+    """Register ``attn_implementation="attngen"`` with transformers, and ``"paged|attngen"`` for continuous batching.
 
     Calling it again changes nothing.
     """
@@ -65,7 +65,7 @@ def attention(
 
     ``dropout`` is the rate at which probabilities are dropped while the module trains; without a kernel for that, an
     eager call warns why and runs on the reference. ``kwargs`` are those of ``asked``, which says what they mean. Raises
-    NoKernelError for what else no built kernel takes, and CallError where a caller collects the weights
+    NoKernelError for other calls that no built kernel takes, and CallError where a caller collects the weights
     (``output_attentions=True``), which no kernel forms.
     """
     if kwargs.get("output_attentions") or _collects_weights():
@@ -110,12 +110,12 @@ def asked(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> Asked:
-    """Return what a module asks for, with the arguments that transformers passes on. Computes no attention.
+    """Return what a module asks for, by the arguments that transformers passes on. Computes no attention.
 
     ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value. Without a mask the
-    call is causal, at the last key, where the module or ``is_causal`` says so. ``cu_seq_lens_q``, ``cu_seq_lens_k``,
-    ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. Raises NoKernelError for what no
-    variant computes, and CallError for arguments that disagree.
+    call is causal, aligned at the last key, if the module or ``is_causal`` says so. ``cu_seq_lens_q``,
+    ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. Raises
+    NoKernelError for what no variant computes, and CallError for arguments that disagree.
     """
     q, k, v = (tensor.transpose(1, 2) for tensor in _same_dtype(query, key, value))
     if is_causal is None:
@@ -144,9 +144,9 @@ def asked(
 
 
 def _collects_weights() -> bool:
-    """Whether a model that runs will return the weights of attention, which it collects by hooks.
+    """Whether the running model will return the weights of attention, which it collects by hooks.
 
-    A trace knows by the argument only: it reads no variables of a context.
+    In a trace only the argument tells: context variables are not read there.
     """
     if torch.compiler.is_compiling():
         return False
@@ -168,7 +168,7 @@ def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Packing | None:
-    """Return the packing that the model's caller passed on, or None where the mask itself tells sequences apart."""
+    """Return the packing that the model's caller passed on, or None where the mask itself separates sequences."""
     values = [kwargs.get(name) for name in _PACKED]
     if any(value is None for value in values):
         return None
@@ -185,7 +185,7 @@ def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Pack
 def _packed_structure(
     given: Tensor | None, is_causal: bool, sliding_window: int | None, bias: Tensor | None
 ) -> Structure:
-    """Return what a query sees of its own sequence: the sides of the model's mask, or what the module says."""
+    """Return what a query sees in its own sequence: the sides of the model's mask, or what the module says."""
     if bias is not None:
         raise NoKernelError("no variant has both packed sequences and a position bias")
     if isinstance(given, StructuredMask):
@@ -212,7 +212,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def _structured(
     structure: Structure, q: Tensor, k: Tensor, packing: Packing | None, softcap: float | None, bias: Tensor | None
 ) -> list[Candidate]:
-    """Return the variants that compute a mask of this structure, the most special one first; none if there is none."""
+    """Return the variants that compute a mask of this structure, the most specific first; empty if none does."""
     left, right = structure.left, structure.right
     sides = {"left": left, "right": right}
     cap = {} if softcap is None else {"cap": softcap}
@@ -248,7 +248,7 @@ def _structured(
 def _structured_with_sinks(
     structure: Structure, q: Tensor, k: Tensor, packing: Packing | None, sinks: Tensor
 ) -> list[Candidate]:
-    """Return the variants with sinks of their own that compute a mask of this structure; none if there is none."""
+    """Return the variants with sinks that compute a mask of this structure; empty if none does."""
     if structure.chunk is not None or structure.doc is not None:
         return []
     left, right = structure.left, structure.right
@@ -275,7 +275,7 @@ def _chunked(structure: Structure, q: Tensor, k: Tensor) -> list[Candidate]:
 
 
 def _padding(structure: Structure, q: Tensor, k: Tensor, packing: Packing | None) -> dict[str, Tensor]:
-    """Return where the keys that are no padding start and stop: everywhere, unless the structure says otherwise."""
+    """Return where the keys that are not padding start and stop: all keys, unless the structure says otherwise."""
     if structure.start is not None and structure.stop is not None:
         return {"start": structure.start, "stop": structure.stop}
     batch, keys = (q.shape[0], k.shape[1]) if packing is None else (packing[0].shape[0] - 1, packing[3])
@@ -286,7 +286,7 @@ def _padding(structure: Structure, q: Tensor, k: Tensor, packing: Packing | None
 
 
 def _bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a bias as (b, h, sq, sk); kernels step along the keys one by one."""
+    """Return a bias as (b, h, sq, sk), contiguous along the keys."""
     expanded = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return expanded if expanded.stride(-1) == 1 or k.shape[1] == 1 else expanded.contiguous()
 
@@ -304,7 +304,7 @@ def _tensor_mask(
     cap = {} if softcap is None else {"cap": softcap}
     if dense.dtype != torch.bool:
         if dense.dtype not in _BIAS:
-            raise CallError(f"the attention mask is {dense.dtype}; it must be of bools, or of floats that are added")
+            raise CallError(f"the attention mask is {dense.dtype}; it must hold bools, or floats that are added")
         prefix = "" if softcap is None else "softcap_"
         return [Candidate(f"{prefix}bias_{_BIAS[dense.dtype]}", {**cap, "bias": _bias(dense, q, k)})]
     suffix = "" if softcap is None else "_softcap"
@@ -344,12 +344,12 @@ def mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask of a forward pass, (batch, 1, queries, keys): as a structure where it has one that is known.
+    """Return the mask of a forward pass, (batch, 1, queries, keys): as a structure, if it has a known one.
 
-    ``attention_mask`` (batch, keys so far) is False at padding. What it holds is read once, as transformers itself
-    does for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. A step
-    against a static cache that ``generate`` compiles takes a mask that was made outside of it, as a structure.
-    Raises CallError for a model that computes its attention itself: it would add the bools to its scores.
+    ``attention_mask`` (batch, keys so far) is False at padding. Its values are read once, as transformers itself does
+    for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. A step against a
+    static cache that ``generate`` compiles takes a mask that was made outside of it, as a structure. Raises CallError
+    for a model that computes its attention itself: it would add the bools to its scores.
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -388,7 +388,7 @@ def mask(
 
 @cache
 def _with_attention_of_its_own(config: type) -> str | None:
-    """Return the name of a config's model if that looks at no ``attn_implementation``; None for what is not known."""
+    """Return the name of a config's model if it ignores ``attn_implementation``; None if it does not, or is unknown."""
     from transformers import MODEL_MAPPING
 
     found = MODEL_MAPPING.get(config, None)

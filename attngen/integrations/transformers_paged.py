@@ -1,9 +1,9 @@
 """``attn_implementation="paged|attngen"``: transformers' continuous batching on kernels that read keys in pages.
 
 transformers keeps keys in blocks, and tells an attention which rows of the cache to write and to read, as indices of
-single tokens. Where a layer sees all earlier keys these are whole blocks, one after the other, from which the table of
-pages follows on the device: nothing is gathered. A layer with a sliding window has a cache of its window alone, which
-is read before it is overwritten: its keys are gathered, as transformers does for every attention, and packed.
+single tokens. Where a layer sees all earlier keys these are whole blocks, one after the other, from which the page
+table is computed on the device: nothing is gathered. A layer with a sliding window has a cache of its window alone,
+which is read before it is overwritten: its keys are gathered, as transformers does for every attention, and packed.
 
 Written for ``PagedAttentionCache`` of transformers 5.17.
 """
@@ -48,8 +48,8 @@ def paged_attention(
     """Return attention of query (1, h, total_q, d) over a cache, as (1, total_q, h, d), and no weights.
 
     key and value (1, hk, total_q, d) are new, and are written into the cache first. ``packed`` computes attention of
-    packed sequences, where keys are not read from pages. Raises CallError without a cache,
-    and NoKernelError for what no built kernel takes.
+    packed sequences, where keys are not read from pages. Raises CallError without a cache, and NoKernelError for what
+    no built kernel takes.
     """
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise CallError(f"{NAME} is for continuous batching; attn_implementation='attngen' serves a plain forward")
@@ -86,16 +86,16 @@ def paged_attention(
 
 
 def seen(sliding_window: int | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
-    """Return what a layer that keeps all keys says of its mask and its scores, as a ``CachedCall`` takes it."""
+    """Return the mask and score of a layer that keeps all keys, as fields of a ``CachedCall``."""
     sides = (-1 if sliding_window is None else sliding_window - 1, 0)
     return {"causal": True, "window_size": sides, "softcap": softcap or 0.0, "sinks": s_aux}
 
 
 def page_table(rows: Tensor, starts: Tensor, page_size: int, width: int) -> Tensor:
-    """Return the pages (b, width) int32 of sequences whose keys stand in ``rows`` (total_k,) of a cache.
+    """Return the pages (b, width) int32 of sequences whose keys are in ``rows`` (total_k,) of a cache.
 
-    ``starts`` (b + 1,) says where those of each begin; keys fill page after page. Entries after a sequence's last page
-    are those of what comes after it, which nobody reads.
+    ``starts`` (b + 1,) says where those of each sequence start; keys fill page after page. Entries after a sequence's
+    last page belong to the next sequences, and are not read.
     """
     first = starts[:-1, None].long() + page_size * torch.arange(width, device=rows.device)
     return torch.div(rows[first.clamp(max=rows.shape[0] - 1)], page_size, rounding_mode="floor").to(torch.int32)

@@ -1,6 +1,6 @@
 """Packed sequences of which only the first queries are used: they are moved together for a call, and back after it.
 
-How many are used is known to the GPU only, so that all shapes stay those of the whole, and nothing waits.
+Only the GPU knows how many are used, so all shapes stay those of the whole, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from attngen.runtime.dispatch import is_traced
 
 @dataclass(frozen=True)
 class UsedQueries:
-    """Where the used rows of packed sequences lie, apart as they came and together.
+    """Where the used rows of packed sequences are: apart, as they came, and together.
 
-    ``starts`` (batch + 1,) int32 is where each sequence starts once rows are together. ``source`` and ``place``
-    (total,) say for each row together which row it was, and for each row apart which it becomes; ``taken`` and ``used``
-    (total,) bool, whether there is one.
+    ``starts`` (batch + 1,) int32 is where each sequence starts once rows are together. ``source`` (total,) is the old
+    row of each row together, and ``place`` (total,) the new row of each row apart; ``taken`` and ``used`` (total,) bool
+    say whether there is one.
     """
 
     starts: Tensor
@@ -53,7 +53,7 @@ class UsedQueries:
 
 
 def _moved(rows: Tensor, starts: Tensor, others: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row of sequences at ``starts`` the row where they start at ``others``, and whether it counts."""
+    """Return, for each row of sequences at ``starts``, its row if they start at ``others``, and whether it counts."""
     batch = counts.shape[0]
     if not batch:
         return torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
@@ -64,7 +64,7 @@ def _moved(rows: Tensor, starts: Tensor, others: Tensor, counts: Tensor) -> tupl
 
 
 class _Rows(torch.autograd.Function):
-    """Rows by their numbers, 0 where there is none. No row is taken twice, so that the gradient moves them back."""
+    """Rows by their indices, 0 where there is none. No row is taken twice, so the gradient just moves them back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, there: Tensor, back: Tensor, was_there: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class _Rows(torch.autograd.Function):
 
 
 def checked(seqused: Tensor, name: str, cu_seqlens: Tensor) -> Tensor:
-    """Return used lengths, int32 (batch,), or raise CallError. What a tensor on a GPU holds is not read."""
+    """Return used lengths, int32 (batch,), or raise CallError. The values of a tensor on a GPU are not read."""
     batch = cu_seqlens.shape[0] - 1
     if not isinstance(seqused, Tensor) or seqused.dtype != torch.int32 or tuple(seqused.shape) != (batch,):
         found = f"{seqused.dtype} of shape {tuple(seqused.shape)}" if isinstance(seqused, Tensor) else repr(seqused)

@@ -1,7 +1,7 @@
-"""The function that vLLM calls its own build of flash-attn by, argument for argument, on attngen's kernels.
+"""The function through which vLLM calls its own build of flash-attn, argument for argument, on attngen's kernels.
 
 Its form is that of ``flash_attn_varlen_func`` in https://github.com/vllm-project/flash-attention: packed queries over
-keys in the pages of a cache, or packed like them.
+keys in the pages of a cache, or over packed keys.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def flash_attn_varlen_func(
     if return_attn_probs:
         raise refused("return_attn_probs", "probabilities are never formed")
     if cp_world_size != 1 or cp_rank or cp_tot_seqused_k is not None:
-        raise refused("cp_world_size", "sequences are not shared among GPUs")
+        raise refused("cp_world_size", "sequences are not split among GPUs")
     window = (-1, -1) if window_size is None else window_size
     if block_table is not None:
         if seqused_k is None:

@@ -25,13 +25,13 @@ __all__ = ["Bands", "Facts", "Interval", "bands", "classify"]
 Axis = Literal["kv", "q"]
 Heads = Literal["single", "packed"]
 
-#: Begins the names that stand for conditions of which nothing is known; no name of a spec has a question mark.
+#: Prefix of the names of conditions about which nothing is known; no name of a spec has a question mark.
 _OPAQUE = "?"
 
 #: Most comparisons that are solved for one mask; nested ``min``, ``select`` and ``!=`` double their number.
 _STEPS = 200
 
-#: Most nodes of an end of an interval.
+#: Most nodes in an endpoint of an interval.
 _NODES = 100
 
 
@@ -71,7 +71,7 @@ def _bands(mask: Expr, facts: Facts, over: Axis, heads: Heads) -> Bands:
 
 
 def classify(mask: Expr, facts: Facts | None = None, heads: Heads = "single") -> tuple[Expr, Expr]:
-    """Return (may, must) over the corners of a tile: not ``may``: no row sees any key; ``must``: all see all."""
+    """Return (may, must) over the corners of a tile: if not ``may``, no row sees any key; if ``must``, all see all."""
     facts = (facts or Facts()).of_tiles()
     mask = _plain(local(mask), facts)
     must, may = evaluate(mask, Symbols(facts, _corners(mask, "qk", heads)))
@@ -86,9 +86,9 @@ def _corners(mask: Expr, boxes: str, heads: Heads) -> dict[str, tuple[Expr, Expr
 
 
 def _plain(mask: Expr, facts: Facts) -> Expr:
-    """Simplify, and spell shifts and bit masks by constants as the arithmetic that they are.
+    """Simplify, and write shifts and bit masks by constants as arithmetic.
 
-    A comparison whose int64 arithmetic may wrap around is beyond reasoning: an opaque name takes its place.
+    A comparison whose int64 arithmetic may wrap around cannot be analysed: an opaque name takes its place.
     """
     opaque: dict[Expr, Expr] = {}
 
@@ -170,7 +170,7 @@ class _Solver:
 
     @staticmethod
     def _limited(region: _Region) -> _Region:
-        """Forget what would take too much code to compute."""
+        """Drop what is known of a side whose spans would take too much code to compute."""
 
         def fits(spans: list[Span]) -> bool:
             parts = (end for span in spans for end in (span.lo, span.hi, span.when))
@@ -202,9 +202,9 @@ class _Solver:
         return self._either(self._comparison("gt", total), self._comparison("lt", total))
 
     def _found_once(self, total: Linear, met: _Region) -> _Region:
-        """Spare the searches for the full interval of ``T[i] == x``.
+        """Return the region of ``T[i] == x`` without searches of its own for the full interval.
 
-        Where x is the same for all rows of the box, it is the visible interval; elsewhere no key equals them all.
+        Where x is the same for all rows of the box, that is the visible interval; elsewhere no key equals every x.
         """
         terms = {t: c for t, c in total.terms.items() if self._on_axis(t)}
         match list(terms), met.visible:
@@ -299,7 +299,7 @@ class _Solver:
         return self._comparison(op, linear(u).plus(linear(limit), -1))
 
     def _searched(self, term: Load, bound: Expr, op: str) -> _Region:
-        """Solve for the index of a monotone tensor: ``T[i] >= x`` from the first element on that is ``>= x``."""
+        """Solve for the index of a monotone tensor: ``T[i] >= x`` holds from the first element ``>= x`` on."""
         axis = self._facts.monotone_axis(term.tensor)
         if axis is None:
             return _Region()

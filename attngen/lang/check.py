@@ -29,7 +29,7 @@ _GROWING = frozenset((
 ))  # fmt: skip
 _COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
 
-#: Names that differ from pair to pair, or from sequence to sequence though there may be no key: none of a sink.
+#: Names that a sink may not read: those of a pair, and lengths; a sink holds for all pairs, and where there is no key.
 _NOT_OF_A_SINK = frozenset((
     "s", "q", "kv", "q_pos", "q_global", "kv_global", "seqlen_q", "seqlen_k", "total_q", "total_k",
 ))  # fmt: skip
@@ -137,10 +137,10 @@ def compile_variant(
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
-    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None is none; with
-    ``dropout`` the variant takes a rate and a state of random numbers beside its own arguments. ``let`` maps a name to
+    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink; with
+    ``dropout`` the variant takes a rate and a state of random numbers besides its own arguments. ``let`` maps a name to
     a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
-    (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field serves otherwise.
+    (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
 
     Raises SpecError for the first thing that is wrong.
     """
@@ -149,7 +149,7 @@ def compile_variant(
 
 
 def restore_variant(data: Mapping[str, Any]) -> Variant:
-    """Rebuild a variant from ``Variant.to_dict``; texts of the user come back as they were.
+    """Rebuild a variant from ``Variant.to_dict``, with its texts as the user wrote them.
 
     Expressions are parsed and checked again, so that a damaged manifest raises SpecError.
     """
@@ -165,7 +165,7 @@ def restore_variant(data: Mapping[str, Any]) -> Variant:
 
 
 def with_dropout(variant: Variant) -> Variant:
-    """Return a variant that drops probabilities, and takes what that needs at the call."""
+    """Return the variant with dropout, which adds a rate and a state of random numbers to its arguments."""
     scalars, tensors = (*variant.scalars, DROPOUT_P), (*variant.tensors, RNG_STATE)
     return replace(variant, scalars=scalars, tensors=tensors, dropout=True)
 
@@ -208,20 +208,20 @@ def _compile(
         logit = to_float(logit)
         logit = None if logit == Var("s", Type.FLOAT) else logit
     scope.logit = False
-    resting: Expr | None = None
+    sink_logit: Expr | None = None
     if sink is not None:
-        resting, snippet = expression("sink", sink)
-        if resting.type is Type.BOOL:
+        sink_logit, snippet = expression("sink", sink)
+        if sink_logit.type is Type.BOOL:
             raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
-        if found := sorted(names(resting) & _NOT_OF_A_SINK):
+        if found := sorted(names(sink_logit) & _NOT_OF_A_SINK):
             raise snippet.error(
                 f"a sink is one logit of a head, whatever its queries and keys: '{found[0]}' is not allowed; "
                 "allowed: b, h, hk, heads, kv_heads and what is declared",
                 0,
                 len(snippet.text),
             )
-        resting = to_float(resting)
-    present = {node for root in (visible, logit, resting) if root is not None for node in walk(root)}
+        sink_logit = to_float(sink_logit)
+    present = {node for root in (visible, logit, sink_logit) if root is not None for node in walk(root)}
     return Variant(
         name,
         visible,
@@ -231,7 +231,7 @@ def _compile(
         mask if isinstance(mask, str) else None,
         score if isinstance(score, str) else None,
         tuple((k, v) for k, v in scope.values.items() if v in present and not isinstance(v, Const | Var)),
-        resting,
+        sink_logit,
         sink if isinstance(sink, str) else None,
     )
 

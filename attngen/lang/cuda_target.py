@@ -21,7 +21,7 @@ _INFIX: dict[str, tuple[str, int]] = {
     "lshift": ("<<", _SHIFT), "rshift": (">>", _SHIFT), "add": ("+", _SUM), "sub": ("-", _SUM),
     "mul": ("*", _PRODUCT), "truediv": ("/", _PRODUCT),
 }  # fmt: skip
-#: Where precedence is right but easy to misread, and compilers warn: operands of these stand in parentheses.
+#: Operators whose operands get parentheses although precedence is right: easy to misread, and compilers warn.
 _BRACKETED = frozenset(("bitor", "bitxor", "bitand", "lshift", "rshift", "or", "xor", "eq", "ne"))
 _CALLS = {
     "floor": "floorf", "ceil": "ceilf", "exp": "expf", "exp2": "exp2f", "log": "logf", "log2": "log2f",
@@ -33,7 +33,7 @@ _PACKED = ("bf16", "fp16")
 
 
 class CudaDialect(Dialect):
-    """CUDA's table."""
+    """How CUDA C++ writes each node."""
 
     atom = _ATOM
 
@@ -43,7 +43,7 @@ class CudaDialect(Dialect):
         if node.type is Type.INT:
             value = int(node.value)
             suffix = "" if INT32[0] <= value <= INT32[1] else "ll"
-            if value in (INT32[0], INT64[0]):  # a minus is no part of a literal: 2147483648 is no int
+            if value in (INT32[0], INT64[0]):  # the minus is not part of the literal, and 2147483648 is not an int
                 return Piece(f"({value + 1}{suffix} - 1)", _ATOM)
             return Piece(f"{value}{suffix}", _ATOM if value >= 0 else _SIGN)
         number = float(node.value)
@@ -55,7 +55,7 @@ class CudaDialect(Dialect):
 
     def operator(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
         op = node.op
-        if op in ("min", "max", "floordiv", "mod") and scope.wide(node):  # overloads want equal types
+        if op in ("min", "max", "floordiv", "mod") and scope.wide(node):  # overloads take equal types
             args = tuple(self._int64(arg) for arg in args)
         elif node.wide and op not in ("select", "lt", "le", "gt", "ge", "eq", "ne"):
             args = (self._int64(args[0]), *args[1:])
@@ -92,8 +92,8 @@ class CudaDialect(Dialect):
         raise ValueError(f"operator {op!r} has no CUDA form")
 
     def _chooses(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> bool:
-        """Whether both arms are computed before one is taken: branches for elements of a tile come between matrix
-        products, which ptxas then serializes. What all threads take alike stays a branch."""
+        """Whether to compute both arms and select one. A branch for each element of a tile would come between matrix
+        products, which ptxas then serializes; a condition that is the same for all threads stays a branch."""
         varies = node.type is Type.FLOAT and bool(scope.axes(node.args[0]))
         return varies and any(arg.strength < _ATOM for arg in args[1:])
 
@@ -123,7 +123,7 @@ class CudaDialect(Dialect):
         exponent = node.args[1]
         assert isinstance(exponent, Const)
         power = exponent.value
-        if power == 0:  # also of NaN
+        if power == 0:  # even of NaN
             return Piece("1.0f" if node.type is Type.FLOAT else "1", _ATOM)
         base = scope.named(node.args[0])
         if node.wide:

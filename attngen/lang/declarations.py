@@ -39,7 +39,7 @@ def check_declarations(
     let: Mapping[str, object],
     places: Mapping[str, Location] | None,
 ) -> None:
-    """Raise SpecError for the first declaration that cannot stand."""
+    """Raise SpecError for the first declaration that is not allowed."""
     if not _IDENTIFIER.fullmatch(name):
         raise SpecError(
             f"variant name {name!r} must be letters, digits and '_', starting with a letter",
@@ -96,7 +96,7 @@ def check_name(
 
 
 def _beyond(scalar: Scalar, below: bool) -> str:
-    """Say which end of its range a value of a scalar is beyond: a declared one, or that of its dtype."""
+    """Say which end of its range a scalar's value exceeds: a declared one, or that of its dtype."""
     declared = scalar.min if below else scalar.max
     if declared is None:
         return f"{'below' if below else 'above'} what {scalar.dtype} holds"
@@ -152,7 +152,7 @@ def _check_scalar(scalar: Scalar, field: str, places: Mapping[str, Location] | N
     if scalar.grad and (scalar.dtype != "fp32" or scalar.const is not None):
         raise refuse("grad", "only a float32 scalar that the call passes has a gradient")
     if scalar.grad and scalar.default is not None:
-        raise refuse("default", "a scalar that has a gradient is a tensor of the call, which has no default")
+        raise refuse("default", "a scalar with a gradient is passed as a tensor, which has no default")
 
 
 def _check_value(value: object, dtype: str, refuse: object, part: str) -> None:
@@ -199,7 +199,7 @@ def _check_tensor(
                 raise refuse("shape", f"extent {extent!a} must be an integer or a name")
             if extent not in EXTENTS and extent in RESERVED:
                 hint = suggest(extent, EXTENTS)
-                raise refuse("shape", f"'{extent}' is no extent{hint or ' and is reserved'}")
+                raise refuse("shape", f"'{extent}' is not an extent{hint or ' and is reserved'}")
             if scalar is not None and scalar.type is not Type.INT:
                 raise refuse("shape", f"extent '{extent}' is a scalar that is not an integer")
         elif isinstance(extent, bool) or not isinstance(extent, int) or not 0 < extent < 2**31:

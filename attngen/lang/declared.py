@@ -1,4 +1,4 @@
-"""What a variant declares that it takes: scalars and tensors, as values."""
+"""The scalars and tensors that a variant declares."""
 
 from __future__ import annotations
 

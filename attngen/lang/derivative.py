@@ -36,10 +36,10 @@ def _derivative(expr: Expr, leaf: Expr) -> Expr:
 
 
 def differentiate_loads(expr: Expr, tensor: str) -> tuple[tuple[Load, Expr], ...]:
-    """Return each distinct element of ``tensor`` that the expression reads, with the derivative by it.
+    """Return each distinct element of ``tensor`` that the expression reads, with the derivative with respect to it.
 
-    An element read at two places counts once; two different index expressions count apart, also where they meet,
-    so that adding up all contributions is right.
+    An element read at two places counts once. Two different index expressions count separately, even where they name
+    the same element, so that the sum of all contributions is right.
     """
     loads = dict.fromkeys(n for n in walk(expr) if isinstance(n, Load) and n.tensor == tensor)
     pairs = ((load, differentiate(expr, load)) for load in loads)
@@ -50,8 +50,8 @@ def differentiate_loads(expr: Expr, tensor: str) -> tuple[tuple[Load, Expr], ...
 class _Part:
     """A derivative that is ``value`` where ``live`` holds (None: everywhere), and 0 elsewhere whatever ``value`` is.
 
-    The condition is carried to the end of the chain rule: an infinite derivative of an outer function, as that of a
-    root at 0, makes no NaN of an inner one that is 0 since it was not chosen.
+    The condition is carried to the end of the chain rule: otherwise an infinite derivative of an outer function, such
+    as a root at 0, times an inner one that is 0 because its branch is not taken would be NaN.
     """
 
     value: Expr
@@ -63,7 +63,7 @@ class _Part:
 
 
 class _Derivative:
-    """Differentiates by one leaf; None stands for a derivative that is zero everywhere."""
+    """Differentiates with respect to one leaf; None stands for a derivative that is zero everywhere."""
 
     def __init__(self, leaf: Expr) -> None:
         self.leaf = leaf
@@ -227,7 +227,7 @@ def _silu(node: Op, x: Expr) -> Expr:
     return _op("mul", sigmoid, _op("add", ONE, _op("mul", x, _op("sub", ONE, sigmoid))))
 
 
-#: Derivative of each function by its argument, from the node itself and the argument, so that values are reused.
+#: Derivative of each function, from the node itself and its argument, so that values are reused.
 _OUTER: dict[str, Callable[[Op, Expr], Expr]] = {
     "neg": lambda y, x: _number(-1.0),
     "abs": _sign,

@@ -1,7 +1,7 @@
 """Expressions in eager torch: the reference that generated code is measured against, in any float type.
 
-Integers are int64 here, so nothing overflows. Differentiable: a branch that is not taken contributes neither a
-value nor a gradient, whatever NaN or infinity it holds there.
+Integers are int64 here, so nothing overflows. Differentiable: a branch that is not taken contributes neither a value
+nor a gradient, whatever NaN or infinity it holds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, walk
 if TYPE_CHECKING:
     import torch
 
-    Value = torch.Tensor
 #: A condition and whether it holds; a node is evaluated under a chain of them.
 _Guards = tuple[tuple[Expr, bool], ...]
 
@@ -63,7 +62,7 @@ class _Evaluation:
         self.tensors = tensors
         self.types = {Type.BOOL: torch.bool, Type.INT: torch.int64, Type.FLOAT: float_dtype}
         given = [value for value in (*env.values(), *tensors.values()) if isinstance(value, torch.Tensor)]
-        # Numbers follow the index grids; a 0-d CPU tensor beside them is moved as well.
+        # Everything is computed on the device of the index grids; numbers and 0-d CPU tensors are moved there.
         self.device = next((t.device for t in given if t.device.type != "cpu"), torch.device("cpu"))
         self.env = env
         self.guard = guard
@@ -88,7 +87,7 @@ class _Evaluation:
                 return torch.full((), value, dtype=self.types[type], device=self.device)
             case Var(name=name, type=type):
                 value = self.env[name]
-                if not isinstance(value, torch.Tensor):  # filled in on a GPU, where a copy would wait
+                if not isinstance(value, torch.Tensor):  # filled on the device: a copy would synchronize
                     return torch.full((), value, dtype=self.types[type], device=self.device)
                 return self._gate(value.to(self.device, self.types[type]), guards)
             case Load():
@@ -163,7 +162,7 @@ class _Evaluation:
         return wanted
 
     def _gate(self, value: torch.Tensor, guards: _Guards) -> torch.Tensor:
-        """Let no gradient pass where the value is not wanted: 0 * inf in an untaken branch would be NaN."""
+        """Block the gradient where the value is not wanted: 0 * inf in a branch not taken would be NaN."""
         if not (value.requires_grad and self.torch.is_grad_enabled()):
             return value
         wanted = self._wanted(guards)
@@ -171,7 +170,7 @@ class _Evaluation:
             return value
         shape = self.torch.broadcast_shapes(value.shape, wanted.shape)
         gated = value.expand(shape).clone()
-        # autograd hands over None where no gradient arrives at all
+        # autograd passes None where no gradient arrives at all
         gated.register_hook(lambda g: None if g is None else self.torch.where(wanted, g, 0.0))
         return gated
 
@@ -197,7 +196,7 @@ def _operators() -> dict[str, Callable[..., torch.Tensor]]:
     import torch
 
     def divide(rounded: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        # Integer division by zero raises in torch; the check has proven that no divisor that counts is zero.
+        # Integer division by zero raises in torch; the check has proven that no divisor that matters is zero.
         return lambda a, b: rounded(a, torch.where(b == 0, 1, b))
 
     return {

@@ -21,18 +21,18 @@ from attngen.lang.statements import Piece, Statement, joined, leaf, reads, writt
 from attngen.lang.usage import Usage, deciding
 
 _NO_AXES: frozenset[str] = frozenset()
-#: Which index is inside which extent by what it means; rows and keys are not, as tiles overhang the sequence.
+#: Indices that are inside an extent by definition; rows and keys are in none, since tiles overhang the sequence.
 _INSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_heads")}
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a name of an expression is called in the target: a name, or text with what it reads in braces, as in
-    ``{q_index}[:, None]``.
+    """What stands for a name of an expression in the target: a name, or a text with the names that it reads in braces,
+    such as ``{q_index}[:, None]``.
 
     ``axes`` says along which of 'q' and 'kv' the value varies; empty for a scalar. ``wide`` marks int64. ``below``
-    names the extents that the value never reaches, in lanes that overhang the sequence neither.
-    It must be a name, a literal, a call or a subscript: it is never put in parentheses.
+    names the extents that the value never reaches, not even in lanes that overhang the sequence. The text must be a
+    name, a literal, a call or a subscript: it is never put in parentheses.
     """
 
     pattern: str
@@ -50,7 +50,7 @@ class Binding:
 class TensorBinding:
     """A tensor in the target: pointer, strides in elements and extents, one of each per axis: names, or literals.
 
-    ``shape`` repeats the declared extents; it lets the emitter leave out tests of ``b``, ``h`` and ``hk``.
+    ``shape`` repeats the declared extents; it lets the emitter leave out bounds checks of ``b``, ``h`` and ``hk``.
     """
 
     pointer: str
@@ -72,7 +72,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class EmittedMany:
-    """As ``Emitted``, for several expressions that share their temporaries."""
+    """Like ``Emitted``, for several expressions that share their temporaries."""
 
     hoisted: tuple[Statement, ...]
     body: tuple[Statement, ...]
@@ -179,7 +179,7 @@ class _Emission:
         self.usage = Usage(roots, self.axes, inner)
         self._deciding = deciding(roots)
 
-    # --- what is known of a node --------------------------------------------------------------------------
+    # --- facts about a node -------------------------------------------------------------------------------
 
     def axes(self, node: Expr) -> frozenset[str]:
         """Return the axes along which a node varies."""
@@ -271,7 +271,7 @@ class _Emission:
         return self._store(node, name, self.dialect.declare(name, node.type, self.wide(node), value))
 
     def _store(self, node: Expr, name: str, statement: Statement) -> Piece:
-        """Write a statement where its node varies; return the name that it declares."""
+        """Append a statement to the loop or before it, as its node varies; return the name that it declares."""
         (self.body if self._inner in self.axes(node) else self.hoisted).append(statement)
         return leaf(name, self.dialect.atom)
 
@@ -285,7 +285,7 @@ class _Emission:
         for axis, index in enumerate(node.indices):
             low, high = self._may_leave(index, tensor, axis)
             if low or high:
-                piece = indices[axis] = self.named(index)  # it stands in the offset, too
+                piece = indices[axis] = self.named(index)  # the offset uses it, too
                 test = self.dialect.within(piece, leaf(tensor.extents[axis]), low=low, high=high)
                 tests.append(self._test(node, index, test))
         guard = self.dialect.conjunction(tests) if tests else None

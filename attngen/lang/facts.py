@@ -28,7 +28,7 @@ _LENGTHS: dict[str, str] = {"h": "heads", "hk": "kv_heads"}
 
 _LENGTH: Range = (0, MAX_SEQLEN)
 
-#: A mask is asked about keys that exist; the loop over keys must also be right where there is none.
+#: A mask is evaluated for keys that exist; the loop over keys must also be right where there is none.
 _WITHOUT_KEYS: dict[str, Range] = {
     **dict.fromkeys(("seqlen_q", "seqlen_k", "total_q", "total_k"), _LENGTH),
     **dict.fromkeys(("q_pos", "q_pos_lo", "q_pos_hi"), (-MAX_SEQLEN, MAX_SEQLEN - 1)),
@@ -57,7 +57,7 @@ class Facts:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __hash__(self) -> int:
-        """The hash of both tables, which nobody changes: what is found under some facts is looked up by them."""
+        """Return the hash of both tables, which are never changed: facts are keys of caches."""
         return hash((frozenset(self.ranges.items()), frozenset(self.tensors)))
 
     @classmethod
@@ -72,15 +72,15 @@ class Facts:
         return cls(declared_ranges(scalars, tensors), {tensor.name: tensor for tensor in tensors})
 
     def of_tiles(self, lengths: Iterable[str] = (), sizes: Iterable[str] = ()) -> Facts:
-        """Return the facts for loop bounds, which are asked for also where a sequence has no key.
+        """Return the facts for loop bounds, which are also computed where a sequence has no key.
 
-        Names in ``lengths`` that nobody declared are lengths too; those in ``sizes`` are sizes of tiles.
+        Names in ``lengths`` that are not declared are lengths, too; those in ``sizes`` are sizes of tiles.
         """
         named = {**dict.fromkeys(lengths, _LENGTH), **dict.fromkeys(sizes, (1, MAX_SEQLEN))}
         return Facts({**named, **INDEX_RANGES, **self.ranges, **_WITHOUT_KEYS}, self.tensors)
 
     def range(self, name: str, type: Type) -> Range:
-        """Return the range of a name; a name that nobody declared is an extent bound at the call."""
+        """Return the range of a name; a name that is not declared is an extent bound at the call."""
         known = self.ranges.get(name) or INDEX_RANGES.get(name)
         if known is not None:
             return known
@@ -99,7 +99,7 @@ class Facts:
     def extent(self, tensor: str, axis: int) -> tuple[Expr, bool]:
         """Return how many elements a tensor has along ``axis``, and whether exactly so.
 
-        A sequence may be shorter than the tensor is: there the length only says how many there are at least.
+        A sequence may be shorter than the tensor: then its length is a lower bound.
         """
         extent = self.tensors[tensor].shape[axis]
         if isinstance(extent, int):
@@ -108,7 +108,7 @@ class Facts:
 
 
 def local(expr: Expr) -> Expr:
-    """Spell packed positions as positions within the sequence plus its start."""
+    """Write packed positions as positions within the sequence plus its start."""
 
     def rule(node: Expr) -> Expr | None:
         if isinstance(node, Var) and node.name in STARTS:

@@ -36,7 +36,7 @@ _KEYS = frozenset({"kv", "kv_global"})
 class Logit:
     """``value * multiplier`` is the logit in units of log2; the multiplier is the same for a whole tile of rows.
 
-    ``natural`` is the logit as it was written, which decides at the same numbers as the score does.
+    ``natural`` is the logit as it was written; its comparisons switch at the same numbers as the score's.
     """
 
     value: Expr
@@ -47,7 +47,7 @@ class Logit:
 def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool, heads: Heads = "single") -> Logit:
     """Return the form that a kernel evaluates; without ``fast_math`` nothing is reassociated.
 
-    ``heads="packed"`` means that the rows of a tile are of several heads, so that ``h`` is in no multiplier.
+    ``heads="packed"`` means that the rows of a tile belong to several heads, so that no multiplier contains ``h``.
     """
     unit = _product([SOFTMAX_SCALE, LOG2E])
     if score is None:
@@ -68,10 +68,10 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
 
 
 def split_keys(value: Expr, first: Var, key: Var) -> Expr:
-    """Return ``value`` with ``float(kv)`` as ``float(first) + float(key)``, and what needs no ``key`` apart from it.
+    """Return ``value`` with ``float(kv)`` as ``float(first) + float(key)``, the terms without ``key`` apart.
 
-    For kernels in which ``key`` is known when they are compiled: ``(kv - q) * slope`` becomes
-    ``(first - q) * slope + key * slope``, which is one multiply-add for an element. Reassociates: for ``fast_math``.
+    For kernels that know ``key`` at compile time: ``(kv - q) * slope`` becomes ``(first - q) * slope + key * slope``,
+    one multiply-add for each element. It reassociates: for ``fast_math`` only.
     """
     lane, tile = (Op("to_float", (name,), Type.FLOAT) for name in (key, first))
 
@@ -96,10 +96,10 @@ def split_keys(value: Expr, first: Var, key: Var) -> Expr:
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """``varying * factor`` is the derivative of the logit by the raw product q·k; the factor is the same for a tile.
+    """``varying * factor`` is the derivative of the logit with respect to the raw product q·k.
 
-    ``varying`` is None where nothing varies. ``loads`` holds, for a tensor that gets a gradient, each element that
-    the score reads and the derivative of the logit by it.
+    ``factor`` is the same for a whole tile; ``varying`` is None where nothing varies. ``loads`` holds, for the tensors
+    that get a gradient, each element that the score reads, and the derivative of the logit with respect to it.
     """
 
     factor: Expr
@@ -108,7 +108,7 @@ class Slope:
 
 
 def fold_slope(logit: Logit, tensors: Iterable[str] = (), *, fast_math: bool) -> Slope:
-    """Return the derivatives of a folded logit, by the product and by the elements of ``tensors``.
+    """Return the derivatives of a folded logit with respect to the product and to the elements of ``tensors``.
 
     They are those of the natural logit: without the factor log2(e), which each form of a logit has exactly once.
     """
@@ -125,7 +125,7 @@ def fold_slope(logit: Logit, tensors: Iterable[str] = (), *, fast_math: bool) ->
 
 
 def _slope_factors(slope: Expr) -> tuple[list[Expr], list[Expr]]:
-    """Return the factors of a derivative, as ``_factors`` does, also those of one that is 0 where a condition fails."""
+    """Return the factors of a derivative like ``_factors``, also inside a select whose other arm is 0."""
     match slope:
         case Op(op="select", args=(condition, value, Const(value=0.0) as zero), type=Type.FLOAT):
             constant, varying = _factors(value)
@@ -145,7 +145,7 @@ def is_finite(slope: Expr) -> bool:
     return True
 
 
-#: Operators that make an infinity or a NaN of a finite number.
+#: Operators that may turn a finite number into an infinity or a NaN.
 _SINGULAR = frozenset({"truediv", "log", "log2", "sqrt", "rsqrt", "pow", "exp", "exp2", "tan"})
 
 
@@ -154,9 +154,9 @@ def _divides_by_constant(node: Op) -> bool:
 
 
 def _rewrite_values(node: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
-    """Rebuild an expression bottom up as ``ir.rewrite`` does, save what is rounded or compared: that stays as it is.
+    """Rebuild an expression bottom up like ``ir.rewrite``, but leave what is rounded or compared as it is.
 
-    There the last bit decides: ``x / n >= 1.0`` and ``x * (1.0 / n) >= 1.0`` are not the same at ``x == n``.
+    There the last bit matters: ``x / n >= 1.0`` and ``x * (1.0 / n) >= 1.0`` may differ at ``x == n``.
     """
     if not isinstance(node, Op) or node.type is not Type.FLOAT or decides(node):
         return node
@@ -217,7 +217,7 @@ def _reads_integers(node: Op) -> bool:
 
 
 def _holds(factors: list[Expr]) -> bool:
-    """Whether float32 holds the product of the literals among factors, so that it may take their place."""
+    """Whether float32 can hold the product of the literals among the factors, so that it may replace them."""
     literal = math.prod(f.value for f in factors if isinstance(f, Const))
     return not math.isfinite(literal) or 2.0**-120 < abs(literal) < 2.0**120
 

@@ -1,6 +1,6 @@
 """Bounds of expressions: numeric (``bounds``), and as expressions over the corners of a tile (symbols.py).
 
-Integers are exact here (overflow.py cares for int32). A float interval holds for values that are not NaN; a
+Integers are exact here (overflow.py takes care of int32). A float interval holds for values that are not NaN; a
 comparison that NaN could decide is never known.
 """
 
@@ -19,7 +19,7 @@ from attngen.lang.simplify import COMPLEMENT, FOLD, Linear, linear, make
 #: Float operators whose result is NaN only if an argument is.
 _NAN_PRESERVING = frozenset({"neg", "abs", "min", "max", "floor", "ceil"})
 
-#: Which length each position is below.
+#: The length that each position is below.
 _LENGTHS = {
     **dict.fromkeys(("q", "q_lo", "q_hi"), "seqlen_q"),
     **dict.fromkeys(("kv", "kv_lo", "kv_hi", "q_pos", "q_pos_lo", "q_pos_hi"), "seqlen_k"),
@@ -40,7 +40,7 @@ def bounds(expr: Expr, ranges: Mapping[str, Range] | Facts) -> Range:
 
 
 def evaluate(expr: Expr, algebra: Any) -> Interval:
-    """Return the interval of an expression in an algebra of endpoints (``Numbers``, ``Symbols``), which keeps it."""
+    """Return the interval of an expression in an algebra of endpoints (``Numbers``, ``Symbols``), memoized there."""
     known = algebra.memo.get(expr)
     if known is None:
         known = algebra.memo[expr] = algebra.refined(expr, _evaluate(expr, algebra))
@@ -129,7 +129,7 @@ class Numbers:
         return value
 
     def related(self, a: Expr, b: Expr) -> bool:
-        """Nothing is lost by subtracting numbers."""
+        """Return True: subtracting numbers loses nothing."""
         return True
 
     def leaf(self, node: Expr) -> Interval | None:
@@ -146,7 +146,7 @@ class Numbers:
         return (low == 1, high != 0) if type is Type.BOOL else (low, high)
 
     def search(self, node: Search, value: Interval, length: Interval) -> Interval:
-        """A search may end anywhere in the tensor."""
+        """Return the whole tensor: a search may end anywhere in it."""
         return (0, length[1])
 
     def paired(self, total: Linear) -> tuple[Linear, Interval]:
@@ -164,7 +164,7 @@ class Numbers:
         return total, (lo, hi)
 
     def refined(self, node: Expr, interval: Interval) -> Interval:
-        """``x // n * n`` for positive n is near x, or -n if x is negative and n larger."""
+        """Bound ``x // n * n`` for positive n: at most x, and at least min(-n, 2 * x), or 0 if x is not negative."""
         match node:
             case Op(op="mul", args=(a, b)):
                 for quotient, n in ((a, b), (b, a)):
@@ -189,7 +189,7 @@ class Numbers:
             case "floordiv", (x, y) if math.isinf(y):
                 return 0 if (x >= 0) == (y > 0) or x == 0 else -1
             case "mod", (x, y) if math.isinf(x) or math.isinf(y):
-                return 0  # only asked for where select drops it
+                return 0  # only computed where a select drops it
         return FOLD[op](*args)
 
     def holds(self, op: str, x: Any, y: Any) -> bool:

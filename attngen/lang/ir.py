@@ -27,9 +27,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def _remembers_hash(cls: _Class) -> _Class:
-    """Compute the hash of each value once: tables of expressions would otherwise walk the whole tree at each look-up.
+    """Compute the hash of each value once: tables of expressions would otherwise walk the whole tree at each lookup.
 
-    It is no field, so that it is neither compared nor pickled: the hash of a string differs between processes.
+    It is not a field, so it is neither compared nor pickled: the hash of a string differs between processes.
     """
     computed: Any = cls.__hash__
 
@@ -67,17 +67,17 @@ class Var(_Node):
     type: Type
 
 
-#: What the name of a symbol of the analysis begins with, which no name of a spec can.
+#: Prefix of the names of the analysis's own symbols; no name of a spec can have it.
 _OWN = "."
 
 
 def own(name: str, type: Type = Type.INT) -> Var:
-    """Return a symbol of the analysis of tiles, of scores and of masks; it stands beside the names of a variant."""
+    """Return a symbol of the analysis's own, which cannot clash with a name of a variant."""
     return Var(f"{_OWN}{name}", type)
 
 
 def spelled(name: str) -> str:
-    """Return a name as texts have it: that of a symbol of the analysis without its mark."""
+    """Return a name as it appears in texts: without the prefix of the analysis's own symbols."""
     return name.removeprefix(_OWN)
 
 
@@ -126,7 +126,7 @@ Expr = Const | Var | Load | Op | Search
 
 @dataclass(frozen=True, slots=True)
 class OperatorInfo:
-    """How many arguments an operator takes and what it makes of their types.
+    """How many arguments an operator takes, and the type of its result.
 
     ``result`` is a fixed type, or None when the result has the promoted type of the arguments.
     ``float_args`` converts integer arguments to float32 first.
@@ -193,7 +193,7 @@ OPERATORS: dict[str, OperatorInfo] = {
 #: The largest sequence length and packed length that an expression may see: keeps ``q_pos - kv`` within int32.
 MAX_SEQLEN = 2**30 - 1
 
-#: Names that every expression may use; all are INT, save ``s`` (the scaled logit, FLOAT, scores only).
+#: Names that every expression may use; all are INT. Scores may also use ``s``, the scaled logit (FLOAT).
 INDEX_NAMES: tuple[str, ...] = (
     "b", "h", "hk", "q", "kv", "q_pos", "q_global", "kv_global",
     "seqlen_q", "seqlen_k", "total_q", "total_k", "heads", "kv_heads",

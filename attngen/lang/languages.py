@@ -1,4 +1,4 @@
-"""The languages that expressions are emitted in, each with its table."""
+"""The languages that expressions are emitted in, each with its dialect."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Target(enum.Enum):
 
     @property
     def dialect(self) -> Dialect:
-        """The table of this language."""
+        """How this language writes each node."""
         return TritonDialect() if self is Target.TRITON else CudaDialect()

@@ -1,4 +1,4 @@
-"""Operators whose arguments are all literals, computed at build time: target languages need not know them."""
+"""Constant folding: operators whose arguments are all literals are computed at build time, not in the target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-#: What ``simplify`` leaves as it is, since it is inexact.
+#: Functions that ``simplify`` does not fold, since their values are inexact.
 _FUNCTIONS: dict[str, Callable[[float], float]] = {
     "exp": math.exp,
     "exp2": lambda x: 2.0**x,
@@ -37,15 +37,15 @@ _LOGICAL = frozenset({"and", "or", "xor", "not", "select", "eq", "ne"})
 
 
 _SMALLEST_NORMAL = 2.0**-126
-#: Operators that are 0 of arguments that are not 0 only where a float is too small.
+#: Operators whose result is 0, for arguments other than 0, only by underflow.
 _SCALING = frozenset({"mul", "truediv", "pow", "exp", "exp2"})
 
 
 def fold_literals(node: Expr) -> Expr | None:
-    """Return an operator over literals as a literal, one with a literal condition without it (for ``ir.rewrite``).
+    """Fold an operator over literals, or one that a literal condition decides (a rule for ``ir.rewrite``).
 
-    What float32 does not hold becomes inf or 0 at each step, as in a kernel that would compute it. None if there is
-    nothing to do.
+    A value that float32 cannot hold becomes inf or 0 at each step, as it would in a kernel. None if there is nothing to
+    fold.
     """
     found = node if isinstance(node, Const) else _folded(node)
     if isinstance(found, Const) and found.type is Type.FLOAT:
@@ -56,10 +56,7 @@ def fold_literals(node: Expr) -> Expr | None:
 
 
 def beyond_float32(expr: Expr) -> list[tuple[Expr, float]]:
-    """Return the parts of an expression that are literals of a size which float32 does not hold, and what they become.
-
-    That is inf, or 0 for what is not 0.
-    """
+    """Return the literal parts of an expression that float32 cannot hold, with what they become: an infinity or 0."""
     found: dict[Expr, float] = {}
 
     def fold(node: Expr) -> Expr | None:
@@ -82,7 +79,7 @@ def beyond_float32(expr: Expr) -> list[tuple[Expr, float]]:
 
 
 def _float32(value: float) -> float:
-    """Return a number as float32 has it, if it is too large or too small to be a normal one; else the number."""
+    """Return a number as float32 holds it if it overflows or is subnormal, any other number as it is."""
     if math.isfinite(value) and abs(value) >= FLOAT32_MAX:
         return math.copysign(math.inf, value)
     if 0 < abs(value) < _SMALLEST_NORMAL:
@@ -95,7 +92,7 @@ def _folded(node: Expr) -> Expr | None:
         return None
     if node.op in _LOGICAL and any(isinstance(a, Const) and a.type is Type.BOOL for a in node.args):
         return make(node.op, *node.args, wide=node.wide)
-    if node.op == "pow" and node.args[1] == Const(0, node.type):  # 1, also of NaN
+    if node.op == "pow" and node.args[1] == Const(0, node.type):  # 1, even of NaN
         return Const(1, node.type)
     if not all(isinstance(arg, Const) for arg in node.args):
         return None

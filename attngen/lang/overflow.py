@@ -36,8 +36,8 @@ def widen(expr: Expr, facts: Facts) -> Expr | None:
 def saturate(end: Expr, length: Expr, facts: Facts) -> Expr:
     """Return an end of an interval that is the same once clipped to [0, length].
 
-    A scalar that is so large that it alone decides on which side of the sequence the end lies is clamped to where
-    that is so: ``q_pos_lo - min(window, 2**30 - 1) + 1`` needs no int64 for any ``window``.
+    A scalar is clamped at the size from which it alone decides on which side of the sequence the end lies: ``q_pos_lo -
+    min(window, 2**30 - 1) + 1`` needs no int64 for any ``window``.
     """
     match end:
         case Op(op="min" | "max" as op, args=(a, b)):

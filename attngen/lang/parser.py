@@ -95,7 +95,7 @@ class Function:
     parameters: tuple[str, ...]
     body: ast.expr
     snippet: Snippet
-    values: Mapping[str, Expr]  # what stood before it, and so is all that its body sees
+    values: Mapping[str, Expr]  # those declared before it, all that its body sees
     functions: Mapping[str, Function]
 
 
@@ -112,7 +112,7 @@ class Scope:
     steps: int = 0  # syntax nodes visited so far, those of inlined functions each time
 
     def known(self) -> list[str]:
-        """Every name that could have been meant, for suggestions."""
+        """Return every name that could have been meant, for suggestions."""
         extra = ["s", *CONSTANTS, "True", "False"] if self.logit else [*CONSTANTS, "True", "False"]
         return [*INDEX_NAMES, *extra, *self.scalars, *self.tensors, *self.values]
 
@@ -233,7 +233,7 @@ class _Lowering:
             what = _REFUSED.get(type(node.func), "a call of an expression")
             raise ExpressionError(f"{what} is not part of the language")
         if node.keywords:
-            raise ExpressionError("arguments have no names here")
+            raise ExpressionError("arguments are positional, without names")
         for argument in node.args:
             if isinstance(argument, ast.Starred):
                 raise self.snippet.at(argument, "'*' unpacking is not part of the language")
@@ -288,7 +288,7 @@ class _Lowering:
         for part in parts:
             index = self.visit(part, depth)
             if index.type is not Type.INT:
-                kind = "a float; use // or floor division" if index.type is Type.FLOAT else "a condition"
+                kind = "a float; use // to divide integers" if index.type is Type.FLOAT else "a condition"
                 raise self.snippet.at(part, f"an index of '{name}' must be an integer, got {kind}")
             indices.append(index)
         return Load(name, tuple(indices), tensor.type)
@@ -315,7 +315,7 @@ def _literal(value: object) -> Const:
 
 
 def _scalar(scalar: Scalar) -> Expr:
-    """A constant scalar stands inlined, any other is a variable."""
+    """Return a constant scalar as a literal, any other as a variable."""
     if scalar.const is None:
         return Var(scalar.name, scalar.type)
     kind = {Type.BOOL: bool, Type.INT: int, Type.FLOAT: float}[scalar.type]

@@ -1,4 +1,4 @@
-"""What an operator makes of the types of its arguments: the only place that converts, and that refuses a type."""
+"""The typing of operators: the only place that converts arguments, or refuses their types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPELLING: dict[str, str] = {
 
 _LOGICAL = {"bitand": "and", "bitor": "or", "bitxor": "xor", "invert": "not"}
 
-#: Exponents of ``**`` beyond this would be evaluated by no sensible kernel.
+#: Largest magnitude of the exponent of ``**``; no sensible kernel needs more.
 MAX_EXPONENT = 64
 
 

@@ -1,6 +1,6 @@
-"""Order proofs between integer expressions, so that an emitted bound has no ``min`` or ``max`` that it can spare.
+"""Order proofs between integer expressions, so that emitted bounds have no needless ``min`` or ``max``.
 
-A proof may fail for what is true; what it proves holds for every tile and every run-time value.
+A true statement may go unproven; what is proven holds for every tile and every run-time value.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attngen.lang.simplify import Linear, integer, linear, make
 
 #: Limits of the search for a proof: replacements in a row, sums looked at, size of an expression.
 _DEPTH, _STEPS, _NODES = 5, 100, 60
-#: Sums looked at for one mask in all, so that a mask of many comparisons, of which each may meet each, takes seconds;
-#: shipped masks take at most 706. What is not proven then is computed in the kernel, or classified.
+#: Sums looked at for a whole mask, so that one of many comparisons, whose pairs are all tried, takes seconds; shipped
+#: masks take at most 706. Beyond that, bounds are computed in the kernel, or tiles are classified.
 _STEPS_OF_ALL = 5_000
 
 
@@ -26,7 +26,7 @@ def _plus(name: str, constant: int = 0) -> Expr:
     return make("add", index(name), integer(constant))
 
 
-#: What is known of the box: each corner with a symbol that is at most (LOWER) or at least (UPPER) as large.
+#: Facts about the box: each corner with a symbol that is at most (LOWER) or at least (UPPER) as large.
 _LOWER: dict[str, Expr] = {
     "q_hi": _plus("q_lo"),
     "q_pos_hi": _plus("q_pos_lo"),
@@ -98,7 +98,7 @@ class Proof:
         return -math.inf if least != least else least
 
     def _cancelled(self, total: Linear, depth: int) -> Iterator[Linear]:
-        """Yield smaller sums: without a pair ``b - a`` of which ``a <= b`` is certain."""
+        """Yield smaller sums: each without a pair ``b - a`` for which ``a <= b`` is certain."""
         for b, positive in total.terms.items():
             for a, negative in total.terms.items():
                 if positive > 0 > negative and type(a) is type(b):
@@ -110,7 +110,7 @@ class Proof:
                         yield rest
 
     def _quotients_ordered(self, a: Expr, b: Expr, slack: int, depth: int) -> bool:
-        """Return whether ``b // n - a // n + slack >= 0``, which is so where ``b + slack * n >= a``."""
+        """Return whether ``b // n - a // n + slack >= 0``, which ``b + slack * n >= a`` implies."""
         match a, b:
             case Op(op="floordiv", args=(x, n)), Op(op="floordiv", args=(y, m)) if n == m and self._positive(n):
                 return self._less(x, make("add", y, make("mul", n, integer(slack))), depth)
@@ -183,7 +183,7 @@ class Proof:
         return x if up else make("add", make("sub", x, n), integer(1))
 
     def _search_bounds(self, term: Search, up: bool, depth: int) -> Iterator[Expr]:
-        """An element that the search looks for stands in the tensor itself, so its index bounds the result."""
+        """Yield bounds of a search for an element of the tensor itself: the index of that element."""
         if up:
             yield term.length
         value = term.value

@@ -21,14 +21,14 @@ Range = tuple[float, float]  # ints stay ints inside; only the infinities are fl
 INT32: Range = (-(2**31), 2**31 - 1)
 INT64: Range = (-(2**63), 2**63 - 1)
 
-#: More heads than any model has; keeps ``h * seqlen`` an honest int64.
+#: More heads than any model has; keeps ``h * seqlen`` within int64.
 MAX_HEADS = 2**20
 
 _LAST = MAX_SEQLEN - 1
 _ALIGNED: Range = (1 - MAX_SEQLEN, _LAST)  # q + seqlen_k - seqlen_q for 0 <= q < seqlen_q
 
-#: Ranges of the names of ``ir.INDEX_NAMES`` and of the box symbols that the tile analysis adds. Lengths start at
-#: 1, because an expression is only ever asked about a query and a key that exist.
+#: Ranges of the names of ``ir.INDEX_NAMES`` and of the box symbols that the tile analysis adds. Lengths start at 1,
+#: because an expression is only evaluated for a query and a key that exist.
 INDEX_RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "b": (0, _LAST),
@@ -56,7 +56,7 @@ INDEX_RANGES: Mapping[str, Range] = MappingProxyType(
     }
 )
 
-#: Extents that a tensor's shape may name beside a name bound at the call, with the length that each stands for.
+#: Extents that a tensor's shape may name, besides names bound at the call, with the range of each.
 EXTENTS: Mapping[str, Range] = MappingProxyType(
     {
         "b": (1, MAX_SEQLEN),
@@ -88,7 +88,7 @@ DTYPE_RANGES: Mapping[str, Range] = MappingProxyType(
 
 
 def limit(bound: int | float | str | None, side: int, otherwise: float) -> float:
-    """Return the number that a declared bound stands for: ``side`` 0 for a minimum, 1 for a maximum.
+    """Return the number that a declared bound stands for; ``side`` is 0 for a minimum, 1 for a maximum.
 
     A name stands for an extent, of which only the general range is known here; None gives ``otherwise``.
     """

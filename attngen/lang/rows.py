@@ -13,10 +13,10 @@ _CORNERS = {"q_lo": index("q"), "q_hi": index("q"), "q_pos_lo": index("q_pos"), 
 
 
 def own_intervals(mask: Expr, facts: Facts) -> tuple[tuple[Interval, ...], Expr]:
-    """Return one or two intervals of keys over ``q`` and ``q_pos``, and what a key must fulfil beside lying in one.
+    """Return one or two intervals of keys over ``q`` and ``q_pos``, and a condition on the keys in them.
 
-    The latter is TRUE where the intervals are the mask. A load in it may be reached outside of its extent, where a term
-    of the mask that is an interval now guarded it: there it must give some value.
+    The condition is TRUE where the intervals are the whole mask. It may reach a load outside its extent that a term of
+    the mask guarded which is now an interval: there the load must give some value, and not fault.
     """
     whole = _closed(mask, facts)
     if whole is not None:
@@ -42,9 +42,9 @@ def _terms(mask: Expr) -> list[Expr]:
 
 
 def _closed(mask: Expr, facts: Facts) -> tuple[Interval, ...] | None:
-    """Return the keys that a single row sees, if one or two intervals say exactly that without a search.
+    """Return the keys that a single row sees, if one or two intervals without a search are exactly those.
 
-    They are exact where all that some row of a box of one row may see is what every row of it sees.
+    They are exact if the visible and the full intervals of a box of one row are the same.
     """
     found = bands(mask, facts, over="kv")
     may, must = ([Interval(_of_row(i.lo), _of_row(i.hi)) for i in kind] for kind in (found.visible, found.full))

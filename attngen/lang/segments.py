@@ -45,8 +45,8 @@ class Segments:
 def segments(bands: Bands, tile: int | Expr, extent: Expr, facts: Facts | None = None) -> Segments:
     """Cut bands into tiles of ``tile`` positions, of which ``extent`` positions (at most the length) are looped over.
 
-    A caller that treats a ragged last tile by itself passes an ``extent`` that is a multiple of ``tile``.
-    Operators whose result may leave int32 are marked wide; a range that is not empty fits.
+    A caller that treats a ragged last tile separately passes an ``extent`` that is a multiple of ``tile``. Operators
+    whose result may leave int32 are marked wide; a range that is not empty fits.
     """
     return _segments(bands, integer(tile) if isinstance(tile, int) else tile, extent, facts or Facts())
 
@@ -104,8 +104,8 @@ class _Cutter:
     def sorted(self) -> tuple[list[Range], list[Range]]:
         """Cut intervals in unknown order.
 
-        Disjoint ranges in ascending order have ascending starts and ascending ends, so that these are sorted
-        apart. What is visible but not full starts where a visible range does, or where a full one ends.
+        Disjoint ranges in ascending order have ascending starts and ascending ends, so the two are sorted separately.
+        What is visible but not full starts where a visible range does, or where a full one ends.
         """
         visible = self._disjoint([self._outward(v) for v in self._bands.visible])
         room = len(_NETWORKS) - 1 - len(visible)  # a full interval beyond that is run as partial
@@ -143,7 +143,7 @@ class _Cutter:
         match end:
             case None:
                 return self._tiles
-            case Op(op="select", args=(c, x, Const(value=0))):  # an interval that is there only sometimes
+            case Op(op="select", args=(c, x, Const(value=0))):  # an interval that exists only under a condition
                 return select(c, self._last(x, divide), _ZERO)
         return self._min(divide(self._reachable(end), self._tile), self._tiles)
 

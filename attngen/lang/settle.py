@@ -1,4 +1,4 @@
-"""What declared ranges decide about a variant before any kernel: conditions that are always true, or never."""
+"""Conditions of a variant that its declared ranges decide before any kernel: always true, or never."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _CONNECTIVES = frozenset({"and", "or", "xor", "not", "select"})
 
 @lru_cache(maxsize=256)  # the kernels of a spec share a few variants
 def settle(variant: Variant) -> Variant:
-    """Return the variant with what its ranges decide put in place; it means the same at every call. What was settled
-    stays as it is.
+    """Return the variant with each condition that its ranges decide replaced by its value; calls give the same results.
 
-    Where no query sees any key, whatever is called, the mask is false and nothing is left of the score: a kernel of it
-    multiplies nothing, and gives 0 and a log-sum-exp of -inf.
+    A settled variant is returned as it is. If no query sees any key in any call, the mask is false and there is no
+    score: its kernel computes no products, and returns 0 and a log-sum-exp of -inf.
     """
     facts = Facts.of(variant)
     mask = _decided(variant.mask, facts)
@@ -42,7 +41,7 @@ def reads_products(variant: Variant) -> bool:
 
 
 def _decided(expr: Expr, facts: Facts) -> Expr:
-    """Replace comparisons of integers that always come out the same; a float may be NaN, which compares false."""
+    """Replace comparisons of integers that are always true or always false; floats may be NaN, which compares false."""
 
     def rule(node: Expr) -> Expr | None:
         if not isinstance(node, Op):

@@ -116,7 +116,7 @@ def _fold(op: str, args: tuple[Expr, ...], type: Type) -> Const | None:
 
 @dataclass(slots=True)
 class Linear:
-    """An integer sum: coefficient of each term (an expression that is no sum itself), and a constant."""
+    """An integer sum: the coefficient of each term (an expression that is not itself a sum), and a constant."""
 
     terms: dict[Expr, int] = field(default_factory=dict)
     constant: int = 0
@@ -138,7 +138,7 @@ class Linear:
         return Linear().plus(self, factor)
 
     def expr(self) -> Expr:
-        """Return the sum as an expression: its terms in order, but one that is added first; then the constant."""
+        """Return the sum as an expression: its terms in order, but an added one first; then the constant."""
         first = next((t for t, c in self.terms.items() if c > 0), None)
         terms = sorted(self.terms.items(), key=lambda item: item[0] is not first)  # stable
         if not terms:
@@ -204,7 +204,7 @@ def difference(a: Expr, b: Expr) -> int | None:
 
 
 def split(total: Linear, divisor: Expr) -> tuple[Linear, Linear]:
-    """Return (multiple, rest) with ``total = divisor * multiple + rest``, as much in the multiple as is plain to see.
+    """Return (multiple, rest) with ``total = divisor * multiple + rest``; the multiple takes what obviously divides.
 
     For a literal divisor ``0 <= rest.constant < |divisor|``.
     """
@@ -407,7 +407,7 @@ _RULES: dict[str, Callable[..., Expr | None]] = {
 
 
 def make(op: str, *args: Expr, wide: bool = False) -> Expr:
-    """Return ``op`` of simplified arguments, which have the types that the operator asks, simplified."""
+    """Return ``op`` of simplified arguments, which have the types that the operator takes, simplified."""
     type = result_type(op, args)
     folded = _fold(op, args, type)
     if folded is not None:

@@ -15,7 +15,7 @@ _SHOWN = 100  # characters of a long expression that an error shows
 
 
 class ExpressionError(Exception):
-    """Something wrong with a part of an expression, before anybody knows where that part stands."""
+    """An error in a part of an expression, raised where the position of the part is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval that is there only when a condition (constant over the box) holds; its ends may be infinite."""
+    """An interval that exists only where a condition (constant over the box) holds; its ends may be infinite."""
 
     lo: Expr = _LOWEST
     hi: Expr = _HIGHEST
@@ -51,7 +51,7 @@ class Spans:
         return self.union(spans, [])
 
     def union(self, a: list[Span], b: list[Span]) -> list[Span]:
-        """Return what lies in either, in as few spans as can be proved enough."""
+        """Return what lies in either, in as few spans as can be proven to suffice."""
         spans: list[Span] = []
         for span in (*a, *b):
             added = self._clipped(span)
@@ -66,9 +66,9 @@ class Spans:
         return spans
 
     def finish(self, spans: list[Span], *, outer: bool) -> tuple[Interval, ...]:
-        """Return intervals, ascending as far as that is known, at most ``LIMIT``, whose ends do not overflow.
+        """Return at most ``LIMIT`` intervals, ascending as far as that is known, whose ends do not overflow.
 
-        ``outer`` may only gain positions on the way, otherwise they may only lose some.
+        With ``outer`` they may gain positions by that, otherwise they may only lose some.
         """
         if len(spans) > LIMIT:
             spans = [self._hull(spans)] if outer else spans[:LIMIT]
@@ -93,7 +93,7 @@ class Spans:
         return outside or self._at_most(span.hi, span.lo)
 
     def _clipped(self, span: Span) -> Span:
-        """Drop ends that lie outside the axis for certain."""
+        """Drop ends that certainly lie outside the axis."""
         lo = _LOWEST if self._at_most(span.lo, integer(0)) else span.lo
         return Span(lo, _HIGHEST if self._at_most(self._length, span.hi) else span.hi, span.when)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from string import Formatter
 
-#: Strength of a name, a literal and what stands in parentheses: no context binds tighter.
+#: Strength of a name, a literal and anything in parentheses: no context binds tighter.
 TIGHTEST = 100
 
 
@@ -113,7 +113,7 @@ def declared(statements: Iterable[Statement]) -> list[str]:
 def depending(
     statements: Iterable[Statement], on: Collection[str]
 ) -> tuple[tuple[Statement, ...], tuple[Statement, ...]]:
-    """Part statements into those that read or declare names, or read what such declare, and the rest; in order."""
+    """Split statements into those that read or declare the names, also through others, and the rest; both in order."""
     names = set(on)
     parts: tuple[list[Statement], list[Statement]] = ([], [])
     for each in statements:
@@ -125,7 +125,7 @@ def depending(
 
 
 def needed(statements: Sequence[Statement], users: Iterable[Statement]) -> tuple[Statement, ...]:
-    """Return the statements without declarations that neither a later one nor the users read."""
+    """Return the statements less those whose declarations neither a later statement nor the users read."""
     kept: list[Statement] = []
     names = set(reads(users))
     for each in reversed(statements):

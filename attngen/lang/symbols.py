@@ -17,10 +17,10 @@ from attngen.lang.simplify import COMPLEMENT, FALSE, FOLD, TRUE, Linear, boolean
 #: Endpoints of an unbounded interval of expressions.
 _LOWEST, _HIGHEST = Const(-math.inf, Type.FLOAT), Const(math.inf, Type.FLOAT)
 
-#: Most nodes of an end of an interval; remainders and cases double it at each level.
+#: Most nodes in an endpoint of an interval; remainders and cases double it at each level.
 _NODES = 200
 
-#: What the least and the greatest of two conditions are, as False <= True.
+#: Minimum and maximum of two conditions, since False <= True.
 _OF_BOOLS = {"min": "and", "max": "or"}
 
 _ORDERS = ("lt", "le", "gt", "ge")
@@ -55,7 +55,7 @@ class Symbols:
         return names(node) & self._corners.keys()
 
     def leaf(self, node: Expr) -> Interval | None:
-        """Return the interval of what does not vary, or is a corner; None for what is to be taken apart."""
+        """Return the interval of what does not vary, or is a corner; None for an operator to take apart."""
         if isinstance(node, Var) and node.name in self._corners:
             return self._corners[node.name]
         if node in self.unbounded:  # the number inf, which must not be taken for "no bound"
@@ -65,7 +65,7 @@ class Symbols:
         return (node, node)
 
     def load(self, node: Load, indices: tuple[Interval, ...]) -> Interval:
-        """A monotone tensor is read at the ends of its box; of any other only the declared range is known."""
+        """Return the elements at the ends of the box for a monotone tensor, the declared range for any other."""
         if node.type is not Type.INT:
             return (FALSE, TRUE) if node.type is Type.BOOL else self.unbounded
         lo, hi = self._facts.ranges.get(node.tensor, INT32)
@@ -94,7 +94,7 @@ class Symbols:
         return first, self.call("max", box[1], integer(0)) if inside else None
 
     def search(self, node: Search, value: Interval, length: Interval) -> Interval:
-        """The position of a greater value is no earlier."""
+        """Search for both ends of the value: a greater value is found no earlier."""
         if not self.is_point(length) or any(self.varies(i) for i in node.indices):
             return (integer(0), length[1])
         lo, hi = (
@@ -104,11 +104,11 @@ class Symbols:
         return lo, hi
 
     def paired(self, total: Linear) -> tuple[Linear, Interval]:
-        """Symbols of one sequence cancel by themselves."""
+        """Return the sum as it is: symbols of one sequence cancel by themselves."""
         return total, (integer(0), integer(0))
 
     def refined(self, node: Expr, interval: Interval) -> Interval:
-        """Forget what would take too much code to compute."""
+        """Drop endpoints that would take too much code to compute."""
         if not any(larger(end, _NODES) for end in interval):
             return interval
         return (FALSE, TRUE) if node.type is Type.BOOL else self.unbounded
@@ -130,11 +130,11 @@ class Symbols:
         return bool(interval[0] == interval[1])
 
     def rounded(self, op: str, interval: Interval) -> Interval:
-        """Nothing is known of a rounded float: two compilations of one expression may differ in the last bit."""
+        """Return no bounds where a float is rounded: two compilations of one expression may differ in the last bit."""
         return interval if op in EXACT else self.unbounded
 
     def envelope(self, *ends: Expr) -> Interval:
-        """Bits of numbers of unknown size may be any."""
+        """Return no bounds: the numbers' size is not known."""
         return self.unbounded
 
     def call(self, op: str, *args: Expr) -> Expr:
@@ -153,7 +153,7 @@ class Symbols:
         return make(op, *args)
 
     def _extremum(self, op: str, x: Expr, y: Expr) -> Expr:
-        """Return the least or greatest of two, or of what is left of them once it is known which is which."""
+        """Return the minimum or maximum of two endpoints, without the parts that are known not to matter."""
         for a, b in ((x, y), (y, x)):
             less, more = (a, b) if op == "min" else (b, a)
             if self._proof.at_most(less, more):
@@ -166,7 +166,7 @@ class Symbols:
         return make(op, x, y)
 
     def _with_infinity(self, op: str, args: tuple[Expr, ...], infinity: Expr) -> Expr:
-        """Apply an operator where an argument is unbounded. Rules ask this only where the result is plain."""
+        """Apply an operator where an argument is unbounded. Rules do so only where the result is plain."""
         negative = _HIGHEST if infinity == _LOWEST else _LOWEST
         match op:
             case "add" | "to_float" | "floor" | "ceil":

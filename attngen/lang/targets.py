@@ -1,6 +1,6 @@
 """What the emitter asks of a target language: how to write a literal, an operator, a load, a declaration.
 
-``languages.py`` names the languages; each has a module with its table over all of ``ir.OPERATORS``.
+``languages.py`` names the languages; each has a module that writes all of ``ir.OPERATORS``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Dialect(ABC):
         """Join conditions into one."""
 
     def lifted(self, condition: Piece) -> Piece:
-        """Write a scalar condition so that it may meet one that varies over a tile."""
+        """Write a scalar condition so that it can be combined with one that varies over a tile."""
         return condition
 
     @abstractmethod

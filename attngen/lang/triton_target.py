@@ -1,13 +1,13 @@
 """Expressions as Triton: blocks and scalars alike, compiled or interpreted.
 
-A scalar condition that meets one that varies over a tile is written ``True & condition``: the interpreter (3.6 to
-3.9) keeps a scalar comparison in the type of what was compared, and would splat it as an integer or a float.
+A scalar condition that is combined with one that varies over a tile is written ``True & condition``: the interpreter
+(3.6 to 3.9) gives a scalar comparison the type of what was compared, and would splat it as an integer or a float.
 
-A call passes fp32 scalars, which the interpreter keeps as Python's floats: a comparison of such alone is written with
-``tl.cast``, as it would be Python's bool, which has no ``.to`` and whose ``~`` is a number.
+The interpreter keeps the fp32 scalars of a call as Python floats. A comparison of those alone would be a Python bool,
+which has no ``.to`` and whose ``~`` is a number: it is written with ``tl.cast``.
 
-``/`` may be off by two units in the last place (``div.full.f32``) and ``tl.sqrt`` by one; where a quotient or a root
-decides, and everywhere without ``fast_math``, ``tl.div_rn`` and ``tl.sqrt_rn`` round to nearest.
+``/`` may be off by two units in the last place (``div.full.f32``) and ``tl.sqrt`` by one; where a quotient or a root is
+compared or rounded, and everywhere without ``fast_math``, ``tl.div_rn`` and ``tl.sqrt_rn`` round to nearest.
 
 Sources: Triton language reference (integer division and remainder truncate, as in C; comparisons with NaN are
 false; ``tl.minimum`` drops NaN unless told otherwise).
@@ -57,7 +57,7 @@ class TritonDialect(Dialect):
         if node.type is Type.BOOL:
             return Piece(str(bool(node.value)), _ATOM)
         if node.type is Type.INT:
-            if not INT32[0] <= node.value <= INT32[1]:  # beside an int32, Triton takes every literal for one
+            if not INT32[0] <= node.value <= INT32[1]:  # next to an int32, Triton takes every literal for one
                 return Piece(f"tl.cast({int(node.value)}, tl.int64)", _ATOM)
             return Piece(str(int(node.value)), _ATOM if node.value >= 0 else _SIGN)
         value = float(node.value)
@@ -185,7 +185,7 @@ class TritonDialect(Dialect):
         assert isinstance(exponent, Const)
         power = exponent.value
         one = "1.0" if node.type is Type.FLOAT else "1"
-        if power == 0:  # also of NaN
+        if power == 0:  # even of NaN
             return Piece(one, _ATOM)
         base = scope.named(node.args[0])
         if node.wide:
@@ -281,7 +281,7 @@ def _to(value: Piece, kind: str) -> Piece:
 
 
 def _plain(node: Expr, scope: Scope) -> bool:
-    """Whether a float is made of literals and fp32 scalars of the call alone, by operators of Python's own."""
+    """Whether a float is computed from literals and fp32 scalars of the call alone, with Python's operators."""
     match node:
         case Const(type=Type.FLOAT):
             return True

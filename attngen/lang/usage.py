@@ -52,7 +52,7 @@ class Usage:
 
 
 def deciding(roots: Sequence[Expr]) -> frozenset[Expr]:
-    """Return what is rounded or compared, with all parts of it: there the last bit of a float decides."""
+    """Return what is rounded or compared, with all its parts: there the last bit of a float matters."""
     found: set[Expr] = set()
 
     def add(node: Expr) -> None:
@@ -69,7 +69,7 @@ def deciding(roots: Sequence[Expr]) -> frozenset[Expr]:
 
 
 def decides(node: Expr) -> bool:
-    """Whether a node makes a condition or a whole number of its arguments."""
+    """Whether a node turns its arguments into a condition or a whole number."""
     return isinstance(node, Op) and (node.type is Type.BOOL or node.op in ("floor", "ceil"))
 
 

@@ -22,10 +22,10 @@ VISIBLE: Expr = Const(True, Type.BOOL)
 class Variant:
     """A mask, a score and a sink over declared scalars and tensors.
 
-    ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``.
-    ``sink`` is FLOAT over batch and head: a logit that every row has beside those of its keys, without a value; None
-    for none. With ``dropout`` probabilities are dropped, at the rate and with the random numbers that the last scalar
-    and the last tensor name (``lang.dropout``). Constant scalars stand inlined in the expressions and stay listed in
+    ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``. ``sink``
+    is FLOAT over batch and head: a logit that every row has besides those of its keys, without a value; None for none.
+    With ``dropout``, probabilities are dropped at the rate and with the random numbers that the last scalar and the
+    last tensor give (``lang.dropout``). Constant scalars are inlined in the expressions, but stay listed in
     ``scalars``. ``let`` keeps the named values of the spec, inlined as well, so that generated code can use the same
     names. The texts are the user's own.
     """
@@ -64,17 +64,17 @@ class Variant:
 
     @cached_property
     def definition(self) -> tuple[object, ...]:
-        """What is computed and from what: two variants of one definition are one, however their texts are written.
+        """What is computed, and from what: variants with equal definitions are the same, however they are written.
 
-        Texts and the names of ``let`` values are no part of it, nor are the variant's name and the order of what it
-        declares.
+        Neither texts nor the names of ``let`` values are part of it, nor the variant's name and the order of its
+        declarations.
         """
         scalars = tuple(sorted(self.scalars, key=lambda s: s.name))
         tensors = tuple(sorted(self.tensors, key=lambda t: t.name))
         return self.mask, self.score, self.sink, scalars, tensors, self.dropout
 
     def differences(self, other: Variant) -> list[tuple[str, str, str]]:
-        """Return where two definitions differ: the field, and what each variant says there."""
+        """Return where two definitions differ: each field, and what the two variants say there."""
         mine, others = self._told(), other._told()
         return [
             (field, mine.get(field, "nothing"), others.get(field, "nothing"))
@@ -114,8 +114,10 @@ class Variant:
         return variables, loaded
 
     def packed_keys(self) -> str | None:
-        """Return what the variant reads of the place of keys in a tensor of all sequences, ``kv_global`` or
-        ``total_k``, in expressions, shapes or bounds; None if nothing. Keys in pages have no such place."""
+        """Return ``kv_global`` or ``total_k`` if the variant reads it, else None.
+
+        It may do so in expressions, shapes or bounds. Keys in pages have no position in a packed tensor.
+        """
         read: set[object] = set(self.uses()[0])
         for tensor in self.tensors:
             read |= {*tensor.shape, *(tensor.range or ())}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attngen.schema import Spec
     from attngen.schema.tuned import Tuned
 
-#: Figures of a manifest that differ from one compile to the next, though the kernel does not.
+#: Figures in a manifest that differ between compiles of one kernel.
 _PASSING = frozenset({"compile_seconds"})
 
 #: Compile errors that are shown whole; of the others the first line, which names the kernel.
@@ -31,7 +31,7 @@ _FULL_ERRORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The files of a module by their path below it, and what they are of."""
+    """The files of a package's module by their path in it, with what they were made from."""
 
     module: str
     files: Mapping[str, bytes]
@@ -47,10 +47,10 @@ def contents_of(
     jobs: int | None = None,
     observer: Observer | None = None,
 ) -> Contents:
-    """Compile what the cache lacks of a spec's kernels, and return the files of its package.
+    """Compile those kernels of a spec that the cache lacks, and return the files of its package.
 
-    The same spec and compilers give the same files, wherever and whenever. Raises SpecError for a wrong spec, and
-    PackageError if a kernel does not compile.
+    The same spec and compilers always give the same files. Raises SpecError for a wrong spec, and PackageError if a
+    kernel does not compile.
     """
     store = store or Store()
     asked = kernels_of(spec, arches, tuned)
@@ -94,7 +94,7 @@ def kernels_of(spec: Spec, arches: Sequence[str] = (), tuned: Tuned | None = Non
 def view_of(
     spec: Spec, kernels: Sequence[Prepared], version: str, manifests: Sequence[Mapping[str, Any]] = ()
 ) -> PackageView:
-    """Return what the texts of a package say of it; without manifests, before anything is compiled."""
+    """Return what the texts of a package say about it; without manifests, before anything is compiled."""
     variants = {
         kernel.plan.variant.name: kernel.plan.variant for kernel in kernels if kernel.plan.direction not in HELPERS
     }
@@ -110,7 +110,7 @@ def view_of(
 
 
 def spec_files(spec: Spec) -> dict[str, bytes]:
-    """Return the files that a spec was read from, by their path from its folder. SpecError if one is gone by now."""
+    """Return the files that a spec was read from, by their path from its folder. SpecError if one is gone."""
     folder = Path(spec.file).parent
     return {Path(source.path).relative_to(folder).as_posix(): Path(source.path).read_bytes() for source in spec.sources}
 
@@ -130,14 +130,14 @@ def _kernel_files(kernel: BuiltKernel, manifest: Mapping[str, Any], store: Store
 def _lasting(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest without what differs between two compiles of one kernel.
 
-    That is also the hash of the compiler's files: its wheels for two versions of Python make the same of a source.
+    That includes the hash of the compiler's files: its wheels for two versions of Python compile a source alike.
     """
     resources = {name: value for name, value in manifest["resources"].items() if name not in _PASSING}
     return {**manifest, "resources": resources, "toolchain": compilers_of([manifest])}
 
 
 def _index(view: PackageView, manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the index: which forms the package is written in, what it needs, and a row for each kernel."""
+    """Return the index: the versions of the package's formats, what it needs, and a row for each kernel."""
     columns = ("name", "arch", "backend", "dtype", "head_dim_qk", "head_dim_v", "layout", "direction")
     return {
         "format": PACKAGE_FORMAT,

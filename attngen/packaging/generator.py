@@ -1,6 +1,6 @@
-"""The generator as a source distribution carries it, so that pip needs no attngen from an index to build it.
+"""The copy of the generator in a source distribution, so that pip can build it without attngen from an index.
 
-It lies in a folder of its own, laid out as a checkout is, and is the build backend of the distribution.
+It is in a folder of its own, laid out like a checkout, and is the build backend of the distribution.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attngen.errors import PackageError
 #: The folder of a source distribution that holds the generator; no package can have its name.
 FOLDER = "_attngen"
 
-#: What a checkout has and an installed attngen keeps inside of its package.
+#: The folder in which an installed attngen keeps what a checkout has beside the package.
 _DATA = "_data"
 
 
@@ -33,9 +33,9 @@ def generator_files() -> dict[str, bytes]:
 
 
 def requirements() -> list[str]:
-    """Return what the generator itself needs, sorted: third-party distributions alone.
+    """Return what the generator itself needs, sorted: third-party distributions only.
 
-    Raises PackageError where attngen is not installed, since only its metadata knows.
+    Raises PackageError if attngen is not installed, since only its metadata lists them.
     """
     from packaging.requirements import Requirement
 
@@ -43,9 +43,9 @@ def requirements() -> list[str]:
         listed = [Requirement(text) for text in metadata.requires("attngen") or ()]
     except metadata.PackageNotFoundError:
         raise PackageError(
-            "a source distribution lists what attngen needs, and only an installed attngen knows: run 'pip install' on "
-            "its folder first"
+            "a source distribution lists what attngen needs, which only the metadata of an installed attngen tells: "
+            "run 'pip install' on its folder first"
         ) from None
-    # met with the extra or without, so that what every installation needs is among them
+    # requirements without a marker are those of every installation
     needed = [each for each in listed if each.marker is None or each.marker.evaluate({"extra": "build"})]
     return sorted(f"{each.name}{each.specifier}" for each in needed)

@@ -31,13 +31,13 @@ class AttngenHook(BuildHookInterface):
     jobs: int | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, write the packages to a folder that lasts as long as the build, and have them included."""
+        """Compile, write the packages to a folder that exists during the build, and have hatchling include them."""
         if self.target_name != "wheel":
             return
         settings = self._settings()
         self._folder = TemporaryDirectory(prefix="attngen-")
         included = build_data["force_include"]
-        if version == "editable":  # takes the place of all other forced inclusions, once there are any
+        if version == "editable":  # replaces all other forced inclusions, if there are any
             included = build_data["force_include_editable"]
             included.update({**self.build_config.get_force_include(), **build_data["force_include"], **included})
         for contents in self._contents(settings):
@@ -53,7 +53,7 @@ class AttngenHook(BuildHookInterface):
             build_data["tag"] = settings.tag
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Check the size of the wheel, which is removed if it is larger than allowed."""
+        """Check the size of the wheel, and remove it if it is larger than allowed."""
         if self.target_name != "wheel":
             return
         self._folder.cleanup()
@@ -69,7 +69,7 @@ class AttngenHook(BuildHookInterface):
         return Settings.of(self.metadata.config.get("tool", {}).get("attngen"))
 
     def _contents(self, settings: Settings) -> list[Contents]:
-        """Return the packages of the specs. A name that is taken is refused before anything is compiled."""
+        """Return the packages of the specs. A name that is taken is refused before anything compiles."""
         from attngen.schema import load_spec
         from attngen.schema.tuned import load_tuned
 
@@ -106,7 +106,7 @@ class AttngenHook(BuildHookInterface):
         return None
 
     def _warn_if_unregistered(self, module: str) -> None:
-        """Say so if an attngen beside the package would not find it."""
+        """Warn if an attngen that is installed beside the package would not find it."""
         if module not in self.metadata.core.entry_points.get(ENTRY_POINTS, {}).values():
             self.app.display_warning(
                 f"attngen.attention will not find {module}, which works by its own name; to register it, add to "
@@ -116,5 +116,5 @@ class AttngenHook(BuildHookInterface):
 
 @hookimpl
 def hatch_register_build_hook() -> type[AttngenHook]:
-    """Tell hatchling of the hook; it finds this module by the entry point group ``hatch``."""
+    """Return the hook to hatchling, which finds this module by the entry point group ``hatch``."""
     return AttngenHook

@@ -19,7 +19,7 @@ from attngen.tools.build.pipeline import Observer
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The files that were made. ``sizes`` is of the wheel, if there is one."""
+    """The files that were made. ``sizes`` are those of the wheel, if there is one."""
 
     package: str
     files: tuple[Path, ...]
@@ -44,9 +44,9 @@ def package(
     """Write the wheel or the source distribution (``sdist``) of a spec's package, or both, into the folder ``out``.
 
     A wheel holds compiled kernels; a source distribution compiles them where it is installed, with the generator that
-    it carries. Files of the same name
-    are replaced, each as a whole and only if everything was made. Raises SpecError for a wrong spec, and PackageError
-    if a kernel does not compile, a name is taken, or the wheel takes more than ``max_size`` bytes.
+    it carries. Files of the same name are replaced, each as a whole and only if everything was made. Raises SpecError
+    for a wrong spec, and PackageError if a kernel does not compile, a name is taken, or the wheel takes more than
+    ``max_size`` bytes.
     """
     from attngen.schema import load_spec
 
@@ -73,7 +73,7 @@ def package(
 
 
 def _check_date() -> None:
-    """Raise SettingError if ``SOURCE_DATE_EPOCH`` is no time that archives can date their files with."""
+    """Raise SettingError if ``SOURCE_DATE_EPOCH`` is not a time that archives can store."""
     text = os.environ.get("SOURCE_DATE_EPOCH", "0")
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or int(text) >= 2**32:
         raise SettingError(f"SOURCE_DATE_EPOCH is {text!r}; allowed: seconds since 1970, less than 2^32")
@@ -81,7 +81,7 @@ def _check_date() -> None:
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder in ``out``, from where a file gets its name in one step. Raises PackageError."""
+    """Yield a temporary folder in ``out``, from which files are renamed into place. Raises PackageError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         folder = TemporaryDirectory(prefix=".attngen-", dir=out)
@@ -112,7 +112,7 @@ def build_target(
     from attngen.packaging.hook import AttngenHook
 
     class Hook(AttngenHook):
-        """The hook of this very attngen, whichever one is installed, which reports to this caller."""
+        """The hook of this attngen, whichever one is installed; it reports to this caller."""
 
     Hook.observer, Hook.jobs = observer, jobs
 
@@ -122,7 +122,7 @@ def build_target(
             return Hook
 
     plugins = PluginManager()
-    plugins.manager.register(Plugin(), name=AttngenHook.PLUGIN_NAME)  # so that the installed one is not looked for
+    plugins.manager.register(Plugin(), name=AttngenHook.PLUGIN_NAME)  # instead of the installed one
     builder = {"wheel": WheelBuilder, "sdist": SdistBuilder}[target](str(root), plugin_manager=plugins)
     try:
         (path,) = builder.build(directory=str(directory), versions=[version])

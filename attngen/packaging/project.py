@@ -88,7 +88,7 @@ def _version(text: str) -> str:
     try:
         return str(Version(text))
     except InvalidVersion:
-        raise SettingError(f"version {text!r} is none that pip understands; one is, for example, '1.0.0'") from None
+        raise SettingError(f"version {text!r} is not one that pip understands; allowed, for example: '1.0.0'") from None
 
 
 def _read(path: Path) -> bytes:

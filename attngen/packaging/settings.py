@@ -10,8 +10,8 @@ from typing import Any
 from attngen.arch import ARCHES
 from attngen.errors import SettingError, suggest
 
-#: A package holds no code for the host's processor and links nothing, so that the least glibc that wheels can name
-#: will do; the platforms are those of torch's CUDA builds.
+#: A package holds no code for the host's processor and links nothing, so the oldest glibc that wheels can name will do;
+#: the platforms are those of torch's CUDA builds.
 PLATFORMS = ("manylinux_2_17_aarch64", "manylinux_2_17_x86_64")
 
 _PLATFORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+|any")
@@ -83,11 +83,11 @@ def _wrong(key: str, message: str) -> SettingError:
 
 
 def check_platforms(platforms: tuple[str, ...]) -> tuple[str, ...]:
-    """Return platform tags, or raise SettingError with what a tag looks like."""
+    """Return the platform tags, or raise SettingError, which shows what a tag looks like."""
     for platform in platforms:
         if not _PLATFORM.fullmatch(platform):
             raise SettingError(
-                f"platform {platform!r} is no platform tag; one is, for example, 'manylinux_2_17_x86_64' or "
+                f"platform {platform!r} is not a platform tag; allowed, for example: 'manylinux_2_17_x86_64' or "
                 "'linux_x86_64'"
             )
     return platforms
@@ -97,5 +97,7 @@ def size_in_bytes(text: str) -> int:
     """Return the bytes that a size stands for: ``8 MB`` is 8,000,000, ``8 MiB`` 8,388,608. Raises SettingError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise SettingError(f"size {text!r} is none; write a number with kB, MB, GB, KiB, MiB, GiB or nothing for bytes")
+        raise SettingError(
+            f"size {text!r} is not understood; allowed: a number with kB, MB, GB, KiB, MiB, GiB, or none for bytes"
+        )
     return int(float(match["number"]) * _UNITS[(match["unit"] or "B").upper()])

@@ -1,4 +1,4 @@
-"""What a wheel weighs, and which kernels make it so: bytes in the archive, by variant, head dimension and arch."""
+"""The size of a wheel, and which kernels make it up: bytes in the archive, by variant, head dimension and arch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A wheel's bytes: its shares, the largest first, and what is no kernel (runtime, stubs, metadata, archive)."""
+    """A wheel's bytes: its shares, the largest first, and the rest (runtime, stubs, metadata, archive)."""
 
     total: int
     shares: tuple[Share, ...]
@@ -51,7 +51,7 @@ class Sizes:
         return {"bytes": self.total, "rest_bytes": self.rest, "shares": [asdict(share) for share in self.shares]}
 
     def require(self, most: int, name: str) -> None:
-        """Raise PackageError, naming what costs most, if the wheel is larger than ``most`` bytes."""
+        """Raise PackageError, which lists the largest shares, if the wheel is larger than ``most`` bytes."""
         if self.total <= most:
             return
         lines = [f"{name} would take {_show(self.total)}, more than the {_show(most)} that max-size allows:"]
@@ -73,7 +73,7 @@ def _show(size: int) -> str:
 
 
 def sizes_of(wheel: Path) -> Sizes:
-    """Return what a wheel weighs."""
+    """Return the sizes of a wheel."""
     with ZipFile(wheel) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         rows = [
@@ -95,14 +95,14 @@ def sizes_of(wheel: Path) -> Sizes:
     return Sizes(wheel.stat().st_size, tuple(shares))
 
 
-#: Bytes in a wheel, as measured on wheels of kernels in CUDA (those in Triton are smaller): of a kernel by what it
-#: computes, with its row in the index, and of what every wheel has.
+#: Bytes in a wheel, as measured on wheels of kernels in CUDA (those in Triton are smaller): of a kernel with its row in
+#: the index, by what it computes, and of the rest of a wheel.
 _BYTES = {"forward": 28_000, "split": 40_000, "backward": 42_000, APPEND: 15_000}
 _REST = 210_000
 
 
 def estimated(kernels: Sequence[KernelSpec]) -> Sizes:
-    """Return about what a wheel of these kernels weighs, before any is compiled; bytes on disk are not estimated."""
+    """Return an estimate of a wheel of these kernels before any is compiled; bytes on disk are not estimated."""
     shares: dict[tuple[str, str, str, str], list[int]] = {}
     for kernel in (*kernels, *appends(kernels)):
         row = {"head_dim_qk": kernel.head_dim_qk, "head_dim_v": kernel.head_dim_v}
@@ -115,6 +115,6 @@ def estimated(kernels: Sequence[KernelSpec]) -> Sizes:
 
 
 def head_dim_of(row: Mapping[str, Any]) -> str:
-    """Return a kernel's head dimension as people write it: ``128``, or ``192/128`` where q and k differ from v."""
+    """Return a kernel's head dimension as text: ``128``, or ``192/128`` where q and k differ from v."""
     qk, v = row["head_dim_qk"], row["head_dim_v"]
     return str(qk) if qk == v else f"{qk}/{v}"

@@ -1,6 +1,6 @@
-"""The runtime as a package carries it: the modules that a call needs, copied, with imports relative to the copy.
+"""The copy of the runtime in a package: the modules that a call needs, with imports relative to the copy.
 
-There is one runtime, in ``attngen.runtime`` and the modules above it; each package gets a fresh copy.
+There is one runtime, in ``attngen.runtime`` and the modules that it imports; each package gets a fresh copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOTS = (
     "runtime.quantize", "runtime.registry", "runtime.tile_map",
 )  # fmt: skip
 
-#: Looks beyond the package, which a package does not.
+#: Looks for other packages, which a package itself does not do.
 LEFT_OUT = frozenset({"runtime.discovery"})
 
 #: Parts of attngen that may be copied: none of them imports anything but torch, cuda-bindings and the standard library.
@@ -54,7 +54,7 @@ def _text(module: str) -> str:
 
 
 def _imports(module: str) -> Iterator[tuple[str, ast.ImportFrom]]:
-    """Yield every module of attngen that a module imports, inside functions too, and the statement that does."""
+    """Yield every module of attngen that a module imports, also inside functions, and the statement that does."""
     for node in ast.walk(ast.parse(_text(module))):
         if isinstance(node, ast.Import):
             assert not any(alias.name.split(".")[0] == "attngen" for alias in node.names), f"{module}:{node.lineno}"

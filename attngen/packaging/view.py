@@ -15,16 +15,16 @@ from attngen.render.environment import environment
 
 _PYTHON_TYPES = {"int32": "int", "int64": "int", "fp32": "float", "bool": "bool"}
 
-#: Distribution that a manifest names as its compiler → what people call it.
+#: Distribution that a manifest names as its compiler → its common name.
 _COMPILERS = {"triton": "Triton", "nvidia-cuda-nvrtc": "NVRTC"}
 
 
 @dataclass(frozen=True, slots=True)
 class VariantView:
-    """A variant as stubs and tables show it."""
+    """How stubs and tables show a variant."""
 
     name: str
-    default: str  # after its name in an overload: the one that a call runs which names none
+    default: str  # the default of ``variant`` in its overload: " = ..." for the one that a call without it runs
     arguments: tuple[str, ...]  # as a stub declares them
     listed: str  # as a table lists them
     summary: str
@@ -56,7 +56,7 @@ def _declared(scalar: Scalar) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PackageView:
-    """A package as its texts describe it. ``spec`` is the spec's file, never absolute."""
+    """What the texts of a package say about it. ``spec`` is the spec's file, never absolute."""
 
     module: str
     version: str
@@ -80,7 +80,7 @@ def compilers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def compiler_lines(compilers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what the notice says of the kernels' origin, one line for each compiler."""
+    """Return what the notice says about the kernels' origin, one line for each compiler."""
     return tuple(
         f"sources that attngen rendered from the spec, and what {_COMPILERS[name]} {version} ({name}) made of them"
         for name, version in compilers.items()

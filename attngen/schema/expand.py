@@ -1,16 +1,16 @@
-"""A spec to its kernels: each list in an entry of ``kernels`` is expanded, nothing else is added.
+"""Expands a spec into its kernels: each list in an entry of ``kernels`` is expanded, nothing else is added.
 
-Two rules keep the result free of doubles. A value given twice in one list is a mistake and refused. The same kernel
-asked for by two entries is built once, and belongs to the first; ``repeats`` lists these for ``attngen check``.
+Two rules keep the result free of duplicates. A value given twice in one list is refused as a mistake. A kernel that two
+entries ask for is built once, and belongs to the first; ``repeats`` lists these for ``attngen check``.
 
-A variant's tensors may be shaped by ``seqlen_q`` and ``seqlen_k``. In a dense call these are the lengths of q and k.
-In a varlen call, where each sequence has lengths of its own, a shape means the maxima that the call gives
+A variant's tensors may be shaped by ``seqlen_q`` and ``seqlen_k``. In a dense call these are the lengths of q and k. In
+a varlen call, where each sequence has lengths of its own, a shape means the maxima that the call gives
 (``max_seqlen_q``, ``max_seqlen_k``), ``b`` the number of sequences: the tensor is padded, and what lies beyond a
-sequence's own length is not read. Expressions still see each sequence's own lengths. With this rule every variant
-works in both layouts, so none is refused. In a paged call ``seqlen_k`` is the keys that a row of the page table holds.
+sequence's own length is not read. Expressions still see each sequence's own lengths. With this rule every variant works
+in both layouts, so none is refused. In a paged call ``seqlen_k`` is how many keys a row of the page table can hold.
 
 ``split_kv: true`` asks for two forwards of each variant: the ordinary one, and one whose blocks share the keys of a
-sequence. A call takes one of them.
+sequence. A call runs one of them.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What the spec fixes of one of the two kernels that compute gradients; None leaves it to the plan."""
+    """What the spec fixes for one of the two kernels that compute gradients; None leaves it to the plan."""
 
     tile_m: int | None = None
     tile_n: int | None = None
     stages: int | None = None
     num_warps: int | None = None
-    family: str | None = None  # of the kernel in CUDA; no field of a spec: the plan tries one after the other
+    family: str | None = None  # of the kernel in CUDA; not a field of a spec: the plan tries each in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel that a spec asks for. None leaves a choice to the plan. Places in the file do not compare."""
+    """One kernel that a spec asks for. None leaves a choice to the plan. Places in the file are not compared."""
 
     package: str
     variant: Variant
@@ -153,12 +153,12 @@ _AXES = (
 )  # fmt: skip
 
 
-#: Fields that say something of the forward only; those of the backward stand in ``backward``.
+#: Fields that concern the forward only; those of the backward are in ``backward``.
 _FORWARDS = (
     "backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa", "split_kv",
     "kv_dtype", "out_dtype", "transposed_v", "descale",
 )  # fmt: skip
-#: Fields that say something of the ordinary forward only; a split-KV one has none of its own.
+#: Fields that concern the ordinary forward only; a split-KV one leaves them to the plan.
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
 
 
@@ -177,7 +177,7 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     """Return what writes into the caches that kernels read: one kernel for each arch, dtype of new rows and dtype of
     the cache of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
 
-    No entry of a spec asks for these. Their head dims are the widest that they are to serve.
+    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
     """
     found: dict[tuple[str, str, str | None], KernelSpec] = {}
     for kernel in kernels:
@@ -201,10 +201,10 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
 
 
 def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Return what makes the operands of kernels that read 8 bits: for each arch of these one kernel for each dtype that
-    ``attngen.quantize`` reads in a kernel.
+    """Return the kernels that quantize the operands of kernels in 8 bits: for each arch of those, one for each dtype
+    that ``attngen.quantize`` reads with a kernel.
 
-    No entry of a spec asks for these. Their head dims are the widest that they are to serve.
+    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
     """
     found: dict[str, KernelSpec] = {}
     for kernel in kernels:
@@ -258,8 +258,8 @@ def _all(spec: Spec) -> list[KernelSpec]:
 
 
 def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
-    """Whether a choice differs from an earlier one only in what it does not take: a backward in what is the forward's,
-    a split-KV forward in what is the ordinary one's."""
+    """Whether a choice differs from an earlier one only in fields that do not concern it: a backward in fields of the
+    forward, a split-KV forward in fields of the ordinary one."""
     chosen = dict(zip(axes, choice, strict=True))
     others = _FORWARDS if chosen["passes"].value == "backward" else _UNSPLIT if chosen["split_kv"].value else ()
     return any(chosen[name] is not axes[name][0] for name in others)
@@ -376,7 +376,7 @@ def _out_dtype(values: dict[str, Any]) -> str | None:
 
 
 def _backend_of_backward(entry: KernelModel) -> str | None:
-    """Return what the entry names, or Triton where that is all that its forwards may be in."""
+    """Return the backend that the entry names for backwards, or Triton if its forwards may be in nothing else."""
     if entry.backward is not None and entry.backward.backend is not None:
         return entry.backward.backend
     return "triton" if set(entry.backend or ()) == {"triton"} else None
@@ -405,14 +405,14 @@ def roles_of(warps: WarpsModel) -> Roles | None:
 
 
 def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
-    """Raise SpecError for a field that is the forward's in an entry that asks for none."""
+    """Raise SpecError for a field of the forward in an entry that asks for none."""
     if "forward" in entry.passes:
         return
     fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
     given = [name for name in fields if getattr(entry, name) not in (None, False)]
     for name in given:
         raise SpecError(
-            "is the forward's, which 'passes' does not ask for; that of the backward stands in 'backward', as in "
+            "is for the forward, which 'passes' does not ask for; for the backward, say it in 'backward', as in "
             "'backward: {dkdv: {tile: {m: 64, n: 128}}}'",
             location=spec.tree.locate(("kernels", index, name)),
             field=f"kernels[{index}].{name}",
@@ -423,8 +423,8 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
     """Raise SpecError for the backward of a layout that has none."""
     if layout == "paged":
         raise SpecError(
-            "asks for a backward with 'layout: paged', which has forwards alone; allowed: forward; a backward of "
-            "another layout stands in an entry of its own",
+            "asks for a backward with 'layout: paged', which has forwards only; allowed: forward; write a backward of "
+            "another layout as an entry of its own",
             location=asked.location,
             field=f"kernels[{index}].passes",
         )
@@ -443,7 +443,7 @@ def _gradient(model: GradientModel) -> Gradient:
 
 
 def _places(spec: Spec, index: int, chosen: dict[str, _Value], declared: DeclaredVariant) -> dict[str, Location]:
-    """Return where each field that the file gives stands: in the entry, or for some in the variant."""
+    """Return the place of each field that the file gives: in the entry or, for some, in the variant."""
     entry = spec.model.kernels[index]
     places = {name: item.location for name, item in chosen.items()}
     if entry.backward is not None:

@@ -1,7 +1,7 @@
 """Kinds of fields that the models are made of: choices, names, lists that may be one value, plain numbers.
 
-Each kind says itself what it allows, once for messages and once for the JSON Schema. No field is a union: a union
-answers a wrong value with one complaint for each of its members.
+Each kind says itself what it allows, once for messages and once for the JSON Schema. No field is a union: pydantic
+reports a wrong value of a union once for each of its members.
 """
 
 from __future__ import annotations

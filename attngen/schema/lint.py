@@ -1,4 +1,4 @@
-"""What is legal in a spec but probably not meant: things that nobody uses, kernels asked for twice."""
+"""What is legal in a spec but probably not meant: unused declarations, kernels asked for twice."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _idle_gradients(declared: DeclaredVariant) -> list[Remark]:
 
 
 def _floats(declared: DeclaredVariant) -> list[Remark]:
-    """Return a remark for each number that float32 does not hold, and each quotient of integers that decides."""
+    """Return a remark for each number that float32 cannot hold, and each quotient of integers that is compared."""
     variant = declared.variant
     found = []
     for field, root in (("mask", variant.mask), ("score", variant.score), ("sink", variant.sink)):

@@ -1,4 +1,4 @@
-"""A spec file to a ``Spec``: read, checked against the models, its includes followed, its variants compiled.
+"""Loads a spec file: it is read and checked against the models, its includes are followed, its variants compiled.
 
 Includes bring variants only: what the included file would build on its own is not built. An included file is named
 relative to the file that includes it and lies in the folder of the spec that is loaded, or below it.
@@ -30,7 +30,7 @@ MAX_INCLUDED_FILES = 64
 
 @dataclass(frozen=True)
 class DeclaredVariant:
-    """A variant with what its declaration says beside the expressions; ``path`` is its place in ``tree``."""
+    """A variant with what its declaration says besides the expressions; ``path`` is its place in ``tree``."""
 
     variant: Variant
     model: VariantModel
@@ -95,7 +95,7 @@ def _read(path: Path, asked: Location) -> bytes:
 
 
 class _Loader:
-    """Loads one spec; keeps the files that it has read, so that each is read once and no include runs in a circle."""
+    """Loads one spec; keeps the files that it has read, so that each is read once and circular includes are found."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -151,7 +151,7 @@ class _Loader:
         resolved = target.resolve()
         if resolved in chain:
             circle = " -> ".join(step.name for step in (*chain, resolved))
-            raise SpecError(f"includes run in a circle: {circle}", location=place, field="include")
+            raise SpecError(f"circular includes: {circle}", location=place, field="include")
         if len(chain) > MAX_INCLUDE_DEPTH or len(self.sources) > MAX_INCLUDED_FILES:
             raise SpecError(
                 f"more than {MAX_INCLUDE_DEPTH} includes deep or {MAX_INCLUDED_FILES} files",
@@ -177,7 +177,7 @@ class _Loader:
             inside = target.resolve().is_relative_to(self.folder.resolve())
         except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, a circle of links
             raise SpecError(
-                f"found {show(text)}, which is no path: {error}", location=place, field="include"
+                f"found {show(text)}, which is not a path: {error}", location=place, field="include"
             ) from error
         if not inside:
             raise SpecError(f"{show(text)} leads out of the spec's folder", location=place, field="include")
@@ -185,7 +185,7 @@ class _Loader:
 
 
 def _check_schema(node: tree.Node) -> None:
-    """Refuse what is no spec of this schema, before the models complain about everything in it."""
+    """Refuse anything but a spec of this schema, before the models complain about everything in it."""
     if not isinstance(node.value, dict):
         raise SpecError(f"found {show(node.plain())}; a spec is a mapping that starts with 'schema: {SCHEMA}'",
                         location=node.location)  # fmt: skip
@@ -202,7 +202,7 @@ def _check_schema(node: tree.Node) -> None:
 
 
 def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
-    """Refuse a field or an element that is named and left empty: it would mean what the field left out means."""
+    """Refuse a field or an element that is named but empty: it would mean the same as leaving it out."""
     if node.value is None:
         hint = "; 'mask: true' lets every query see every key" if path[-1:] == ("mask",) else ""
         raise SpecError(f"empty; give it a value or leave it out{hint}", location=node.location, field=field_path(path))
@@ -212,7 +212,7 @@ def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
 
 
 def _package_of(path: Path) -> str:
-    """Return the package that a file's name stands for."""
+    """Return the name of the package that a file's name implies."""
     stem = path.name.split(".")[0].replace("-", "_").lower()
     try:
         return names.check_package_name(stem)
@@ -223,9 +223,9 @@ def _package_of(path: Path) -> str:
 
 
 def declare_variant(name: str, fields: Mapping[str, Any]) -> Variant:
-    """Return the variant of these fields, said as plain Python values; checked as those of a file are.
+    """Return the variant of these fields, given as plain Python values and checked like those of a file.
 
-    Raises SpecError, which names the field where that of a file names file and line too.
+    Raises SpecError, which names the field.
     """
     node = tree.of_values(fields)
     _refuse_empty(node)

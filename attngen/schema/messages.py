@@ -1,4 +1,4 @@
-"""What the models refuse, said as attngen says it: place, field, what was found, what is allowed."""
+"""Turns pydantic's errors into attngen's: place, field, what was found, what is allowed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _sentence(detail: Any) -> str:
     if kind in _LENGTHS:
         key, words = _LENGTHS[kind]
         return f"found {show(found)}; allowed: {words} {context[key]} character{'' if context[key] == 1 else 's'}"
-    return f"found {show(found)}, which cannot stand here"
+    return f"found {show(found)}, which is not allowed here"
 
 
 def _fields(model: type[BaseModel], path: tuple[str | int, ...]) -> list[str]:

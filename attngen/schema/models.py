@@ -112,7 +112,7 @@ class ScalarModel(Model):
 
 
 class MonotoneModel(Model):
-    """A declared fact: values never decrease along an axis. Trusted at speed, checked by ``verify``."""
+    """A declared fact: values never decrease along an axis. Trusted by kernels, checked by ``verify``."""
 
     axis: Annotated[int, Field(ge=0, le=7)]
     order: Annotated[str, Choice(("nondecreasing",))] = "nondecreasing"
@@ -136,7 +136,7 @@ class TensorModel(Model):
 
 
 class VariantModel(Model):
-    """What is computed: which keys a query sees, what becomes of the logit, and what joins the softmax beside it."""
+    """What is computed: which keys a query sees, what becomes of the logit, and what else joins the softmax."""
 
     description: str | None = Field(default=None, max_length=400)
     mask: MaskExpression | None = Field(
@@ -199,7 +199,7 @@ class WarpsModel(Model):
     def _count_or_roles(self) -> WarpsModel:
         roles = (self.producer, self.consumer, self.schedule, self.overlap, self.registers)
         if self.count is not None and any(role is not None for role in roles):
-            raise ValueError("'count' is for a kernel without roles; leave it out or the roles")
+            raise ValueError("'count' is for a kernel without roles; leave out 'count', or the roles")
         return self
 
 
@@ -212,7 +212,7 @@ class GradientModel(Model):
 
 
 class BackwardModel(Model):
-    """How the backward is computed; `tile`, `pipeline`, `warps` and most else beside it are the forward's."""
+    """How the backward is computed; `tile`, `pipeline`, `warps` and most other fields beside it are the forward's."""
 
     backend: Backend | None = Field(
         default=None,
@@ -272,9 +272,9 @@ class KernelModel(Model):
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"
     )
     split_kv: bool = Field(
-        default=False, description="beside each forward one for few queries and many keys, which blocks share"
+        default=False, description="besides each forward, one for few queries and many keys, which blocks share"
     )
-    allow: Many[Allowance] = Field(default=(), description="what would else fail the build")
+    allow: Many[Allowance] = Field(default=(), description="what would otherwise fail the build")
 
 
 class SpecModel(Model):

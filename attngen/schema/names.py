@@ -16,7 +16,7 @@ from attngen.schema.quoting import show
 
 MAX_NAME = 48
 
-#: Packages and variants; lowercase, since file systems may not tell cases apart.
+#: Packages and variants; lowercase, since file systems may ignore case.
 VARIANT_PATTERN = rf"^[a-z][a-z0-9_]{{0,{MAX_NAME - 1}}}$"
 #: Scalars, tensors, let values and named extents.
 SYMBOL_PATTERN = rf"^[A-Za-z][A-Za-z0-9_]{{0,{MAX_NAME - 1}}}$"
@@ -28,10 +28,10 @@ FILE_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$"
 #: Lengths that a shape may name. Any other name is taken from the tensor at the call.
 EXTENTS: tuple[str, ...] = ("b", "h", "hk", "seqlen_q", "seqlen_k", "total_q", "total_k")
 
-#: Names that a scalar, a tensor or a let value may not take: those of the language and of a call, and words of Python.
+#: Names that a scalar, a tensor or a let value may not take: those of the language and of a call, and keywords.
 RESERVED: frozenset[str] = declarations.RESERVED | frozenset(keyword.kwlist)
 
-#: Modules that programs import beside a package, which would hide them: attngen, and what it needs or runs with.
+#: Modules that programs import besides a package, which would hide them: attngen, and what it needs or runs with.
 _BESIDE = (
     "attngen click cuda cupy cupy_backends cupyx editables flash_attn hatchling hypothesis jinja2 jsonschema psutil "
     "markupsafe matplotlib mypy numpy nvidia packaging pip platformdirs pydantic pydantic_core pytest rich ruff "

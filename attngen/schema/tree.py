@@ -53,7 +53,7 @@ class Node:
     def find(self, path: Path) -> Node:
         """Return the node at ``path``, or the nearest one above it that the file holds.
 
-        An index into a value that is no list is skipped: ``dtype: bf16`` stands for ``dtype: [bf16]``.
+        An index into a value that is not a list is skipped: ``dtype: bf16`` stands for ``dtype: [bf16]``.
         """
         node = self
         for step in path:
@@ -86,23 +86,23 @@ def parse(content: bytes, file: str) -> Node:
         mark = error.problem_mark or error.context_mark
         place = Location(file, mark.line + 1, mark.column + 1) if mark else Location(file)
         problem = " ".join(filter(None, (error.context, error.problem)))
-        raise SpecError(f"no valid YAML: {problem}", location=place) from error
+        raise SpecError(f"not valid YAML: {problem}", location=place) from error
     except yaml.reader.ReaderError as error:
         # NUL and other control characters: YAML refuses them anywhere.
         line = text[: error.position].count("\n") + 1
         raise SpecError(
-            f"character U+{ord(text[error.position]):04X} may not stand in a spec", location=Location(file, line)
+            f"character U+{ord(text[error.position]):04X} is not allowed in a spec", location=Location(file, line)
         ) from error
     except (yaml.YAMLError, ValueError, OverflowError, IndexError) as error:
         # PyYAML turns escapes such as "\UFFFFFFFF" and version numbers of any length into Python values unchecked.
-        raise SpecError(f"no valid YAML: {error}", location=Location(file)) from error
+        raise SpecError(f"not valid YAML: {error}", location=Location(file)) from error
 
 
 def of_values(value: Any, path: tuple[str, ...] = ()) -> Node:
-    """Return the tree of plain Python values, held to what a file may say; its nodes have no place.
+    """Return the tree of plain Python values, checked like those of a file; its nodes have no place.
 
-    Raises SpecError, which names the field, for text, numbers and nesting that a file could not hold; other values are
-    for the models to judge.
+    Raises SpecError, which names the field, for text, numbers and nesting that a file may not hold; the models check
+    the rest.
     """
     nowhere: Any = None
 
@@ -119,7 +119,7 @@ def of_values(value: Any, path: tuple[str, ...] = ()) -> Node:
         raise refuse(f"nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         if strange := [key for key in value if not isinstance(key, str)]:
-            raise refuse(f"found {shorten(repr(strange[0]))}; a field's name is text")
+            raise refuse(f"found {shorten(repr(strange[0]))}; a field's name must be text")
         nodes = {checked(key): of_values(item, (*path, key)) for key, item in value.items()}
         return Node(nodes, nowhere, 1 + sum(1 + node.size for node in nodes.values()), dict.fromkeys(nodes, nowhere))
     if isinstance(value, list | tuple):
@@ -128,9 +128,9 @@ def of_values(value: Any, path: tuple[str, ...] = ()) -> Node:
     if isinstance(value, str):
         checked(value)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise refuse(f"found {shorten(str(value))}; an integer lies within 64 bits")
+        raise refuse(f"found {shorten(str(value))}; an integer must fit 64 bits")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise refuse(f"found {value}; a number is finite")
+        raise refuse(f"found {value}; a number must be finite")
     return Node(value, nowhere)
 
 
@@ -162,7 +162,7 @@ class _Builder:
             raise SpecError(f"nested more than {MAX_DEPTH} deep", location=place)
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
-                # An anchor is known once its value is complete, so a value that holds itself ends here too.
+                # An anchor is known once its value is complete, so a value that contains itself ends here, too.
                 raise SpecError(f"alias '*{event.anchor}' has no anchor above it", location=place)
             node = self.anchors[event.anchor]
             self.spend(node.size, place)
@@ -197,7 +197,7 @@ class _Builder:
         while not isinstance(event := next(events), yaml.MappingEndEvent):
             key_place = self.place(event)
             if not isinstance(event, yaml.ScalarEvent) or event.tag is not None:
-                raise SpecError("a field's name is plain text", location=key_place)
+                raise SpecError("a field's name must be plain text", location=key_place)
             key = self.text(event.value, key_place)
             if key == "<<" and event.style is None:
                 raise SpecError("merge keys are not supported; repeat the fields", location=key_place)
@@ -218,11 +218,11 @@ class _Builder:
             return _WORDS[text]
         if _INTEGER.fullmatch(text):
             if len(text) > 20 or not -(2**63) <= (number := int(text, 0 if text[:2] in ("0x", "0o") else 10)) < 2**63:
-                raise SpecError(f"found {shorten(text)}; an integer lies within 64 bits", location=place)
+                raise SpecError(f"found {shorten(text)}; an integer must fit 64 bits", location=place)
             return number
         if _FLOAT.fullmatch(text):
             if not math.isfinite(value := float(text)):
-                raise SpecError(f"found {shorten(text)}; a number is finite", location=place)
+                raise SpecError(f"found {shorten(text)}; a number must be finite", location=place)
             return value
         return text
 
@@ -232,5 +232,5 @@ class _Builder:
                 continue
             # Control and format characters: they hide text from the reader, or end a comment in a generated file.
             if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-                raise SpecError(f"character U+{ord(character):04X} may not stand in a spec", location=place)
+                raise SpecError(f"character U+{ord(character):04X} is not allowed in a spec", location=place)
         return text

@@ -1,4 +1,4 @@
-"""Specs as text: what Python says, written as YAML that ``load_spec`` reads."""
+"""Specs as text: variants and entries, given in Python, written as YAML that ``load_spec`` reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _dumped(content: Any, *, flow: bool | None = None) -> str:
 
 
 def declaration(variant: Variant) -> dict[str, Any]:
-    """Return the fields by which a spec declares a variant; values that ``let`` named stand inlined."""
+    """Return the fields by which a spec declares a variant; values that ``let`` named are inlined."""
     fields: dict[str, Any] = {"mask": canonical(variant.mask)} if variant.masked else {}
     if variant.score is not None:
         fields["score"] = canonical(variant.score)
@@ -79,7 +79,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value made of dicts, lists and scalars alone."""
+    """Return a value with nothing but dicts, lists and scalars in it."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

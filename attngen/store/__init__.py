@@ -1,6 +1,6 @@
-"""Compiled kernels on disk: found by a hash of all that went into them, safe under many processes and crashes.
+"""Compiled kernels on disk: found by a hash of all that went into them, safe with many processes and crashes.
 
-Importing this package imports no compiler, no lock and no platform lookup; only what reading an entry needs.
+Importing this package imports only what reading an entry needs: no compiler, no locks, no platform lookup.
 """
 
 from attngen.store.key import cache_key

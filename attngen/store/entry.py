@@ -63,7 +63,7 @@ def read_entry(folder: Path) -> Artifact:
     try:
         manifest = json.loads(read_file(folder, MANIFEST, checksums))
     except (ValueError, RecursionError) as error:
-        raise DamagedEntryError(f"{MANIFEST} is no JSON ({error})") from None
+        raise DamagedEntryError(f"{MANIFEST} is not JSON ({error})") from None
     rows = manifest.get("launches") if isinstance(manifest, dict) else None
     if not isinstance(rows, list) or not all(isinstance(r, dict) and isinstance(r.get("name"), str) for r in rows):
         raise DamagedEntryError(f"{MANIFEST} is not the manifest of a kernel")

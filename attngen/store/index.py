@@ -14,7 +14,7 @@ from attngen.store.key import digest
 from attngen.store.mark import KEY
 from attngen.store.store import Store, StoreWarning
 
-#: Version of the form of an index; another one is ignored with a warning.
+#: Version of the format of an index; another one is ignored with a warning.
 INDEX_FORMAT = 1
 
 _FOLDER = "builds"
@@ -47,7 +47,7 @@ class Index:
 
 
 def write_index(store: Store, index: Index) -> None:
-    """Put an index in place of the package's earlier one; nothing is written if they are equal.
+    """Replace the package's index by a new one; nothing is written if they are equal.
 
     Raises StoreError if it cannot be written.
     """

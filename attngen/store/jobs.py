@@ -1,4 +1,4 @@
-"""Running jobs in worker processes: a job that crashes, hangs or leaks costs itself, and no other.
+"""Running jobs in worker processes: a job that crashes, hangs or leaks fails alone.
 
 Workers are plain subprocesses, not ``multiprocessing`` ones: those import the caller's main module again, which a
 script without an ``if __name__ == "__main__"`` does not survive.
@@ -24,7 +24,7 @@ from typing import IO, Any
 from attngen.compile.environment import is_scrubbed
 from attngen.errors import AttngenError, ChoiceError, CompileError
 
-#: Longest that a job may take; a compile takes seconds, waiting for another process's compile included.
+#: Longest time for a job; a compile takes seconds, including the wait for another process's compile.
 JOB_SECONDS = 900.0
 
 _LOG_LINES, _LOG_BYTES = 15, 4096
@@ -187,7 +187,7 @@ class _Pool:
             reason = f"died of {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 reason += ", probably for lack of memory; fewer --jobs need less"
-        # a compiler that crashes may compile another choice; one that was stopped says nothing of it
+        # a compiler that crashes may still compile another plan; of one that was stopped nothing is known
         crashed = code < 0 and code != -signal.SIGKILL
         kind = ChoiceError if crashed else CompileError
         error = kind(f"{self.jobs[worker.index].label}: its compiler process {reason}{_said(worker)}")
@@ -230,5 +230,5 @@ def _close(worker: _Worker) -> None:
             if stream is not None:
                 stream.close()
         except BrokenPipeError:
-            pass  # what was still to be written goes nowhere
+            pass  # nobody reads what was still to be written
     worker.process.wait()

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from attngen.plan.model import Plan
     from attngen.render import Source
 
-#: Form of an entry on disk; another form is another key.
+#: Version of the format of an entry; another one gives another key.
 ENTRY_FORMAT = 1
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of a plain JSON value; the order of its mappings does not count."""
+    """Return the SHA-256 of a plain JSON value, in hexadecimal; the order of its mappings does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=True)
     return sha256(text.encode()).hexdigest()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-#: What one compile may take at most: Triton, LLVM and ptxas for the largest tiles.
+#: The most memory that one compile takes: Triton, LLVM and ptxas for the largest tiles.
 BYTES_PER_JOB = 1 << 30
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -24,7 +24,7 @@ def available_cores() -> int:
 
 
 def available_bytes() -> int | None:
-    """Return the memory that can be taken without swapping, or None where the system does not say."""
+    """Return how many bytes can be allocated without swapping, or None where the system does not say."""
     found = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -39,7 +39,7 @@ def available_bytes() -> int | None:
 
 
 def job_limit(requested: int | None = None) -> int:
-    """Return how many jobs to run at once: as many as asked for or as there are cores, if memory suffices for them."""
+    """Return how many jobs to run at once: as many as requested, or as there are cores, if memory suffices for them."""
     jobs = requested if requested is not None else available_cores()
     memory = available_bytes()
     if memory is not None:

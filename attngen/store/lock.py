@@ -1,4 +1,4 @@
-"""A lock between processes that leaves nothing behind: held through ``flock``, so a killed holder lets go."""
+"""A lock between processes that leaves nothing behind: held through ``flock``, so a killed process releases it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _POLL_SECONDS = 0.02
 class Lock:
     """An exclusive lock on a path, between processes and between objects of one process.
 
-    Its file exists only while somebody holds or awaits it. The holder removes it before letting go, so whoever
-    gets a lock makes sure that it is on the file that the path still names, and otherwise starts over; two
-    holders can then never stand on two files of one name.
+    Its file exists only while somebody holds it or waits for it. The holder removes the file before it releases the
+    lock, so whoever gets a lock checks that the path still names the locked file, and otherwise starts over: two
+    processes can never hold locks on two files of one name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class Lock:
         return False
 
     def release(self) -> None:
-        """Let go and remove the file. Does nothing where the lock is not held."""
+        """Release the lock and remove its file. Does nothing if the lock is not held."""
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None

@@ -79,7 +79,7 @@ def claim(root: Path) -> None:
         if (root / name).is_symlink():
             raise StoreError(
                 f"{root / name} is a symbolic link, which the cache does not follow; "
-                "set ATTNGEN_CACHE to the folder that shall hold the cache"
+                "set ATTNGEN_CACHE to the folder that is to hold the cache"
             )
 
 

@@ -29,7 +29,7 @@ _RENDERERS = ("jinja2", "pydantic", "PyYAML")
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a build read and what it left: the package and, in order, name and key of each kernel."""
+    """What a build read, and what it made: the package and, in order, the name and key of each kernel."""
 
     inputs: Mapping[str, str]
     generator: str

@@ -1,6 +1,7 @@
-"""What a build remembers of plans whose machine code was not taken, so that the next build does not compile them again.
+"""Plans whose machine code a build refused, so that the next build does not compile them again.
 
-<root>/refusals/<key>.json, beside the kernels: the key covers the plan, the source and the compiler, which decide it.
+They are kept beside the kernels, in <root>/refusals/<key>.json: the key covers all that decides, the plan, the source
+and the compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FOLDER = "refusals"
 
 
 def read_refusal(store: Store, key: str) -> Refused | None:
-    """Return why the kernel of a key was not taken, or None if nothing is known against it."""
+    """Return why the kernel of a key was refused, or None if it was not."""
     try:
         fields = json.loads(read_regular(store.root / FOLDER / f"{key}.json"))
     except (OSError, ValueError, RecursionError):
@@ -41,6 +42,6 @@ def read_refusal(store: Store, key: str) -> Refused | None:
 
 
 def write_refusal(store: Store, key: str, refused: Refused) -> None:
-    """Remember why the kernel of a key was not taken; where that cannot be kept, a build takes longer."""
+    """Remember why the kernel of a key was refused; if that cannot be written, later builds only take longer."""
     with contextlib.suppress(StoreError):
         store.write(FOLDER, f"{key}.json", json.dumps(asdict(refused)).encode() + b"\n")

@@ -1,9 +1,9 @@
-"""The cache of compiled kernels: one folder for each key, put in place whole, checked at every reading.
+"""The cache of compiled kernels: one folder for each key, renamed into place as a whole, checked at every read.
 
 <root>/kernels/<key>/   kernel.cubin manifest.json source.py ptx ttgir SHA256SUMS
 <root>/builds/          what each package holds: index.py
 <root>/receipts/        what proves that a build has nothing to do: receipt.py
-<root>/refusals/        plans whose machine code was not taken: refusals.py
+<root>/refusals/        plans whose machine code was refused: refusals.py
 <root>/locks/, tmp/     empty while nobody builds
 <root>/CACHEDIR.TAG     the mark without which nothing is written or removed: mark.py
 """
@@ -116,10 +116,10 @@ class Store:
         return found
 
     def put(self, key: str, artifact: Artifact) -> None:
-        """Keep a kernel under its key, in place of what stands there. Hold ``locked(key)`` meanwhile.
+        """Keep a kernel under its key, replacing any other entry there. The caller holds ``locked(key)``.
 
-        Written under another name, checked, and renamed as a whole: a reader sees all of it or nothing of it.
-        Raises StoreError, and leaves nothing behind, where the folder is full or cannot be written.
+        It is written under another name, checked, and renamed as a whole: a reader sees all of it or none. Raises
+        StoreError, and leaves nothing behind, where the folder is full or cannot be written.
         """
         temporary = self._temporary(key)
         try:
@@ -129,7 +129,7 @@ class Store:
             final = self.path(key)
             self._make_folder("kernels")
             if final.exists():
-                os.rename(final, self._temporary(key))  # whoever reads it now keeps its open files
+                os.rename(final, self._temporary(key))  # whoever is reading it keeps its open files
             os.rename(temporary, final)
             sync_folder(final.parent)
         except OSError as error:
@@ -201,7 +201,7 @@ class Store:
             raise store_error("write to the cache", self.root, error) from error
 
     def write(self, folder: str, name: str, data: bytes) -> None:
-        """Put a small file in place whole, instead of what stands there. Raises StoreError if it cannot be written."""
+        """Replace a small file as a whole. Raises StoreError if it cannot be written."""
         key = f"{folder}.{name}"
         temporary = self._temporary(key)
         try:
@@ -229,7 +229,7 @@ class Store:
             raise store_error("remove an entry of", self.root, error) from error
 
     def forget(self) -> None:
-        """Remove what builds remember beside the kernels: indexes, receipts and refusals, damaged ones too.
+        """Remove what builds remember besides the kernels: indexes, receipts and refusals, damaged ones too.
 
         Raises StoreError, and removes nothing, where the folder is not a cache of ours.
         """
@@ -264,7 +264,7 @@ class Store:
             pass  # a folder that cannot be written gathers nothing either
 
     def require_trusted(self) -> None:
-        """Raise StoreError where others than this user and root could have written what would be run."""
+        """Raise StoreError where anyone but this user and root could have written what would be run."""
         if reason := distrust(self.root):
             raise StoreError(reason)
 
@@ -282,7 +282,7 @@ class Store:
         return self.root / "tmp" / f"{key}-{secrets.token_hex(6)}"
 
     def _remove_temporaries(self, key: str) -> None:
-        """Remove what is temporary of a key whose lock we hold: nobody else writes any."""
+        """Remove the temporary files of a key whose lock we hold: nobody else writes any."""
         for name in _names(self.root / "tmp"):
             path = self.root / "tmp" / name
             if _key_of_temporary(name) != key:

@@ -1,4 +1,4 @@
-"""Whose kernels may run: those of a folder that nobody but this user and root can write to, as ssh asks of its keys."""
+"""Whose kernels may run: those in a folder that only this user and root can write to, as ssh requires for its keys."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from attngen.store.mark import FOLDERS
 
 
 def distrust(root: Path) -> str | None:
-    """Return why nothing of a cache must be run, and what to do about it; None for a sound or an absent folder.
+    """Return why kernels of a cache must not be run, and what to do about it; None for a sound or an absent folder.
 
-    The folder, to which a symbolic link may lead, and its own ones must belong to this user or to root, and neither
-    group nor others may write to them. Root, who owns nothing that is mounted into a container, takes any owner.
+    The folder (symbolic links to it are followed) and its subfolders must belong to this user or to root, and neither
+    group nor others may write to them. Root accepts any owner: what is mounted into a container is not root's.
     """
     for path in (root, *(root / name for name in FOLDERS)):
         try:
@@ -29,7 +29,7 @@ def distrust(root: Path) -> str | None:
             )
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return (
-                f"the cache {root} is not used: others than its owner may write to {path} "
+                f"the cache {root} is not used: users other than its owner may write to {path} "
                 f"(mode {stat.S_IMODE(found.st_mode):04o}), and what they put there would run as you; run "
                 f"'chmod -R go-w {shlex.quote(str(root))}', or set ATTNGEN_CACHE to a folder of your own"
             )

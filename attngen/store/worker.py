@@ -22,14 +22,14 @@ _retired = False
 
 
 def retire() -> None:
-    """End this process after its present job: what the job left behind, a broken CUDA context say, harms others."""
+    """End this process after its current job, which left something harmful to others, such as a broken CUDA context."""
     global _retired
     _retired = True
 
 
 def main() -> None:
     """Serve requests until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends it to all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends it to the whole group
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
@@ -44,7 +44,7 @@ def main() -> None:
         except BrokenPipeError:
             return  # nobody listens any more
         if _retired:
-            os._exit(0)  # what others run at the end of a process may hang
+            os._exit(0)  # exit handlers of libraries may hang
 
 
 def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[str]]:
@@ -59,6 +59,6 @@ def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[
             ok, value = False, error
         except Exception as error:
             ok, value = False, internal_error(function, error)
-    # A library's deprecations are none of the user's business; what attngen warns of is.
+    # A user needs attngen's own warnings, not the deprecations of libraries.
     messages = [str(w.message) for w in caught if w.category.__module__.startswith("attngen.")]
     return ok, value, messages

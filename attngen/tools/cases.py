@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Keys that 32 tiles and a few more hold: the listing of tiles then takes a second word.
+#: Tiles in one word of a kernel's list of tiles; cases with a few more need a second word.
 _WORD_TILES = 32
 
 
@@ -12,8 +12,8 @@ _WORD_TILES = 32
 class Case:
     """Sizes of one call. ``q_lengths`` and ``k_lengths`` have an entry for each sequence, equal ones in a dense call.
 
-    ``used`` is seqused_k, or None. ``page_size`` is of a call over pages, where queries of equal lengths come without
-    offsets; 0 of others. ``values`` says what the variant's scalars and integer tensors hold: random
+    ``used`` is seqused_k, or None. ``page_size`` is that of a call over pages, where queries of equal lengths come
+    without offsets; 0 in other calls. ``values`` says what the variant's scalars and integer tensors hold: random
     values, or the least or greatest that is declared.
     """
 
@@ -91,7 +91,7 @@ def varlen_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case
 
 
 def paged_cases(tile_m: int, tile_n: int, *, small: bool = False) -> tuple[Case, ...]:
-    """Return the cases of a kernel for keys in pages: of one key, shorter and longer than a tile, and none of both."""
+    """Return the cases of a kernel for keys in pages of all kinds of sizes, shorter and longer than a tile."""
     m, n = tile_m, tile_n
     cases = [
         Case("prompts and single tokens", (m + 3, 1, m), (2 * n + 1, n, 5), page_size=16),

@@ -134,7 +134,7 @@ class _Chooser:
                             self._extents[str(extent)] = max(self._extents[str(extent)], int(high) + 1)
 
     def _index_ranges(self) -> dict[str, Range]:
-        """Return what the indices of this very call can be."""
+        """Return the ranges of the indices in this call."""
         case, extents = self._case, self._extents
         used = case.k_lengths if case.used is None else case.used
         last_q, last_k = case.seqlen_q - 1, case.seqlen_k - 1
@@ -176,7 +176,7 @@ class _Chooser:
         return self._integer(first, int(min(first + reach, most if high is None else high)))
 
     def _float(self, low: float | None, high: float | None) -> float:
-        """Return a float within what is declared; open ends are taken for a few units away."""
+        """Return a float within the declared range; open ends are taken to be a few units away."""
         if self._values == "least" and low is not None:
             return low
         if self._values == "most" and high is not None:
@@ -229,7 +229,7 @@ class _Chooser:
         return (0.25 * torch.randn(shape, generator=self._generator)).clamp(low, high)
 
     def _staircase(self, shape: list[int], axis: int, limits: Range, *, whole: bool) -> torch.Tensor:
-        """Return a tensor that never falls along ``axis``: a few steps in each row, of random places and heights.
+        """Return a tensor that never decreases along ``axis``: a few steps in each row, of random places and heights.
 
         In half of the calls each height is the place of its step, as for the starts of documents.
         """

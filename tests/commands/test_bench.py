@@ -157,8 +157,8 @@ def test_the_tables_of_both_directions(spec: Path, monkeypatch: pytest.MonkeyPat
     assert table[costs[0] + 3] == ["alibi", "d128", "bf16", "h32/8", "16k", "2.68", "1.34"]
     assert table[costs[1] + 2] == ["causal", "d128", "bf16", "h32/8", "backward", "16k", "2.20", "1.00"]
     assert ["grid", "backward:", "geometric", "mean", "1.49", "1.37"] in table
-    (memory,) = [line for line in output.splitlines() if line.startswith("MiB beside inputs and gradients")]
-    assert memory.split()[5:] == ["flex", "attngen", "cuda", "attngen", "triton", "bound", "of", "ours"]
+    (memory,) = [line for line in output.splitlines() if line.startswith("MiB besides inputs and gradients")]
+    assert memory.split()[5:] == ["flex", "attngen", "cuda", "attngen", "triton", "our", "bound"]
     document = json.loads((tmp_path / "figures.json").read_text())
     jsonschema.validate(document, SCHEMA)
     assert [row["direction"] for row in document["rows"]] == ["forward"] * 5 + ["backward"] * 5

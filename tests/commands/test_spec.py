@@ -67,7 +67,7 @@ def test_an_entry_builds_it(here: str) -> None:
         ("{}", "takes MODULE:FUNCTION"),
         ("{}:number", "takes functions, got int"),
         ("{}:two", "got 2 arguments"),
-        ("{}:sorted_keys", "aten.stack.default has no word in attngen's language"),
+        ("{}:sorted_keys", "aten.stack.default has no equivalent in attngen's language"),
     ],
 )
 def test_what_is_no_such_function_is_refused(here: str, place: str, reason: str) -> None:

@@ -281,7 +281,7 @@ def test_a_called_function_leaves_what_it_writes_unknown() -> None:
     [
         ("STS [R34], R34", 0, "function with STS"),
         ("BRA `(.L_x_2)", 0, "function with BRA"),
-        ("MUFU.RCP R34, R34", 1, "returns to"),
+        ("MUFU.RCP R34, R34", 1, "unknown return address"),
     ],
 )
 def test_a_function_that_does_more_is_not_understood(written: str, off: int, reason: str) -> None:

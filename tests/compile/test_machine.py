@@ -84,5 +84,5 @@ def test_all_registers_that_are_written(text: str, written: set[int]) -> None:
 
 def test_what_is_no_cubin() -> None:
     for data in (b"", b"no cubin", cubin()[:3000]):
-        with pytest.raises(CompileError, match="no ELF file"):
+        with pytest.raises(CompileError, match="not an ELF file"):
             decode(data)

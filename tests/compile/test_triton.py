@@ -250,8 +250,8 @@ def test_a_source_that_ptxas_rejects(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_source_that_is_no_module() -> None:
-    assert "no valid module" in refused(POINTER, "import nowhere_to_be_found")
-    assert "no valid module" in refused(POINTER, "def (")
+    assert "not a valid module" in refused(POINTER, "import nowhere_to_be_found")
+    assert "not a valid module" in refused(POINTER, "def (")
     assert "defines no function" in refused(POINTER, "import triton")
 
 

@@ -265,7 +265,7 @@ def test_what_no_kernel_has_is_refused() -> None:
         flash_attn_3.flash_attn_func(*qkv(), qv=torch.ones(1))
     with pytest.raises(CallError, match="k_descale is of quantized tensors"):
         flash_attn_3.flash_attn_func(*qkv(), k_descale=torch.ones(()))
-    with pytest.raises(CallError, match="attention_chunk must be an integer from 0"):
+    with pytest.raises(CallError, match="attention_chunk must be an integer from 1 to"):
         flash_attn_3.flash_attn_func(*qkv(), attention_chunk=-1)
 
 

@@ -179,12 +179,12 @@ def _counts(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("mask_mod", "reason"),
     [
-        (_decides, "decides by the value of an index"),
-        (_sorts, "has no word in attngen's language"),
+        (_decides, "branches on the value of an index"),
+        (_sorts, "has no equivalent in attngen's language"),
         (_counts, "it changes a tensor"),
         (lambda b, h, q, kv: q - kv, "a mask is a condition, but it returns int32"),
         (lambda b, h, q, kv: True, "returns no tensor that depends on its arguments"),
-        (lambda b, h, q, kv: (q / 3.0).to(torch.int32) == kv, "a float made an integer has no word"),
+        (lambda b, h, q, kv: (q / 3.0).to(torch.int32) == kv, "conversion of a float to an integer has no equivalent"),
         (lambda b, h, q, kv: q // (kv - 3) > 0, "divisor"),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_gradient_that_would_be_lost_is_refused(shape: tuple[int, ...]) -> Non
     learned = {
         (): lambda s, b, h, q, kv: s * torch.tanh(gate), (HEADS,): lambda s, b, h, q, kv: s * torch.tanh(gate)[h]
     }  # fmt: skip
-    with pytest.raises(CallError, match="of a captured tensor that wants a gradient, which would be lost"):
+    with pytest.raises(CallError, match="of a captured tensor that requires a gradient, which would be lost"):
         ours.flex_attention(*qkv(), learned[shape])
     constant = {
         (): lambda s, b, h, q, kv: s * torch.tanh(gate.detach()),

@@ -274,10 +274,10 @@ def test_a_model_with_attention_of_its_own(tmp_path: Path) -> None:
     [
         ('{"model_type": "lama"}', "does not know 'lama'; did you mean 'llama'?"),
         ('{"model_type": "llama", "architectures": ["MyLlama"], "auto_map": {"AutoModel": "my.MyLlama"}}',
-         "does not know 'MyLlama', and code beside it is not run"),
+         "does not know 'MyLlama', and code next to it is not run"),
         ('{"hidden_size": 3}', "has no 'model_type'"),
         ("[1]", "has no 'model_type'"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ('{"model_type": "llama", "num_attention_heads": "many"}', "LlamaConfig refuses it"),
         ('{"model_type": "llama", "dtype": "float64"}', "dtype: found torch.float64 in the configuration"),
     ],

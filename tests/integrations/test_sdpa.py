@@ -147,7 +147,7 @@ Q, K, V = qkv()
     [
         ((Q, K, V), {"dropout_p": 1.0}, "dropout_p is 1.0, and kernels take 0 to below 1"),
         ((Q, K, V), {"dropout_p": -0.5}, "dropout_p is -0.5, and kernels take 0 to below 1"),
-        ((Q, K, V), {"scale": -0.5}, "scale is -0.5, and kernels take what is larger than 0"),
+        ((Q, K, V), {"scale": -0.5}, "scale is -0.5, and kernels take a positive number"),
         ((Q, K[:, :1], V[:, :1]), {}, "q has 4 heads, k and v have 1, without enable_gqa"),
         ((Q, K[:1], V[:1]), {}, "the shapes of q, k and v disagree, or broadcast"),
         ((Q[0, 0], K[0, 0], V[0, 0]), {}, "q, k and v have 2, 2 and 2 dimensions"),

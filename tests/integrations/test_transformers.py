@@ -235,7 +235,7 @@ def test_a_mask_function_that_is_not_known_becomes_a_tensor() -> None:
 
 def test_a_mask_of_integers_is_refused() -> None:
     ones = torch.ones(1, 5, dtype=torch.int64)
-    with pytest.raises(CallError, match="the attention mask is torch.int64; it must be of bools, or of floats"):
+    with pytest.raises(CallError, match="the attention mask is torch.int64; it must hold bools, or floats"):
         model("llama")(input_ids=ones, attention_mask=ones.expand(1, 1, 5, 5))
 
 

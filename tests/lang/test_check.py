@@ -227,7 +227,7 @@ def test_scalars(scalar: Scalar, message: str) -> None:
         (Tensor("x", "int32", (True,)), "extent must be an integer of 1"),
         (Tensor("x", "int32", (2**31,)), "extent must be an integer of 1"),
         (Tensor("x", "int32", ("seq len",)), "must be an integer or a name"),
-        (Tensor("x", "int32", ("kv",)), "'kv' is no extent"),
+        (Tensor("x", "int32", ("kv",)), "'kv' is not an extent"),
         (Tensor("x", "int32", ("b",) * 9), "has 9 axes, at most 8"),
         (Tensor("x", "int32", ("x",)), "'x' is a tensor and cannot name an extent"),
         (Tensor("x", "int32", ("b",), monotone=Monotone(1)), "must lie within 0 .. 0, got 1"),

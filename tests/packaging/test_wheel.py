@@ -143,7 +143,7 @@ def test_arch_version_platform_and_licence(tmp_path: Path) -> None:
     assert b'__version__ = "2.0.0rc1"' in files["attngen_small/__init__.py"]
     with pytest.raises(SpecError, match="asks for no kernel for 'sm120a'"):
         make(write_spec(tmp_path), tmp_path / "dist", arches=("sm120a",))
-    with pytest.raises(PackageError, match="version 'new' is none that pip understands"):
+    with pytest.raises(PackageError, match="version 'new' is not one that pip understands"):
         make(write_spec(tmp_path), tmp_path / "dist", version="new")
     with pytest.raises(PackageError, match="cannot be read: No such file"):
         make(write_spec(tmp_path), tmp_path / "dist", licence=tmp_path / "nowhere")

@@ -49,7 +49,7 @@ def test_a_backward_has_tiles_of_its_own() -> None:
     ],
 )  # fmt: skip
 def test_what_is_the_forwards_is_refused_without_one(field: str) -> None:
-    with pytest.raises(SpecError, match=rf"kernels\[0\]\.{field.split(':')[0]}: is the forward's"):
+    with pytest.raises(SpecError, match=rf"kernels\[0\]\.{field.split(':')[0]}: is for the forward"):
         kernels(f"passes: backward, {field}")
 
 

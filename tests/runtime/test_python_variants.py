@@ -75,9 +75,9 @@ def test_what_a_spec_refuses_is_refused_in_the_same_words(fields: dict[str, Any]
     [
         ({"mask": "q_pos >= kv\x00"}, "mask: character U+0000"),
         ({"let": {"a\u202e": "1"}}, "let: character U+202E"),
-        ({"score": float("nan")}, "score: found nan; a number is finite"),
+        ({"score": float("nan")}, "score: found nan; a number must be finite"),
         ({"scalars": {"w": {"type": "int32", "const": 2**70}}}, "scalars.w.const: found 1180591620717411303424; an"),
-        ({"scalars": {1: {}}}, "scalars: found 1; a field's name is text"),
+        ({"scalars": {1: {}}}, "scalars: found 1; a field's name must be text"),
         ({"name": "Mine"}, "name: found 'Mine'; allowed"),
         ({"name": "a__b"}, "name: found 'a__b'"),
         ({"tensors": {"w": {"dtype": "int32", "shape": [torch.zeros(1)]}}}, "tensors.w.shape"),
@@ -237,7 +237,7 @@ def test_it_explains_bands_and_counts_only_what_was_given() -> None:
     counted = bounded.explain(8).counted
     assert counted is not None
     assert counted.visible == 24
-    assert "single tiles are looked at" in str(attngen.variant("(q + kv) % 7 == 0").explain())
+    assert "tiles are classified one by one" in str(attngen.variant("(q + kv) % 7 == 0").explain())
 
 
 def test_its_picture_is_text() -> None:

@@ -85,7 +85,7 @@ def test_a_split_kv_forward_has_no_choices_of_the_ordinary_one():
 def test_split_kv_is_the_forwards():
     found = kernels("{variant: causal, head_dim: 64, split_kv: true, passes: [forward, backward]}")
     assert [(k.direction, k.split_kv) for k in found] == [("forward", False), ("forward", True), ("backward", False)]
-    with pytest.raises(SpecError, match=r"kernels\[0\].split_kv: is the forward's"):
+    with pytest.raises(SpecError, match=r"kernels\[0\].split_kv: is for the forward"):
         kernels("{variant: causal, head_dim: 64, split_kv: true, passes: backward}")
 
 

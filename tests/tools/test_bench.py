@@ -111,7 +111,7 @@ def test_a_lost_gpu_ends_the_race(spec: Path, monkeypatch: pytest.MonkeyPatch) -
     seen: list[BenchReport] = []
     report = bench(spec, Options(tokens=64, seqlens=(32,), rounds=1), lambda so_far, total: seen.append(so_far))
     assert len(report.rows) == 1
-    assert report.stopped == f"the GPU does not answer since {report.rows[0].case.name}"
+    assert report.stopped == f"the GPU has not responded since {report.rows[0].case.name}"
     assert seen == [report]
     assert not report.ok
 

@@ -131,7 +131,7 @@ def test_broken_kernels_fail(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     code, output, errors = run(spec, "--seed", 1)
     assert code == cli.EXIT_FAILURE
     assert f"1 passed, {len(kernels)} failed" in output
-    assert "unimportable: the source is no valid module: No module named 'nonsense_that_is_not_there'" in errors
+    assert "unimportable: the source is not a valid module: No module named 'nonsense_that_is_not_there'" in errors
     for number, what in enumerate(BREAKS):
         lines = [line for line in errors.splitlines() if line.startswith(f"break_{number}: ")]
         assert lines, what

@@ -51,7 +51,7 @@ def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:
     with drivers.use(driver()):
         trial = try_pinned(kernels()[0], "cpu", 5, small=True)  # type: ignore[arg-type]
     assert Verdict(plans("bf16")[0], trial).status == "failed"
-    assert any("other bits than plain torch gives" in line for line in trial.problems)
+    assert any("other bits than plain torch" in line for line in trial.problems)
 
 
 def test_a_spec_gets_one_kernel_for_each_dtype_with_pages() -> None:

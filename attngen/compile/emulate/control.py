@@ -1,4 +1,4 @@
-"""Where the steps of a program may lead, and where ways that part meet again."""
+"""The control flow of a program, and where diverging paths meet again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ END = -1
 
 
 class Control:
-    """The ways through a program, of which each step may go to a target, and may go on to the next one."""
+    """The paths through a program, each step of which may jump to a target, and may fall through to the next step."""
 
     def __init__(self, steps: Sequence[tuple[int | None, bool]]) -> None:
         self._following: list[tuple[int, ...]] = []
@@ -20,7 +20,7 @@ class Control:
             self._following.append(following if target is None else (target, *following))
 
     def around(self, place: int) -> tuple[int, set[int]]:
-        """Return where all ways from a place meet first, which may be the end, and the steps between."""
+        """Return where all paths from a place first meet, which may be the end, and the steps between."""
         if place not in self._found:
             self._found[place] = self._around(place)
         return self._found[place]
@@ -45,7 +45,7 @@ class Control:
 
     @cached_property
     def _passed(self) -> list[int]:
-        """For each step, as bits: the steps that every way from it to the end passes, itself among them."""
+        """For each step, as bits: its postdominators, the steps on every path from it to the end, itself included."""
         count = len(self._following)
         passed = [(1 << count) - 1] * count
         changed = True

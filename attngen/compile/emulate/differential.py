@@ -17,7 +17,7 @@ from attngen.compile.emulate.sass_program import sass_program
 _WARPS_OF_A_WARPGROUP = 4
 
 
-#: Launches drawn at random, for kernels of which others do not reach each product.
+#: How many random launches there are, for kernels some of whose products the fixed ones do not reach.
 _DRAWN = 80
 
 
@@ -25,8 +25,8 @@ def wrong_products(ptx: str, sass: str, parameters: Sequence[Mapping[str, Any]],
     """Return a line for each launch in which a product is wrong in the machine code; empty for correct code.
 
     ``sass`` is a text of nvdisasm; ``parameters`` are those of the manifest. Raises CannotDecide where the emulation
-    does not tell what the machine code does, or no launch reaches one of its products. A launch of which the PTX
-    itself does not tell what happens, as one with a block too many, shows nothing and counts for nothing.
+    cannot tell what the machine code does, or no launch reaches one of its products. A launch for which it cannot tell
+    what the PTX does, such as one with a block too many, does not count.
     """
     source, code = ptx_program(ptx), sass_program(sass)
     found: list[str] = []
@@ -43,7 +43,7 @@ def wrong_products(ptx: str, sass: str, parameters: Sequence[Mapping[str, Any]],
             try:
                 issued = _products(code, launch, parameters, warpgroup)
             except CannotDecide as reason:
-                raise CannotDecide(f"the machine code does not show what it does: {reason}") from None
+                raise CannotDecide(f"the machine code cannot be emulated: {reason}") from None
             if difference := _difference(wanted, issued, code):
                 found.append(f"{difference} (warpgroup {warpgroup}, {launch})")
     if not found and not _all_reached(source, code):
@@ -59,8 +59,8 @@ def _why_unreached(source: Program, code: Program, unread: CannotDecide | None) 
     for program in (code, source):
         left = sorted(set(program.products) - program.reached)
         if left:
-            why = f"; of some, the PTX does not show what it does: {unread}" if unread else ""
-            return f"no launch that is emulated reaches {program.texts[left[0]][:120]}{why}"
+            why = f"; for some launches, the PTX cannot be emulated: {unread}" if unread else ""
+            return f"no emulated launch reaches {program.texts[left[0]][:120]}{why}"
     return ""
 
 
@@ -74,7 +74,7 @@ def _products(
 
 
 def _difference(wanted: Sequence[Product], issued: Sequence[Product], code: Program) -> str:
-    """Return the first product that is not as wanted; nothing if all are."""
+    """Return the first product that differs from the PTX's; empty if none does."""
     for n, (want, have) in enumerate(zip(wanted, issued, strict=False)):
         if not want.same(have):
             return f"product {n}, {code.texts[have.place]}: {have}; the PTX says {want}"

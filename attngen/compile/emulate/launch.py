@@ -1,7 +1,7 @@
 """Launches to emulate a kernel with: its parameters, the block, the thread, and what memory holds.
 
-Values are small and agree with each other as those of a call do, since they decide how often loops run. Data is left
-out, but for integers, which may be lengths, bounds or maps of tiles.
+Values are small and consistent, like those of a call, since they decide how often loops run. Data is left out, except
+for integers, which may be lengths, bounds or tile maps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from attngen.compile.emulate.program import Machine
 from attngen.compile.emulate.values import UNKNOWN, WORD
 
 #: The rank of a block in its cluster, which machine code puts above the addresses of its shared memory. It is not 0, so
-#: that what a descriptor must leave out of an address is not 0.
+#: that the bits of an address that a descriptor must leave out are not 0.
 _CLUSTER_RANK = 1
 
 #: Where a block's shared memory begins: after the first KiB, which the system keeps on sm90.
 SHARED_BASE = _CLUSTER_RANK << 24 | 0x400
 
-#: Each pointer of a launch has a region of this many bytes to itself.
+#: Each pointer of a launch has a region of 2 ** this many bytes to itself.
 _REGION_BITS = 36
 
 _WARPGROUP = 128
@@ -32,7 +32,7 @@ _WARPGROUP = 128
 #: Bytes of the elements of integer arrays, by the type of the pointer.
 _INTEGERS = {"*i1": 1, "*i8": 1, "*u8": 1, "*i16": 2, "*i32": 4, "*u32": 4, "*i64": 8, "*u64": 8}
 
-#: Bits of a word of data of which nothing is computed: two times 1.0 in bfloat16.
+#: A word of data, whose value does not matter: 1.0 in bfloat16, twice.
 _DATA = 0x3F80_3F80
 
 _FLOAT = struct.pack("<f", 0.125)
@@ -40,20 +40,20 @@ _FLOAT = struct.pack("<f", 0.125)
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: lengths, the block, and what scalars and integers in memory are, where nothing says more."""
+    """One launch: lengths, the block, and the values of scalars and integers in memory that nothing else determines."""
 
     seqlen_q: int
     seqlen_k: int
     block: int
-    present: bool  # whether optional arguments are
+    present: bool  # whether optional arguments are passed
     integer: int
-    tile_rows: int = 64  # by which the tiles of queries and of keys are counted
-    spread: tuple[int, ...] = (1,)  # factors of ``integer``, of which arrays and scalars take turns
+    tile_rows: int = 64  # rows of a tile of queries or of keys, where tiles are counted
+    spread: tuple[int, ...] = (1,)  # factors of ``integer``, which arrays and scalars take in turn
     map_word: int = 0b0110_1101
     kv_heads: int = 1
 
     def machine(self, parameters: Sequence[Mapping[str, Any]], warpgroup: int) -> Machine:
-        """Return what the first thread of a warpgroup finds. ``parameters`` are those of the manifest, in order."""
+        """Return what the first thread of a warpgroup starts with. ``parameters`` are the manifest's, in order."""
         block = bytearray()
         arrays: list[Callable[[int], Any]] = []
         turns = 0
@@ -115,7 +115,7 @@ class Launch:
         return self.seqlen_k if kind == "extent" else integer
 
     def _array(self, parameter: Mapping[str, Any], integer: int, offset: int) -> Any:
-        """Return the word at a place of an array of integers; of other data, some bits."""
+        """Return the word at an offset of an array: integers as the launch has them, arbitrary bits of other data."""
         size = _INTEGERS.get(parameter["type"])
         if size is None:
             return _DATA
@@ -142,14 +142,14 @@ def _world(arrays: Sequence[Callable[[int], Any]], address: int) -> Any:
     return arrays[region - 1](address & (1 << _REGION_BITS) - 1 & ~3)
 
 
-#: Few tiles and many, whole ones and cut ones, from the first block and from later ones.
+#: Few tiles and many, whole ones and ragged ones, from the first block and from later ones.
 LAUNCHES = (
     Launch(200, 333, block=0, present=True, integer=100),
     Launch(333, 200, block=3, present=False, integer=17, tile_rows=128),
     Launch(700, 700, block=4, present=True, integer=300, tile_rows=128),
 )
 
-#: More of them, for kernels of which these do not reach each product.
+#: More of them, for kernels some of whose products these do not reach.
 MORE_LAUNCHES = (
     Launch(256, 512, block=2, present=False, integer=0, map_word=0xFFFF),
     Launch(200, 333, block=0, present=False, integer=150, spread=(0, 2)),
@@ -163,7 +163,7 @@ MORE_LAUNCHES = (
     Launch(1000, 1000, block=6, present=False, integer=700, tile_rows=128),
     Launch(64, 64, block=0, present=False, integer=64),
     Launch(700, 200, block=0, present=True, integer=100, spread=(-1, 1)),
-    Launch(200, 333, block=0, present=False, integer=17, kv_heads=8),  # expressions may count with heads, too
+    Launch(200, 333, block=0, present=False, integer=17, kv_heads=8),  # expressions may read numbers of heads, too
     Launch(60, 333, block=0, present=True, integer=17, kv_heads=40),
 )
 

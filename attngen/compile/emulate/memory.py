@@ -1,4 +1,4 @@
-"""Memory of an emulated thread, in words: what it wrote, and elsewhere what a function of the address says."""
+"""Memory of an emulated thread, in words: what it wrote, and elsewhere a function of the address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Memory:
     def __init__(self, initial: Callable[[int], Any]) -> None:
         self._initial = initial
         self._words: dict[int, Any] = {}
-        self._lost = False  # something was written nobody knows where
+        self._lost = False  # something was written to an unknown address
 
     def load(self, address: int, size: int) -> list[Any]:
         """Return the words of ``size`` bytes from an address that is a multiple of the size of an element."""

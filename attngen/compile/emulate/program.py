@@ -1,8 +1,8 @@
 """A program as steps over the registers of one thread, and the run of it.
 
-The thread is the first of its warp, and the others of the warp are taken to hold what it holds: a vote gives its own
-predicate, an exchange its own value, and a sum over the warp 32 times that. PTX and machine code are run alike, so
-this shows the same of both.
+The thread is the first of its warp, and the others are assumed to hold the same values: a vote gives its own predicate,
+an exchange its own value, and a sum over the warp 32 times that. PTX and machine code are run alike, so that this
+affects both in the same way.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Step:
     run: Callable[[State], int | None]
     results: tuple[int, ...] = ()  # the places that it may write
     memory: str | None = None  # the memory that it may write
-    target: int | None = None  # where it may go
+    target: int | None = None  # the step that it may jump to
     falls: bool = True  # whether the next one may follow
 
 
-#: Where the state holds what is no register: the Machine. What is written to the next slot is for nobody.
+#: Slots of the state that are not registers: the Machine, and results that nobody reads.
 MACHINE, NOWHERE = 0, 1
 
 #: Branches that a run may take: many times those of the longest kernel on the short sequences of a launch.
@@ -38,18 +38,18 @@ MOST_BRANCHES = 20_000
 
 
 class CannotDecide(Exception):  # noqa: N818
-    """An emulation that does not tell what the program does, and why."""
+    """The emulation cannot tell what the program does; the message says why."""
 
 
 class Product(NamedTuple):
-    """One ``wgmma`` as it is issued: the shape, the descriptors of its operands, and what else it is told of them."""
+    """One ``wgmma`` as it is issued: its shape, the descriptors of its operands, and how it uses them."""
 
     place: int  # in the program
     shape: str
     descriptors: tuple[int | None, ...]  # of both operands, or of the second, if the first is in registers
     transposed: tuple[bool, bool]
-    adds: bool  # to the sums in its registers; else it begins them
-    zeros: bool  # those sums are zeros for certain, so that it is the same to add to them and to begin them
+    adds: bool  # to its accumulators; else it overwrites them
+    zeros: bool  # the accumulators are certainly 0, so that adding and overwriting are the same
 
     def same(self, other: Product) -> bool:
         """Whether two products multiply the same. A descriptor that holds unknown data is None."""
@@ -59,12 +59,12 @@ class Product(NamedTuple):
     def __str__(self) -> str:
         descriptors = ", ".join("data" if value is None else f"{value:#x}" for value in self.descriptors)
         transposed = "".join(f", {name} transposed" for name, is_so in zip("AB", self.transposed, strict=True) if is_so)
-        return f"{self.shape}, {descriptors}{transposed}, {'adds to' if self.adds else 'begins'} its sums"
+        return f"{self.shape}, {descriptors}{transposed}, {'adds to' if self.adds else 'overwrites'} its accumulators"
 
 
 @dataclass
 class Machine:
-    """What a thread finds beside its registers, and the products that it issued."""
+    """What a thread reads besides its registers, and the products that it issued."""
 
     special: dict[str, int]  # registers such as the index of its block
     parameters: bytes
@@ -87,8 +87,8 @@ class Program:
     def run(self, machine: Machine) -> None:
         """Run to the end; what it issues is in ``machine.products``. Raises CannotDecide.
 
-        Where a branch depends on data, the run goes on where its two ways meet again, and all that is written between
-        is not known. Where no product can follow, it ends.
+        Where a branch depends on data, the run continues where its two paths meet again, and what is written between
+        becomes unknown. It ends where no product can follow.
         """
         state = self.initial.copy()
         state[MACHINE] = machine
@@ -112,7 +112,7 @@ class Program:
                 raise CannotDecide(f"it leaves the code after: {self.texts[min(place, len(self.texts)) - 1]}") from None
 
     def _skip(self, place: int, state: State) -> int:
-        """Return where the ways of a branch meet again, with what they may write forgotten."""
+        """Return where the paths of a branch meet again, after what they may write was made unknown."""
         meeting, between = self.control.around(place)
         if any(product in between for product in self.products) or place in self.products:
             raise CannotDecide(f"it depends on data: {self.texts[place]}")
@@ -126,7 +126,7 @@ class Program:
 
     @cached_property
     def control(self) -> Control:
-        """Where each step may lead."""
+        """The control flow of the steps."""
         return Control([(step.target, step.falls) for step in self.steps])
 
 
@@ -141,10 +141,10 @@ Compute = Callable[..., Any]
 
 
 def assign(compute: Compute, sources: Sequence[int], results: Sequence[int], guard: Guard | None = None) -> Step:
-    """Return a step that puts what ``compute`` makes of the sources into the results; unknown if it is undecided.
+    """Return a step that assigns ``compute`` of the sources to the results; they become unknown if it is undecided.
 
-    It returns one value for one result, a sequence for several. Under a guard that is not known, the results are what
-    they were or what they become.
+    ``compute`` returns one value for one result, a sequence for several. Under an unknown guard, a result is either its
+    old or its new value.
     """
     if len(results) == 1:
         run = _assign_one(compute, sources, results[0])
@@ -203,7 +203,7 @@ def _assign_several(compute: Compute, sources: Sequence[int], results: tuple[int
 
 
 def forget(results: Sequence[int]) -> Step:
-    """Return a step after which the results are not known; none are, also under a guard that does not hold."""
+    """Return a step after which the results are not known, not even under a guard that does not hold."""
 
     def run(state: State) -> None:
         for result in results:
@@ -213,9 +213,9 @@ def forget(results: Sequence[int]) -> Step:
 
 
 def issue(record: Compute, sources: Sequence[int], sums: Sequence[int], guard: Guard | None) -> Step:
-    """Return a step that issues a product, after which its sums are not known.
+    """Return a step that issues a product, after which its accumulators are not known.
 
-    ``record`` is told first whether its sums are zeros for certain.
+    The first argument of ``record`` is whether the accumulators are certainly 0.
     """
 
     def run(state: State) -> None:
@@ -234,7 +234,7 @@ def issue(record: Compute, sources: Sequence[int], sums: Sequence[int], guard: G
 
 
 def jump(target: int, guard: Guard | None = None, condition: Guard | None = None) -> Step:
-    """Return a step that goes elsewhere if the guard and the condition, where there are any, hold."""
+    """Return a step that jumps if the guard and the condition, where there are any, hold."""
     tests = [test for test in (guard, condition) if test is not None]
 
     def run(state: State) -> int | None:
@@ -250,7 +250,7 @@ def jump(target: int, guard: Guard | None = None, condition: Guard | None = None
 
 
 def stop(reason: str) -> Step:
-    """Return a step that nobody can take."""
+    """Return a step that raises CannotDecide."""
 
     def run(state: State) -> None:
         raise CannotDecide(reason)
@@ -262,5 +262,5 @@ def _nothing(state: State) -> None:
     pass
 
 
-#: What barriers and fences do to a thread alone.
+#: What barriers and fences do to a single thread.
 NOTHING = Step(_nothing)

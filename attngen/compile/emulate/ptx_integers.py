@@ -24,7 +24,7 @@ Compute = Callable[..., Any]
 
 
 def compute_of(name: str, modifiers: list[str]) -> Compute | None:
-    """Return what computes an integer operation, such as ``add`` with ``["s32"]``; None for what is no such."""
+    """Return a function that computes an integer operation, such as ``add`` with ``["s32"]``; None for any other."""
     kind = modifiers[-1] if modifiers else ""
     options = tuple(modifiers[:-1])
     if kind == "pred":
@@ -197,7 +197,10 @@ def _funnel(options: tuple[str, ...]) -> Compute | None:
 
 
 def converted(to: str, of: str, rounding: str | None = None) -> Compute | None:
-    """Return what converts an integer of a type such as ``s32`` to another, or to a float32; None for other types."""
+    """Return a function that converts an integer, of a type such as ``s32``, to another type or to a float32.
+
+    None for other types.
+    """
     if (to, rounding) == ("f32", "rn") and of in ("s32", "u32"):
         return (lambda a: bits_of_float(signed(a))) if of == "s32" else (lambda a: bits_of_float(a & WORD))
     if rounding is not None:

@@ -39,10 +39,10 @@ _DOUBLE = re.compile(r"0[dD]([0-9a-fA-F]{16})")
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?(?:0x[0-9a-f]+|\d+))\s*)?\]")
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 
-#: Types of floating point numbers, of which nothing is computed.
+#: Floating-point types, whose values are not computed.
 _FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "tf32", "f32", "f32x2", "f64", "e4m3x2", "e5m2x2")
 
-#: What concerns only other threads, copies and caches.
+#: Instructions that concern only other threads, copies and caches.
 _NOTHING = (
     "bar.sync",
     "bar.warp.sync",
@@ -184,7 +184,7 @@ class _Builder:
         return stop(f"PTX not known: {instruction.text[:120]}")
 
     def _opaque(self, name: str, modifiers: list[str], operands: tuple[str, ...], guard: Guard | None) -> Step:
-        """What gives values of which nothing is known; a wait is over at once."""
+        """Return the step of an instruction whose results are not known; a wait ends at once."""
         if name == "mbarrier":
             if modifiers[0] in ("try_wait", "test_wait"):
                 return assign(lambda: True, [], self._vector(operands[0]), guard)
@@ -196,7 +196,7 @@ class _Builder:
         return forget(self._vector(operands[0]))
 
     def _warp(self, name: str, modifiers: list[str], operands: tuple[str, ...]) -> Any:
-        """What the lanes of a warp exchange, of which all hold the same."""
+        """Return a function that computes an exchange between lanes, which all hold the same values."""
         if name == "shfl" and modifiers[0] == "sync":
             return (lambda a, *_: (a, True)) if "|" in operands[0] else (lambda a, *_: a)
         if name == "elect":

@@ -1,4 +1,4 @@
-"""What the steps of machine code are built with: operands, sources and results, and forms that are checked."""
+"""Helpers to build the steps of machine code: operands, sources and results, and checks of an instruction's form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Build:
         return self._operands
 
 
-#: Returns the step of an instruction, None for a form that says nothing of its results; ValueError for one not known.
+#: Returns the step of an instruction, None for a form whose results are not computed; ValueError for an unknown form.
 Handler = Callable[[Build, SassInstruction, "Guard | None"], "Step | None"]
 
 
@@ -49,7 +49,7 @@ def split(operands: Sequence[str]) -> tuple[str, list[str], list[str]]:
 
 
 def only(instruction: SassInstruction, *allowed: str) -> set[str]:
-    """Return the modifiers; ValueError for one that is not known here."""
+    """Return the modifiers; ValueError for one that is not allowed."""
     found = set(instruction.modifiers)
     if found - set(allowed):
         raise ValueError(f"modifier {', '.join(sorted(found - set(allowed)))}")

@@ -11,7 +11,7 @@ _RESULT = re.compile(r"(UR|R)(\d+)")
 _PREDICATE = re.compile(r"U?P\d")
 _PARTS = 2  # registers that one of these instructions may write
 
-#: What would make a function more than arithmetic on registers.
+#: Instructions that make a function more than arithmetic on registers.
 _NOT_ARITHMETIC_NAMES = "BRA BRX BSSY CALL EXIT JMP HGMMA ST STG STS STL SYNCS UTMALDG UTMASTG WARPGROUP"
 _NOT_ARITHMETIC = frozenset(_NOT_ARITHMETIC_NAMES.split())
 
@@ -19,7 +19,7 @@ _NOT_ARITHMETIC = frozenset(_NOT_ARITHMETIC_NAMES.split())
 def written_by_call(instructions: Sequence[SassInstruction], labels: Mapping[str, int], place: int) -> list[str]:
     """Return the names of the registers and predicates that the function called at a place may write.
 
-    Raises ValueError where it is not seen that the function is arithmetic alone and returns to the next instruction.
+    Raises ValueError unless the function is clearly nothing but arithmetic and returns to the next instruction.
     """
     (label,) = instructions[place].operands
     names: dict[str, None] = {}
@@ -30,7 +30,7 @@ def written_by_call(instructions: Sequence[SassInstruction], labels: Mapping[str
             names.update(dict.fromkeys(f"{found[1]}{int(found[2]) + i}" for i in range(_PARTS)))
         names.update(dict.fromkeys(text for text in instruction.operands if _PREDICATE.fullmatch(text)))
     if not _returns_to(instructions, labels, place):
-        raise ValueError("it is not seen where the function returns to")
+        raise ValueError("unknown return address of a function")
     return list(names)
 
 

@@ -30,7 +30,7 @@ def sum_and_carries(*values: int) -> tuple[int, bool, bool]:
 
 
 def sum_of_longs(*signs: int) -> Compute:
-    """Return what sums numbers of two words each, with these signs."""
+    """Return a function that sums numbers of two words each, with these signs."""
 
     def compute(*words: int) -> tuple[int, int]:
         total = sum(sign * (words[2 * i] | words[2 * i + 1] << 32) for i, sign in enumerate(signs))
@@ -45,7 +45,7 @@ def product_sum(a: int, b: int, c: int, carry: bool = False) -> int:
 
 
 def wide_product_sum(is_signed: bool, sign: int = 1) -> Compute:
-    """Return what computes ``a * b + sign * c`` in two words, of which c has two, and whether it carries."""
+    """Return a function that computes ``a * b + sign * c`` in two words, for c of two words, and whether it carries."""
 
     def compute(a: int, b: int, low: int, high: int, carry: bool = False) -> tuple[int, int, bool]:
         product = signed(a) * signed(b) if is_signed else a * b
@@ -56,7 +56,7 @@ def wide_product_sum(is_signed: bool, sign: int = 1) -> Compute:
 
 
 def high_product_sum(is_signed: bool) -> Compute:
-    """Return what computes the upper word of ``a * b + c``, of which c has two words."""
+    """Return a function that computes the upper word of ``a * b + c``, for c of two words."""
     wide = wide_product_sum(is_signed)
     return lambda a, b, low, high: wide(a, b, low, high)[1]
 
@@ -74,7 +74,7 @@ def high_shifted_sum(a: int, b: int, high: int, shift: int, carry: bool = False)
 
 
 def shift(left: bool, high: bool, bits: int, is_signed: bool, wraps: bool) -> Compute:
-    """Return what shifts the two words ``high:low`` and gives the one of them that is asked for."""
+    """Return a function that shifts the two words ``high:low`` and returns one of them: the upper one if ``high``."""
 
     def compute(low: int, count: int, top: int) -> int:
         count = count & bits - 1 if wraps else min(count, bits)
@@ -91,9 +91,9 @@ def shift(left: bool, high: bool, bits: int, is_signed: bool, wraps: bool) -> Co
 
 
 def compare(name: str, is_signed: bool, join: str, extended: bool) -> Compute:
-    """Return what compares two words, joins that with a predicate, and gives the result and its opposite so joined.
+    """Return a function that compares two words, and joins the result, and its opposite, with a predicate.
 
-    ``extended``: the words are upper ones, and the last predicate says what the lower ones are.
+    ``extended``: the words are upper ones, and the last predicate is the comparison of the lower ones.
     """
     test = COMPARISONS[name.lower()]
     combine = {"AND": both, "OR": either, "XOR": differ}[join]
@@ -113,7 +113,7 @@ def compare(name: str, is_signed: bool, join: str, extended: bool) -> Compute:
 
 
 def extreme(is_signed: bool, relu: bool) -> Compute:
-    """Return what computes the lesser of two words if a predicate holds, else the greater."""
+    """Return a function that computes the lesser of two words if a predicate holds, else the greater."""
 
     def compute(a: int, b: int, least: bool) -> int:
         if is_signed:
@@ -125,7 +125,7 @@ def extreme(is_signed: bool, relu: bool) -> Compute:
 
 
 def extreme_of_halves(is_signed: bool) -> Compute:
-    """Return what computes ``extreme`` of the lower halves of two words, and of the upper ones."""
+    """Return a function that computes ``extreme`` of the lower halves of two words, and of the upper ones."""
 
     def value(half: int) -> int:
         return signed(half, 16) if is_signed else half
@@ -145,13 +145,13 @@ def extreme_of_halves(is_signed: bool) -> Compute:
 
 
 def sum_extreme(is_signed: bool, relu: bool) -> Compute:
-    """Return what computes ``extreme`` of ``a + b`` and c."""
+    """Return a function that computes ``extreme`` of ``a + b`` and c."""
     best = extreme(is_signed, relu)
     return lambda a, b, c, least: best(a + b & WORD, c, least)
 
 
 def extended_sign(is_signed: bool) -> Compute:
-    """Return what keeps the lower bits of a word, and fills the others with their sign or with zeros."""
+    """Return a function that keeps the lower bits of a word, and fills the others with their sign or with zeros."""
 
     def compute(a: int, bits: int) -> int:
         bits = min(bits, 32)
@@ -161,7 +161,7 @@ def extended_sign(is_signed: bool) -> Compute:
 
 
 def predicate_lut(table: int) -> Compute:
-    """Return what looks three predicates up in a table."""
+    """Return a function that looks three predicates up in a table."""
 
     def compute(a: Any, b: Any, c: Any) -> Any:
         rows = {

@@ -16,7 +16,7 @@ from attngen.compile.emulate.values import (
     signed,
 )
 
-#: What loads and stores are told of caches and other threads.
+#: Modifiers of loads and stores that concern caches and other threads.
 _CACHING_NAMES = "E CONSTANT STRONG WEAK GPU SYS SM LTC64B LTC128B LTC256B EF EL LU EU NA PRIVATE BYPASS ZFILL"
 
 
@@ -100,7 +100,7 @@ def _atomic(build: Build, i: SassInstruction, guard: Guard | None) -> Step:
 
 
 def _barrier(build: Build, i: SassInstruction, guard: Guard | None) -> Step:
-    """An operation on an mbarrier in shared memory: waits are over at once."""
+    """Return the step of an operation on an mbarrier in shared memory: waits end at once."""
     if i.modifiers[0] == "PHASECHK":
         return build.compute(lambda: True, [], build.operands.result(i.operands[0]), guard)
     if i.modifiers[0] == "CCTL":

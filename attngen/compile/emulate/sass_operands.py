@@ -28,7 +28,7 @@ Transform = Callable[[Any], Any]
 
 
 class Source(NamedTuple):
-    """A place that is read, and what becomes of its value."""
+    """A place that is read, and a transform of its value."""
 
     slot: int
     transform: Transform | None = None
@@ -40,7 +40,7 @@ def negated(value: int) -> int:
 
 
 def inverted(value: int) -> int:
-    """Return a word with each bit turned."""
+    """Return a word with each bit flipped."""
     return value ^ WORD
 
 
@@ -81,7 +81,7 @@ class Operands:
     # --- sources --------------------------------------------------------------------------------------------
 
     def predicate(self, text: str) -> Source:
-        """Return a predicate, turned by ``!``."""
+        """Return a predicate, negated by ``!``."""
         name = text.removeprefix("!")
         if _PREDICATE.fullmatch(name) is None:
             raise ValueError(text)
@@ -119,7 +119,7 @@ class Operands:
         return [Source(self._slot(f"{found[1]}{int(found[2]) + i}")) for i in range(2)]
 
     def address(self, text: str) -> tuple[list[Source], int]:
-        """Return the words whose sum with a constant is an address; upper words stand for what they are in the sum."""
+        """Return the words whose sum with a constant is an address, and the constant; upper words are shifted by 32."""
         found = _ADDRESS.fullmatch(text)
         if found is None:
             raise ValueError(text)
@@ -153,7 +153,7 @@ def _from_bank(offset: int, transform: Transform | None) -> Source:
 
 
 def bank_word(machine: Machine, offset: int) -> Any:
-    """Return a word of the bank of constants, which has the parameters; unknown where it has what drivers put there."""
+    """Return a word of the constant bank that holds the parameters; what the driver puts there is unknown."""
     if offset == _STACK_POINTER:
         return _STACK_END
     place = offset - PARAMETER_BLOCK

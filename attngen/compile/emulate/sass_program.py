@@ -31,25 +31,25 @@ from attngen.compile.emulate.values import (
 
 _GROUP = re.compile(r"gdesc\[(UR\d+)\]((?:\.tnsp[AB])*)")
 
-#: What concerns only other threads, copies, caches and the order of things.
+#: Instructions that concern only other threads, copies, caches and ordering.
 _NOTHING_NAMES = """
 NOP BAR BSSY BSYNC BREAK CCTL CCTLL DEPBAR ERRBAR FENCE LDGDEPBAR MEMBAR NANOSLEEP RED REDG STG STSM UBLKCP UTMACCTL
 UTMACMDFLUSH UTMALDG UTMAPF UTMAREDG UTMASTG WARPGROUP WARPSYNC YIELD ACQBULK USETMAXREG PREEXIT
 """
 _NOTHING = frozenset(_NOTHING_NAMES.split())
 
-#: Operations on floating point numbers that give one register of which nothing is known.
+#: Floating-point operations, which write one register whose value is not known.
 _FLOAT_NAMES = "FADD FMUL FFMA FMNMX MUFU F2FP F2F F2I I2F FRND HADD2 HMUL2 HFMA2 HMNMX2"
 _FLOATS = frozenset(_FLOAT_NAMES.split())
 _REGISTERS_OF_HMMA = 4  # or two
 
-#: Operations on integers that give one register, or two in some form.
+#: Integer operations that write one register, or two in some form.
 _ONE_RESULT = frozenset(
     {"BREV", "FLO", "IABS", "POPC", "PRMT", "SGXT", "SHF", "VIADD", "VIADDMNMX", "VIMNMX", "VIMNMX3"}
 )
 _MOST_RESULTS = 2
 
-#: Those that give predicates, and how many.
+#: Floating-point comparisons, and how many predicates they write.
 _FLOAT_TESTS = {"FSETP": 2, "HSETP2": 2, "FCHK": 1}
 
 _HANDLERS = {**sass_moves.HANDLERS, **sass_arithmetic.HANDLERS, **sass_lanes.HANDLERS, **sass_memory.HANDLERS}
@@ -110,7 +110,7 @@ class _Builder(Build):
         raise ValueError("not known")
 
     def _not_understood(self, instruction: SassInstruction, error: Exception) -> Step:
-        """Of a known operation in a form that is not known, it is enough that its result is not known either."""
+        """Return the step of an unknown form: if its operation is known, one that makes its results unknown."""
         results, *others = instruction.operands or ("",)
         if instruction.name in _ONE_RESULT and "P" not in results and not PREDICATE.fullmatch((others or [""])[0]):
             return forget(self._operands.result(results, _MOST_RESULTS))
@@ -119,7 +119,7 @@ class _Builder(Build):
     def _branch(self, instruction: SassInstruction, guard: Guard | None) -> Step:
         *conditions, label = instruction.operands
         target = self._labels[label.removeprefix("`(").removesuffix(")")]
-        if instruction.modifiers == ("DIV",):  # for warps that have parted
+        if instruction.modifiers == ("DIV",):  # for warps that have diverged
             return NOTHING
         if set(instruction.modifiers) - {"U", "UNI"} or len(conditions) > 1:
             raise ValueError("branch")

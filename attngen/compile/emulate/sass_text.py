@@ -14,7 +14,7 @@ _INSTRUCTION = re.compile(
 
 
 class SassInstruction(NamedTuple):
-    """One instruction: its operation, what modifies that, operands as text, and the predicate that guards it."""
+    """One instruction: its operation, modifiers, operands as text, and the predicate that guards it."""
 
     text: str
     name: str

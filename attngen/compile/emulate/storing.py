@@ -1,4 +1,4 @@
-"""Stores: what they write is known or not, as are the address and the predicate under which they are run."""
+"""Stores: the values, the address and the predicate that guards them may each be known or unknown."""
 
 from __future__ import annotations
 

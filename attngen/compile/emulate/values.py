@@ -1,6 +1,6 @@
-"""Values of registers: integers without a sign, and one that says that a value is not known.
+"""Values of registers: unsigned integers, and a marker of values that are not known.
 
-Words are 32 bits wide. What a register holds of a floating point number is its bits, where they are known at all.
+Words are 32 bits wide. A register holds the bits of a floating-point number, where they are known at all.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def either(a: Any, b: Any) -> Any:
 
 
 def differ(a: Any, b: Any) -> Any:
-    """Return whether one of two predicates holds, and not the other."""
+    """Return whether exactly one of two predicates holds."""
     return UNKNOWN if a is UNKNOWN or b is UNKNOWN else a is not b
 
 
@@ -105,7 +105,7 @@ def choose(condition: Any, a: Any, b: Any) -> Any:
 
 
 def lut(a: Any, b: Any, c: Any, table: int) -> Any:
-    """Return the bits of which ``table`` holds the value for each three bits of a, b and c."""
+    """Return a word whose bits are looked up in ``table``, each by the three bits of a, b and c at its place."""
     words = [bits_of(word) for word in (a, b, c)]
     if not any(mask for _, mask in words):
         return _lut(a, b, c, table)
@@ -149,7 +149,7 @@ def bits_of_float(value: float) -> int:
 
 
 def float_of_bits(bits: int) -> float:
-    """Return the number that the bits of a float32 say."""
+    """Return the number that has these bits as a float32."""
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
@@ -168,7 +168,7 @@ def reciprocal(bits: int) -> int:
 
 
 def truncated(bits: int) -> int:
-    """Return a float32 as an integer without a sign, cut off towards zero and at the ends of the range."""
+    """Return a float32 as an unsigned integer, truncated towards zero and clamped to the range."""
     value = float_of_bits(bits)
     if value != value:  # a NaN
         return 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attngen.plan.naming import head_dim_label
 
-#: Tokens of a call in all, and the lengths of the sequences that they make up.
+#: Tokens of a call in all, and the sequence lengths that they are split into.
 TOKENS, SEQLENS = 16384, (1024, 4096, 16384)
 
 #: heads × head_dim: of the grid, where each query head has its KV head, and of variants, where four share one.
@@ -16,7 +16,7 @@ GRID_WIDTH, VARIANT_WIDTH, GROUP = 2048, 4096, 4
 #: Variants that are raced over the grid: all that every peer knows.
 ON_GRID = ("full", "causal")
 
-#: Where cases stand: on the grid, or beside the variants, as sequences that are longer and share KV heads.
+#: The kinds of cases: the grid, and variants at longer sequences with shared KV heads.
 SUITES = ("grid", "variants")
 
 #: What is raced, as plans name it: outputs of q, k and v, or the gradients of q, k and v from that of the output.
@@ -49,12 +49,12 @@ class BenchCase:
 
     @property
     def group(self) -> str:
-        """What the cases share that differ in their lengths only, such as ``causal d128 bf16 backward``."""
+        """What cases that differ only in their lengths share, such as ``causal d128 bf16 backward``."""
         return f"{self.variant} {self.shape}{'' if self.direction == 'forward' else f' {self.direction}'}"
 
     @property
     def name(self) -> str:
-        """The case in a word or five, such as ``causal d128 bf16 4k``."""
+        """The case in a few words, such as ``causal d128 bf16 4k``."""
         return f"{self.group} {self.length}"
 
     @property
@@ -65,8 +65,8 @@ class BenchCase:
     def flops(self, pairs: float) -> float:
         """Return the operations of its products: a multiplication and an addition for each pair and each column.
 
-        Two products make a forward, five a backward: Q Kᵀ once more, dO Vᵀ, and those that give dQ, dK and dV; 2.5
-        times as many where the head dims are equal. ``pairs`` counts the visible pairs of a query and a key over all
+        A forward has two products, a backward five: Q Kᵀ again, dO Vᵀ, and those that give dQ, dK and dV; 2.5 times as
+        many operations where the head dims are equal. ``pairs`` counts the visible pairs of a query and a key over all
         heads and sequences.
         """
         by_qk, by_v = (1, 1) if self.direction == "forward" else (3, 2)
@@ -86,7 +86,7 @@ def bench_cases(
         heads = max(GRID_WIDTH // head_dim_qk, 1)
         lengths = seqlens or [length for length in SEQLENS if length <= tokens] or [tokens]
         found += [("grid", length, heads, heads) for length in lengths]
-    if variant != "full":  # causal is there too: what the others cost is read against it
+    if variant != "full":  # causal is there, too: the cost of others is relative to it
         kv_heads = max(VARIANT_WIDTH // head_dim_qk // GROUP, 1)
         found += [("variants", length, GROUP * kv_heads, kv_heads) for length in seqlens or [tokens]]
     return tuple(

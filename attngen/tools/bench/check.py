@@ -18,7 +18,7 @@ from attngen.tools.bench.workloads import Workload
 #: Largest ‖out − reference‖ / ‖reference‖ by dtype: several times what rounding the weights and the output explains.
 TOLERANCE: Mapping[str, float] = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 2e-5, "fp8_e4m3": 5e-2}
 
-#: Of gradients it is larger: their products take weights and their gradients that were rounded, and a rounded output.
+#: Factor for gradients: their products take rounded weights, rounded gradients of these, and a rounded output.
 _GRADIENTS = 2
 
 #: Elements of the score matrix that are held at a time, in float64.
@@ -26,13 +26,13 @@ _ELEMENTS = 2**25
 
 
 class Judge(Protocol):
-    """What knows the right results of a case."""
+    """Knows the right results of a case."""
 
     def error(self, found: Any) -> float:
-        """Return how far what a call gave is off; infinity for a NaN."""
+        """Return the error of what a call returned; infinity for a NaN."""
 
     def problem(self, error: float) -> str | None:
-        """Say what is wrong with an error, or return None if rounding explains it."""
+        """Return what is wrong with an error, or None if rounding explains it."""
 
 
 class Oracle:
@@ -126,14 +126,14 @@ def _gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, b: int
 
 
 def _pieces(call: Call) -> Iterator[slice]:
-    """Yield query rows, as many at a time as scores may be held."""
+    """Yield query rows, as many at a time as their scores may take memory."""
     step = max(_ELEMENTS // call.seqlen_k, 1)
     for first in range(0, call.seqlen_q, step):
         yield slice(first, min(first + step, call.seqlen_q))
 
 
 def _rows(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: int, shown: slice) -> Tensor:
-    """Return the output of some query rows of a head, (rows, head_dim), in the dtype of what is given."""
+    """Return the output of some query rows of a head, (rows, head_dim), in the dtype of the inputs."""
     names: dict[str, Any] = names_of(call, b, shown, call.seqlen_q, call.seqlen_k, b * call.seqlen_q, b * call.seqlen_k)
     hk = h // (call.heads // call.kv_heads)
     names |= {"h": torch.tensor(h, device=keys.device), "hk": torch.tensor(hk, device=keys.device)}

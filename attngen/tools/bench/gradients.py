@@ -14,11 +14,11 @@ from attngen.tools.bench.timing import Contestant
 
 
 def differentiated(forward: Contestant, above: Sequence[Tensor]) -> Contestant:
-    """Return the calls that differentiate a contestant; each gives dQ, dK and dV.
+    """Return the calls that differentiate a contestant; each returns dQ, dK and dV.
 
     The forward of each set of inputs runs here, once, and its graph is kept. ``above`` holds a gradient of the output
-    for each set, (batch, seqlen, heads, head_dim of v); a contestant gets it with the strides of its own output, which
-    spares it a copy. Raises what the forward raises.
+    for each set, (batch, seqlen, heads, head_dim of v); a contestant gets it with the strides of its own output, so
+    that it need not copy it. Raises what the forward raises.
     """
     calls = []
     with forward.session(), torch.enable_grad():

@@ -33,7 +33,7 @@ kernels:
 
 _IN_CUDA = ", backend: cuda, backward: {backend: cuda}"
 
-#: Fresh processes that call the package, of which the one with the median first call counts.
+#: Fresh processes that call the package; the one with the median time of the first call counts.
 PROCESSES = 3
 
 
@@ -101,12 +101,12 @@ def _default_spec(folder: Path) -> Path:
 
 
 def _run(site: Path, *arguments: str) -> dict[str, Any]:
-    """Run one of the programs in a process that finds the installed package; an error of it is the result."""
+    """Run one of the programs in a process that finds the installed package; if it fails, its error is the result."""
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, Path(host_programs.__file__).name, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=site)
     if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["without a word"])[-1]}
+        return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

@@ -19,7 +19,7 @@ from typing import Any
 
 clock = time.perf_counter
 
-#: What an installed package does without.
+#: Modules that an installed package must not need.
 BLOCKED = (
     "attngen", "triton", "cupy", "cupy_backends", "jinja2", "pydantic", "yaml", "click", "rich", "platformdirs",
 )  # fmt: skip
@@ -121,7 +121,7 @@ def fa3() -> Call:
 
 PEERS: dict[str, Callable[[], Call]] = {"SDPA": sdpa, "FlashAttention-3": fa3, "FlexAttention": flex}
 
-#: Back ends of SDPA that race beside the one which it picks, by torch's names.
+#: Back ends of SDPA that race besides the one that it picks, by torch's names.
 BACK_ENDS = {"SDPA, cuDNN": "CUDNN_ATTENTION", "SDPA, flash": "FLASH_ATTENTION"}
 
 
@@ -141,7 +141,7 @@ def prepared(name: str, tensors: Sequence[Any]) -> list[Any]:
 
 
 def host_time(name: str, before: Call, call: Call, sets: Sequence[Any]) -> float:
-    """Return microseconds that the host takes for a call, over the sets in turn; ``before`` it is not counted.
+    """Return microseconds of the host for a call, over the sets in turn; ``before``, which runs first, does not count.
 
     The GPU has finished before each pass, and a pass is short enough for its launches to be queued: the host waits for
     nothing.
@@ -163,7 +163,7 @@ def host_time(name: str, before: Call, call: Call, sets: Sequence[Any]) -> float
 
 
 def steps(call: Call) -> dict[str, tuple[bool, Call, Call]]:
-    """Return the cases of a race: whether tensors learn, what is done before the clock runs, and what is timed."""
+    """Return the cases of a race: whether tensors require gradients, what runs before the clock, and what is timed."""
     import torch
 
     def differentiable(s: Sequence[Any]) -> tuple[Any, Sequence[Any], Any]:
@@ -215,9 +215,9 @@ def _first_line(error: Exception) -> str:
 
 
 def race(package: str, rounds: int) -> dict[str, Any]:
-    """Host time of a call of each library by turns, in one process, forward and backward.
+    """Return the host time of a call of each library, taken in turns in one process, forward and backward.
 
-    Each case goes over tensors that change; a forward over the same ones, too.
+    Each case goes over changing tensors; the forward also over the same ones again.
     """
     import torch
 
@@ -254,7 +254,7 @@ def race(package: str, rounds: int) -> dict[str, Any]:
 
 
 def _own(name: str, sets: Sequence[Sequence[Any]], *, learns: bool) -> list[Any]:
-    """Return the sets as a library takes them; a set that stands there twice stays one."""
+    """Return the sets as a library takes them; a set that is listed twice stays one."""
     made: dict[int, Any] = {}
     for one in sets:
         if id(one) not in made:

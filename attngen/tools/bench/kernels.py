@@ -105,7 +105,7 @@ def compiled(members: Sequence[Prepared], jobs: int | None) -> tuple[dict[str, K
 
 
 def _labelled(members: Sequence[Prepared]) -> dict[str, Prepared]:
-    """Name each kernel by its backend, and where several have one backend also by what tells their names apart."""
+    """Name each kernel by its backend, and, where several share one, also by what distinguishes their names."""
     labels = {}
     for member in members:
         rivals = [other.plan.name for other in members if other.plan.backend == member.plan.backend]
@@ -120,9 +120,9 @@ def enter(
 ) -> Contestant:
     """Return the forward calls of one kernel, through the dispatcher as a program makes them.
 
-    The kernel is made known as a package of its own, a backward with its forwards, so that no other one can be selected
-    in its place. A tile map of a forward is computed beforehand, as the block masks of others are. Raises NoKernelError
-    for a case that the kernel does not take.
+    The kernel is registered as a package of its own, a backward with its forwards, so that no other one can be selected
+    instead. A forward's tile map is computed beforehand, like the block masks of others. Raises NoKernelError for a
+    case that the kernel does not take.
     """
     members = (kernel, *forwards)
     registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: tuple(map(reader, members))}))

@@ -14,7 +14,7 @@ from attngen.schema import KernelSpec
 from attngen.schema.expand import Roles
 from attngen.tools.build.pipeline import Prepared
 
-#: Choices of an entry of ``kernels``, those of ``warps`` among them, where the ladder begins.
+#: Choices of an entry of ``kernels``, including those of ``warps``, at the start of the ladder.
 _START: Mapping[str, Any] = {
     "producer": 0, "schedule": "cooperative", "overlap": False, "softmax": "exact_max", "persistent": False,
     "order": "natural", "epilogue": "direct",
@@ -70,7 +70,7 @@ def reason_against(found: Plan) -> str | None:
     """Return why a kernel has no ladder, or None."""
     if found.backend != "cuda":
         return "only CUDA kernels have a ladder"
-    return "the ladder begins without warp roles, which packed heads need" if found.pack_gqa else None
+    return "the ladder starts without warp roles, which packed heads need" if found.pack_gqa else None
 
 
 def ladders(kernels: Sequence[Prepared]) -> list[Ladder]:

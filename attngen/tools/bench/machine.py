@@ -1,6 +1,6 @@
-"""The machine that a race is run on: versions, what the card reaches at most, its clock and power meanwhile.
+"""The machine that a race runs on: versions, the ceilings of the card, its clock and power during the race.
 
-Only reads: no setting of the card is touched.
+It only reads: no setting of the card is touched.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The card at some moment, or over some time."""
+    """The state of the card at some moment, or over some time."""
 
     sm_mhz: float
     watts: float
@@ -63,7 +63,7 @@ class Memory:
         ]
 
     def poison(self) -> None:
-        """Fill as many blocks with NaN as calls use in turns, and return them to the allocator."""
+        """Fill as many blocks with NaN as calls use in turn, and return them to the allocator."""
         _ = [new() for new in self._new for _ in range(3)]
 
     def intact(self, out: Tensor | Sequence[Tensor]) -> bool:
@@ -114,7 +114,7 @@ def gpu_facts(gpu: Gpu) -> dict[str, Any]:
 
 
 def _command(gpu: Gpu, fields: str) -> list[str] | None:
-    """Return the command that asks nvidia-smi about this very card, or None where there is no nvidia-smi."""
+    """Return the command that asks nvidia-smi about this card, or None where there is no nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -134,7 +134,7 @@ def _ask(gpu: Gpu, fields: str) -> list[str] | None:
 
 
 def _number(text: str) -> float | None:
-    """Return a number of nvidia-smi's, or None where it has none to tell."""
+    """Return a number that nvidia-smi printed, or None where it printed none."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The memory that a backward takes beside what goes in and what comes out, and the bound that ours keep."""
+"""The memory that a backward takes besides its inputs and results, and the bound that ours keep to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FLOAT32 = 4
 
 
 def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int:
-    """Return the bytes that a call held at most beside its results and all that was allocated before it.
+    """Return the most bytes that a call held besides its results and all that was allocated before it.
 
-    Counts what torch's allocator was asked for on a GPU, without what it rounds up; the call must have run before, or
-    what it keeps for later ones is counted.
+    Counts what torch's allocator was asked for on a GPU, before rounding; the call must have run before, or what it
+    keeps for later ones is counted.
     """
-    gc.collect()  # nothing else may go meanwhile
+    gc.collect()  # nothing else may be freed meanwhile
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
@@ -31,11 +31,11 @@ def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int
 
 
 def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
-    """Return the most bytes that a backward of ours may hold beside inputs and gradients in a dense call.
+    """Return the most bytes that a backward of ours may hold besides inputs and gradients in a dense call.
 
     That is one float32 dQ, the row statistics (two float32 numbers for each query row), and a counter for each tile;
-    where query heads share KV heads, one float32 dK and dV, too. Rows and columns are padded to tiles. Maps of tiles
-    and the gradients of a variant's own tensors come on top of it.
+    where query heads share KV heads, one float32 dK and dV, too. Rows and columns are padded to tiles. Tile maps and
+    the gradients of a variant's own tensors come on top.
     """
     tile_m = max((launch.tile_m for launch in plan.launches), default=plan.tile_m)
     tile_n = max((launch.tile_n for launch in plan.launches), default=plan.tile_n)

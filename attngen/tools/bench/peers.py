@@ -35,7 +35,7 @@ class Tensors:
 
     @cached_property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The same as (batch, heads, seqlen, head_dim), contiguous; leaves of their own."""
+        """q, k and v as (batch, heads, seqlen, head_dim), contiguous; leaves of their own."""
         q, k, v = (
             tensor.detach().transpose(1, 2).contiguous().requires_grad_(tensor.requires_grad) for tensor in self.bshd
         )
@@ -79,7 +79,7 @@ def reason_against(peer: Peer, case: BenchCase, terms: Terms | None) -> str | No
     if missing is not None:
         return missing
     if terms is None:
-        return f"nobody wrote {case.variant} in its terms"
+        return f"{case.variant} is not written in its terms"
     return peer.refuses(case, terms)
 
 
@@ -167,7 +167,7 @@ class FlashAttention3:
     def refuses(self, case: BenchCase, terms: Terms) -> str | None:
         """See ``Peer``."""
         if terms.flags is None:
-            return "takes no mask or score of one's own"
+            return "takes no custom mask or score"
         if terms.flags.window is not None:
             return "fa3-fwd is built without windows"
         if case.direction == "backward":
@@ -193,7 +193,7 @@ class FlashAttention4:
     def refuses(self, case: BenchCase, terms: Terms) -> str | None:
         """See ``Peer``."""
         if terms.flags is None:
-            return "takes masks and scores of one's own as CuTe code only"
+            return "takes custom masks and scores as CuTe code only"
         return _dtypes(case, "bf16", "fp16")
 
     def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
@@ -214,7 +214,7 @@ def _flash(name: str, attend: Callable[..., Any], inputs: Sequence[Tensors], **a
 
 
 def output_of(result: Any) -> Any:
-    """Return the output of a call that may return more beside it."""
+    """Return the output of a call that may return more besides it."""
     return result[0] if isinstance(result, tuple | list) else result
 
 

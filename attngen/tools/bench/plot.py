@@ -18,7 +18,7 @@ _COLUMNS, _WIDTH, _HEIGHT = 3, 4.5, 3.4
 
 _INK = "#808080"
 
-#: Settings of matplotlib by which a picture reads on white and on black pages: grey ink, and no ground of its own.
+#: Settings of matplotlib that keep a picture readable on white and on black pages: grey ink, no background.
 STYLE: Mapping[str, Any] = {
     "figure.facecolor": "none", "savefig.facecolor": "none", "axes.facecolor": "none", "legend.facecolor": "none",
     "legend.framealpha": 0.0, "text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK,
@@ -54,7 +54,7 @@ def plot(report: BenchReport, path: Path) -> None:
 
 
 def _panels(report: BenchReport, colours: Mapping[str, str]) -> list[_Panel]:
-    """Return what draws each panel: a group of the grid, or variants that were raced with the same sizes."""
+    """Return a function that draws each panel: a group of the grid, or variants that were raced at the same sizes."""
     ceiling = report.ceilings.matrix_tflops if report.ceilings else None
     lines: dict[str, list[Row]] = {}
     bars: dict[str, list[Row]] = {}
@@ -70,7 +70,7 @@ def _panels(report: BenchReport, colours: Mapping[str, str]) -> list[_Panel]:
 
 
 def _lines(axis: Axes, name: str, rows: Sequence[Row], colours: Mapping[str, str], ceiling: float | None) -> None:
-    """Draw one group: a line for each contestant, kernels of ours thick, and the matrix product as the ceiling."""
+    """Draw one group: a line for each contestant, our kernels thick, and the matrix product as the ceiling."""
     lines: dict[tuple[str, bool], list[tuple[int, float]]] = {}
     for row in rows:
         for result in row.results:
@@ -91,7 +91,7 @@ def _lines(axis: Axes, name: str, rows: Sequence[Row], colours: Mapping[str, str
 
 
 def _bars(axis: Axes, name: str, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
-    """Draw variants beside one another: a bar for each contestant, those of ours filled."""
+    """Draw variants next to one another: a bar for each contestant, ours filled."""
     found = {result.contestant: result.ours for row in rows for result in row.results if result.tflops is not None}
     width = 0.8 / max(len(found), 1)
     for number, (contestant, ours) in enumerate(found.items()):

@@ -52,8 +52,9 @@ class Sustaining:
 class Track:
     """Where races take place, and by which rules; ``sustained`` ones without pauses.
 
-    ``l2_bytes`` is what inputs must exceed; ``readings`` tells how the card did since a moment of ``time.monotonic``,
-    ``workspace`` which memory a backward took beside its results, None where nothing counts it.
+    ``l2_bytes`` is what inputs must exceed; ``readings`` returns the state of the card since a moment of
+    ``time.monotonic``; ``workspace`` returns the memory that a backward took besides its results, and is None where
+    nothing counts it.
     """
 
     device: torch.device
@@ -68,7 +69,7 @@ class Track:
     sustained: Sustaining | None = None
 
     def measure(self, team: Team, kernels: Mapping[str, Kernel], errors: Mapping[str, str], case: BenchCase) -> Row:
-        """Race a case. ``kernels`` holds those that compiled, by name, and ``errors`` what is wrong with others."""
+        """Race a case. ``kernels`` holds those that compiled, by name, and ``errors`` the errors of the others."""
         ours = {label: member.plan.name for label, member in team.members.items()}
         try:
             work = workload(team.variant, case, self.device)
@@ -91,7 +92,7 @@ class Track:
                 entered.append(self._enter(result, make, prepare, judge, memory))
             else:
                 entered.append((Result(label, name, "failed", errors[name]), None))
-        began = time.monotonic()  # after whatever compiles
+        began = time.monotonic()  # after anything that compiles
         timed = self._timed(work, entered, memory)
         return Row(case, timed, work.pairs, len(inputs), self.readings(began))
 

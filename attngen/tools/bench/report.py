@@ -23,7 +23,7 @@ class Result:
 
     ``status`` is measured, planned (a dry run), unsupported (``reason`` says why) or failed. ``kernel`` names a kernel
     of ours; a peer has none. ``error`` is relative to float64, infinite for a NaN. ``workspace`` are the bytes that a
-    backward held beside its inputs and gradients, ``workspace_bound`` the most that one of ours may.
+    backward held besides its inputs and gradients, ``workspace_bound`` the most that one of ours may.
     """
 
     contestant: str
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The speed of each kernel of ours by that of the best peer."""
+        """The speed of each of our kernels over that of the best peer."""
         best = self.best_peer
         if best is None or best.tflops is None:
             return {}
@@ -123,7 +123,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Geometric mean and least of the ratios of each of our contestants over some cases, and over how many."""
+    """Geometric mean and least of the ratios of each of our contestants over some cases, and the number of cases."""
 
     of: str
     ratios: Mapping[str, float]
@@ -136,14 +136,14 @@ class Mean:
 
 
 class Rated(Protocol):
-    """A case with the speed of each of our contestants by that of the best peer."""
+    """A case with the speed of each of our contestants over that of the best peer."""
 
     @property
     def ratios(self) -> dict[str, float]: ...
 
 
 def mean_of(of: str, rows: Iterable[Rated]) -> Mean | None:
-    """Return the means over the cases in which a contestant and a peer were measured; None if none has two of them."""
+    """Return the means over the cases in which a contestant and a peer were measured; None for fewer than two each."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         for name, ratio in row.ratios.items():
@@ -161,7 +161,7 @@ def mean_of(of: str, rows: Iterable[Rated]) -> Mean | None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A rung of a ladder in one case: its speed, and that by the speeds of the rungs before it and of the last one.
+    """A rung of a ladder in one case: its speed, and its ratios to the speeds of the rung before and of the last one.
 
     All three are None where the rung, or the one that it is compared with, was not measured.
     """
@@ -182,7 +182,7 @@ class Step:
 
 
 def steps(ladder: Ladder, row: Row) -> tuple[Step, ...]:
-    """Return the rungs of a ladder as a case found them."""
+    """Return the rungs of a ladder with their figures in a case."""
     results = {result.contestant: result for result in row.results}
     speeds = {name: result.tflops for name, result in results.items() if result.tflops is not None}
     last = speeds.get(ladder.rungs[-1].name)
@@ -205,8 +205,8 @@ def steps(ladder: Ladder, row: Row) -> tuple[Step, ...]:
 class BenchReport:
     """All that a race found. ``left_out`` maps kernels to the reason; ``stopped`` says why the race did not end.
 
-    ``ladders`` are those that were raced, if that was asked for; ``resources`` holds what the compiler said of each
-    kernel.
+    ``ladders`` are those that were raced, if that was asked for; ``resources`` holds what the compiler reported for
+    each kernel.
     """
 
     spec: str
@@ -237,7 +237,7 @@ class BenchReport:
 
     @property
     def directions(self) -> list[str]:
-        """Forward or backward or both, as far as cases have them."""
+        """Forward, backward or both, as the cases have them."""
         return list(dict.fromkeys(row.case.direction for row in self.rows))
 
     @property
@@ -257,9 +257,9 @@ class BenchReport:
         }
 
     def to_causal(self, row: Row) -> dict[str, float]:
-        """Return the time of each contestant per visible pair by that of our fastest causal kernel.
+        """Return the time per visible pair of each contestant over that of our fastest causal kernel.
 
-        That is of the case which differs in its variant only; empty where it was not measured, and on the grid.
+        That kernel is from the case that differs in its variant only; empty where it was not measured, and on the grid.
         """
         if row.case.suite != "variants":
             return {}

@@ -90,7 +90,7 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
         for team, case in cases:
             report = replace(report, rows=(*report.rows, track.measure(team, kernels, errors, case)))
             if not gpu.answers():
-                report = replace(report, stopped=f"the GPU does not answer since {case.name}")
+                report = replace(report, stopped=f"the GPU has not responded since {case.name}")
             observer(report, len(cases))
             if report.stopped is not None:
                 break
@@ -132,7 +132,7 @@ def _peers(options: Options) -> Sequence[Peer]:
 
 
 def _team_of(ladder: Ladder) -> Team:
-    """Return the rungs of a ladder as those that race."""
+    """Return the rungs of a ladder as a team."""
     found = ladder.of
     return Team(found.variant, found.dtype_name, found.head_dim_qk, found.head_dim_v, ladder.kernels)
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: Milliseconds that a sample takes at least, so that neither the events nor the first launch weigh.
+#: Milliseconds that a sample takes at least, so that neither the events nor the first launch matter.
 SAMPLE_MS = 5.0
 
 #: The same in a sustained race.
@@ -73,7 +73,7 @@ class Timing:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the figure tells the speed of the host rather than that of the kernel."""
+        """Whether the figure is the speed of the host rather than that of the kernel."""
         return self.host_us >= HOST_SHARE * 1e3 * self.milliseconds
 
 
@@ -81,7 +81,7 @@ class Clock(Protocol):
     """Time on the GPU and on the host."""
 
     def mark(self) -> Any:
-        """Return this moment between the calls that are enqueued."""
+        """Return a mark of this moment between the enqueued calls."""
 
     def milliseconds(self, start: Any, end: Any) -> float:
         """Wait until the GPU has reached both moments, and return the time between them."""
@@ -128,7 +128,7 @@ class _Lane:
         self._outputs = outputs
         self._calls = cycle(contestant.calls)
         self.intact = True
-        for _ in contestant.calls:  # whatever compiles, loads or allocates at the first call
+        for _ in contestant.calls:  # anything that compiles, loads or allocates at the first call
             self.batch(1)
         estimate, self.host_us = self.batch(_ESTIMATED)
         self._repeats = max(math.ceil(SAMPLE_MS / max(estimate, 1e-6)), 2)
@@ -164,9 +164,9 @@ class _Lane:
 
 
 def race(contestants: Sequence[Contestant], clock: Clock, outputs: Outputs, rounds: int) -> list[Timing]:
-    """Time all contestants in interleaved rounds, each round beginning with another one.
+    """Time all contestants in interleaved rounds, each round starting with another one.
 
-    One round more is run before, and not counted: it warms the card up. Raises what a call raises.
+    One more round is run first, and not counted: it warms the card up. Raises what a call raises.
     """
     lanes = [_Lane(contestant, clock, outputs) for contestant in contestants]
     samples: list[list[float]] = [[] for _ in lanes]

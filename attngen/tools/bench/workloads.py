@@ -1,7 +1,7 @@
-"""What each variant is called with in a race, and how the libraries beside us say the same.
+"""What each variant is called with in a race, and how other libraries express it.
 
-The presets that peers know stand in a table, by hand: their arguments, FlexAttention's functions, and the flags of
-kernels that are made for one mask. Everything else is filled from its declarations and raced without peers.
+The presets that peers know are in a table, written by hand: their arguments, FlexAttention's functions, and the flags
+of kernels with fixed masks. All other variants get values by their declarations, and are raced without peers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WINDOW, PREFIX, DOCUMENT, SOFTCAP = 1024, 4096, 1300, 30.0
 #: Pairs whose mask is evaluated at a time.
 _PAIRS = 2**22
 
-#: How far integer tensors without a declared range are narrowed, one after the other, until no index of the mask
-#: leaves its extent.
+#: How far integer tensors without a declared range are narrowed, step by step, until no index of the mask leaves its
+#: extent.
 _CALM = (1.0, 0.5, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """A variant as kernels with a fixed set of masks take it. ``window`` counts the keys that a query sees."""
+    """A variant as flags of kernels with a fixed set of masks. ``window`` counts the keys that a query sees."""
 
     causal: bool = False
     window: int | None = None
@@ -44,10 +44,10 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A preset in the words of other libraries.
+    """A preset in the terms of other libraries.
 
-    ``mask_mod`` and ``score_mod`` are FlexAttention's, None where they would change nothing; ``per_sequence`` says
-    that the mask differs between sequences. ``flags`` is None for what no flags can say.
+    ``mask_mod`` and ``score_mod`` are FlexAttention's, None where they would change nothing; ``per_sequence`` says that
+    the mask differs between sequences. ``flags`` is None for what flags cannot express.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -77,14 +77,14 @@ class Workload:
 
 
 def workload(variant: Variant, case: BenchCase, device: torch.device | str) -> Workload:
-    """Return what a variant is called with in a case; the same at every run.
+    """Return what a variant is called with in a case; the same in every run.
 
     Raises ValueError for a variant whose tensors would be too large, IndexError for one whose mask reads a tensor out
     of its extent, whatever its integers hold.
     """
     terms = terms_of(variant, case, device)
     if terms is not None:
-        if terms.flags == Flags(causal=True):  # half of the square, as every library counts it
+        if terms.flags == Flags(causal=True):  # half of the square, as all libraries count it
             pairs = case.batch * case.heads * case.seqlen**2 / 2
         else:
             pairs = visible_pairs(variant, case, terms.arguments, device)
@@ -107,7 +107,7 @@ def visible_pairs(variant: Variant, case: BenchCase, arguments: Mapping[str, Any
     if not variant.masked:
         return case.batch * case.heads * case.seqlen**2
     variables, loaded = variant.uses(variant.mask)
-    # What a mask does not read, its count does not depend on.
+    # The count depends only on what the mask reads.
     batches = case.batch if loaded or variables & {"b", "q_global", "kv_global"} else 1
     heads = case.heads if variables & {"h", "hk"} else 1
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -135,11 +135,11 @@ def _shape(case: BenchCase) -> Case:
     return Case(case.name, lengths, lengths, case.heads, case.kv_heads)
 
 
-# --- presets in the words of other libraries ----------------------------------------------------------------
+# --- presets in the terms of other libraries ----------------------------------------------------------------
 
 
 def terms_of(variant: Variant, case: BenchCase, device: torch.device | str) -> Terms | None:
-    """Return a variant in others' words; None unless it is exactly a preset of the table."""
+    """Return a variant in others' terms; None unless it is exactly a preset of the table."""
     write = _TERMS.get(variant.name)
     return write(case, device) if write is not None and variant == preset(variant.name) else None
 

@@ -48,7 +48,7 @@ class BuiltKernel:
 
     @property
     def refused(self) -> Sequence[Mapping[str, str]]:
-        """Name and reason of each plan that was compiled before, and not taken."""
+        """Name and reason of each plan that was tried before this one, and refused."""
         rows: Sequence[Mapping[str, str]] = self.manifest.get("refused", ())
         return rows
 
@@ -82,7 +82,7 @@ class Failure:
 
 
 class Observer(Protocol):
-    """Who wants to see a build progress."""
+    """Receives the progress of a build."""
 
     def planned(self, total: int, missing: int) -> None:
         """All kernels are planned and rendered, and ``missing`` of them have to be compiled."""
@@ -167,7 +167,7 @@ class Compiles:
                 tasks = [task for task in self._round(tasks, jobs, workers) if self._can_compile(task)]
 
     def _can_compile(self, task: Task) -> bool:
-        """Whether the compiler of an attempt is installed, which nobody asked for; if not, the kernel has failed."""
+        """Whether the compiler of a later attempt, which may be another one, is installed; if not, the kernel fails."""
         lacking = toolchain.missing(task.prepared.plan.backend)
         if lacking:
             self._fail(task, _exhausted(task, CompileError(f"{task.prepared.plan.name}: {lacking}")))
@@ -223,7 +223,7 @@ class Compiles:
         return following
 
     def _after_error(self, task: Task, error: AttngenError) -> Task | None:
-        """Return what is to be compiled after an attempt that failed, or None and the failure is noted."""
+        """Return the attempt to compile after one that failed; None, with the failure noted, if there is none."""
         if not isinstance(error, ChoiceError | InternalError):
             self._fail(task, error)
             return None
@@ -263,7 +263,7 @@ def _refused(task: Task, error: AttngenError) -> Refused:
 
 
 def _exhausted(task: Task, error: AttngenError) -> AttngenError:
-    """Return the error of a kernel of which no attempt is left: that of the last, and what the others met."""
+    """Return the error of a kernel that has no attempt left: that of the last one, with the reasons of the others."""
     before = task.prepared.plan.refused
     if not before:
         return error
@@ -290,6 +290,6 @@ def build_one(
 
 
 def variant_name(manifest: Mapping[str, Any]) -> str:
-    """Return the name of the variant that a manifest is of."""
+    """Return the name of a manifest's variant."""
     variant = manifest.get("variant")
     return str(variant["name"]) if isinstance(variant, Mapping) else ""

@@ -41,15 +41,15 @@ class Generated:
 
 
 def folder_of(spec: Spec, out: Path) -> Path:
-    """Return the folder below ``out`` that the sources of a spec go to: the name of its file without the suffix."""
+    """Return the folder below ``out`` for the sources of a spec: the name of its file without the suffix."""
     return out / Path(spec.name).stem
 
 
 def generate(path: str | Path, out: Path, arches: Sequence[str] = ()) -> Generated:
     """Render every kernel of a spec into ``out/<spec>/``, one file each, without compiling.
 
-    Files that are as they should be are left alone. Sources of kernels that the spec no longer asks for are removed,
-    unless ``arches`` restricts what is rendered. Raises SpecError, and StoreError if a file cannot be written.
+    Files that would not change are left alone. Sources of kernels that the spec no longer asks for are removed, unless
+    ``arches`` restricts what is rendered. Raises SpecError, and StoreError if a file cannot be written.
     """
     from attngen.schema import load_spec
 

@@ -139,7 +139,7 @@ def _build(
     from attngen.schema import load_spec, spec_hash
     from attngen.schema.tuned import load_tuned
 
-    generator = generator_digest()  # before anything is read: what changes from now on is for the next build
+    generator = generator_digest()  # before anything is read: later changes are for the next build
     loaded = load_spec(path)
     choices = None if tuned is None else load_tuned(tuned)
     prepared, failures = prepare_each(loaded, arches, tuned=choices)
@@ -158,7 +158,7 @@ def _build(
         inputs=inputs,
         kernels=tuple(_index_entry(kernel) for kernel in built),
     )
-    if built:  # a spec of which nothing compiles leaves what an earlier build made of it
+    if built:  # if nothing compiles, what an earlier build made stays
         write_index(store, _with_other_arches(store, index, arches))
     if not failures:
         if choices is not None:
@@ -184,7 +184,7 @@ def _unused(choices: Tuned | None, prepared: Sequence[Prepared]) -> Iterable[str
 
 
 def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
-    """Return kernels by name: one may have come to be what another was from the start."""
+    """Return kernels, each name once: a later attempt at one may be the first attempt at another."""
     found: dict[str, BuiltKernel] = {}
     for kernel in kernels:
         known = found.setdefault(kernel.name, kernel)
@@ -302,7 +302,7 @@ _T = TypeVar("_T")
 
 
 def _attempt(kernel: KernelSpec, make: Callable[[], _T]) -> _T | AttngenError:
-    """Return what ``make`` makes of a kernel, or its error: a fault of attngen's own costs that kernel alone."""
+    """Return the result of ``make`` for a kernel, or its error: a fault of attngen fails that kernel alone."""
     try:
         return make()
     except AttngenError as error:
@@ -312,7 +312,7 @@ def _attempt(kernel: KernelSpec, make: Callable[[], _T]) -> _T | AttngenError:
 
 
 def _label(kernel: KernelSpec) -> str:
-    """Name a kernel that has no plan, and so no name."""
+    """Describe a kernel that has no plan, and so no name."""
     dims = (kernel.head_dim_qk, kernel.head_dim_v)
     head_dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
     element = f"{kernel.dtype}, head_dim {head_dim}"
@@ -320,7 +320,7 @@ def _label(kernel: KernelSpec) -> str:
 
 
 def _together(errors: Sequence[AttngenError]) -> AttngenError:
-    """Return one error with the texts of all, each of which says where it belongs."""
+    """Return one error with the texts of all, each with its place."""
     if len(errors) == 1:
         return errors[0]
     text = "\n".join(dict.fromkeys(map(str, errors)))
@@ -340,10 +340,10 @@ def _clash(name: str, first: KernelSpec, second: KernelSpec) -> PlanError:
 def compile_kernels(
     prepared: Sequence[Prepared], *, store: Store, jobs: int | None = None, observer: Observer | None = None
 ) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
-    """Find or compile kernels in the cache without indexing them: calls do not see them, who asked here does.
+    """Find or compile kernels in the cache without indexing them, so that calls do not find them.
 
-    Returns the kernels by the names of their plans, in the order asked for, though what was built may have another
-    name, and those that could not be compiled. Raises StoreError if the cache cannot be written.
+    Returns the kernels by the names of their plans, in the order of ``prepared`` (the one that was built may have
+    another name), and those that could not be compiled. Raises StoreError if the cache cannot be written.
     """
     outcome = Compiles(store, observer or Silent(), COMPILER)
     outcome.run(prepared, jobs)

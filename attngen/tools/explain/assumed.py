@@ -1,7 +1,7 @@
-"""Values that ``attngen explain`` takes for the tensors of a mask: computed at the places that are read, never stored.
+"""Values that ``attngen explain`` assumes for the tensors of a mask: computed where they are read, never stored.
 
-A tensor of every pair of 30,000 queries and keys would take gigabytes, so an element is a function of its index, of the
-seed and of what is declared. Each kind of values has one sentence that says what was assumed.
+A tensor of every pair of 30,000 queries and keys would take gigabytes, so an element is a function of its index, the
+seed and the declaration. One sentence for each kind of values says what was assumed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 
 @dataclass(frozen=True)
 class Assumed:
-    """A tensor whose elements are computed when they are read; it is indexed as a torch tensor is, by one per axis."""
+    """A tensor whose elements are computed when they are read; indexed like a torch tensor, with an index per axis."""
 
     declared: Tensor
     shape: tuple[int, ...]
@@ -156,7 +156,7 @@ def assume(
 ) -> dict[str, Any]:
     """Return every tensor that the mask reads, for one head of one sequence of ``seqlen`` queries and keys.
 
-    ``given`` has the real ones by name. A name that only shapes have is as long as the indices along it ask for.
+    ``given`` has the real ones by name. An extent that is named in shapes only is as long as its indices require.
     """
     tensors = read_by(variant)
     extents = extents_of(variant, seqlen, scalars, given)
@@ -194,7 +194,7 @@ def extents_of(variant: Variant, seqlen: int, scalars: Mapping[str, Any], given:
 
 
 def _ranges(variant: Variant, seqlen: int, extents: Mapping[str, int], scalars: Mapping[str, Any]) -> dict[str, Range]:
-    """Return what the names of a mask can be in this very call."""
+    """Return the ranges of a mask's names in this call."""
     ranges: dict[str, Range] = dict.fromkeys(("b", "h", "hk"), (0, 0))
     ranges |= dict.fromkeys(("q", "kv", "q_pos", "q_global", "kv_global"), (0, seqlen - 1))
     ranges |= {name: (extent, extent) for name, extent in extents.items()}
@@ -215,4 +215,4 @@ def _limits(tensor: Tensor, extents: Mapping[str, int], seqlen: int) -> Range:
         low = max(least, 0 if high is None else min(0, high - reach))
     if high is None:
         high = min(most, low + reach)
-    return low, min(max(high, low), low + 2**52)  # doubles hold integers so far
+    return low, min(max(high, low), low + 2**52)  # doubles hold integers up to there

@@ -1,4 +1,4 @@
-"""The plan of a backward in words: its kernels, and the derivatives that its gradients are made of."""
+"""The plan of a backward in words: its kernels, and the derivatives that its gradients use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attngen.tools.explain.schedule import ScheduleExplanation
 
 
 def derivatives(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what the score is differentiated by, ``s`` first, and the derivative; then the same of the sink."""
+    """Yield each name that the score is differentiated by, ``s`` first, and the derivative; then those of the sink."""
     score, sink = plan.variant.score, plan.variant.sink
     yield "s", "1.0" if score is None else canonical(differentiate(score, "s"))
     for name, expression in (("", score), ("sink by ", sink)):
@@ -64,7 +64,7 @@ DOES = {
 
 @dataclass(frozen=True, slots=True)
 class BackwardExplanation(ScheduleExplanation):
-    """What a backward of kernels that the compiler lays out tells of a plan."""
+    """The explanation of a backward in Triton, whose compiler lays out the kernels."""
 
     def launch(self, launch: Launch) -> list[str]:
         """Return lines on one launch: what it does, and what the memory of one that multiplies holds."""

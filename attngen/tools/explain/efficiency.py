@@ -1,4 +1,4 @@
-"""Tile efficiency of a plan: how much of the work in the tiles that its kernel visits is asked for."""
+"""Tile efficiency of a plan: which share of the pairs in the tiles that its kernel visits is visible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attngen.tools.explain.assumed import Assumed, assume, read_by
 from attngen.tools.explain.visits import Visits, visits
 from attngen.tools.values import Number
 
-#: What an integer scalar is taken to be that has neither a default nor a given value: a window, a chunk, a width.
+#: The assumed value of an integer scalar with neither a default nor a given value: a window, a chunk, a width.
 _ASSUMED = 256
 
 

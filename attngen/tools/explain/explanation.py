@@ -66,8 +66,8 @@ class Band:
 class PlanExplanation:
     """A plan, its bands, and its tile efficiency. ``visits`` is empty where torch is not installed.
 
-    ``queries`` are the bands of a backward's kernel for dK and dV: which queries some and all keys of a tile are seen
-    by.
+    ``queries`` are the bands of a backward's kernel for dK and dV: which queries see some key of a tile, and which see
+    all.
     """
 
     plan: Plan
@@ -80,14 +80,14 @@ class PlanExplanation:
     visits: tuple[Visits, ...] = ()
     queries: tuple[tuple[Band, ...], tuple[Band, ...]] = ((), ())
     gradients: GradientFloors | None = None  # of Hopper backwards in 16 bits
-    tensors: Mapping[str, str] = field(default_factory=dict)  # what those that the mask reads were taken to hold
+    tensors: Mapping[str, str] = field(default_factory=dict)  # what those that the mask reads were assumed to hold
     assumed: tuple[str, ...] = ()  # scalars that were neither given nor have a default
     seed: int = 0
     predicted: tuple[tuple[int, float], ...] = ()  # queries and keys, and the microseconds of a call
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block, in bytes: operands, and all that the plan of a CUDA kernel lists beside them."""
+        """Shared memory of a block, in bytes: operands, and all that the plan of a CUDA kernel lists besides them."""
         return self.plan.structure.shared_bytes or self.memory.total
 
     def to_dict(self) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def explain_spec(
     files: Mapping[str, Path] | None = None,
     seed: int = 0,
 ) -> list[PlanExplanation]:
-    """Explain the kernels of a spec, or those whose name contains ``kernel``, but for those that are no attention.
+    """Explain the attention kernels of a spec, or those of them whose name contains ``kernel``.
 
     ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``, and ``files`` tensors to
     files of their values (see ``tensor_files.read_tensor``); others hold random values by ``seed`` (see ``assumed``).
@@ -326,7 +326,7 @@ def _tensors(plans: Sequence[Plan], files: Mapping[str, Path]) -> dict[str, torc
 
 
 class _Measured:
-    """Tile efficiencies; kernels that differ in what does not matter for them share one."""
+    """Tile efficiencies; kernels that differ only in what does not affect them share one."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class _Measured:
         tensors: Mapping[str, torch.Tensor],
         seed: int,
     ) -> None:
-        """``usual`` are the lengths where neither ``seqlens`` nor a given tensor says one."""
+        """``usual`` are the lengths where neither ``seqlens`` nor a given tensor says any."""
         self._seqlens = seqlens
         self._usual = usual
         self._given = given
@@ -375,7 +375,7 @@ class _Measured:
         return {name: tensor for name, tensor in self._tensors.items() if name in declared}
 
     def _lengths(self, variant: Variant) -> Sequence[int]:
-        """Return the lengths to look at; CallError where a given tensor is made for another one."""
+        """Return the lengths to look at; CallError where a given tensor is for another one."""
         from attngen.tools.explain.efficiency import length_of
 
         made_for = length_of(variant, self._of_variant(variant))

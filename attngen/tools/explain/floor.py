@@ -12,9 +12,9 @@ from attngen.plan.model import Plan
 
 @dataclass(frozen=True, slots=True)
 class HeadFloor:
-    """Floor of one head among many: steps of its consumers, their clocks on one multiprocessor, and the whole chip's.
+    """The floor of one head among many: steps of its consumers, their clocks on one multiprocessor, time on the chip.
 
-    ``tflops`` counts what the mask lets through, and is reached in ``us`` microseconds at the highest clock rate.
+    ``tflops`` counts visible pairs; ``us`` is in microseconds at the highest clock rate.
     """
 
     seqlen: int
@@ -53,7 +53,7 @@ def floor_dict(low: Floor, heads: Sequence[HeadFloor]) -> dict[str, Any]:
 
 
 def floor_lines(plan: Plan, low: Floor, heads: Sequence[HeadFloor]) -> Iterator[str]:
-    """Yield the arithmetic of a floor, what binds, and heads."""
+    """Yield the arithmetic of a floor, the bound, and the floors of heads."""
     detail = {
         "products": f"QK {_product(low.qk)}; PV {_product(low.pv)}",
         "exponentials": f"{ROWS} x {plan.tile_n} at {EXPONENTIALS.value} per clock",

@@ -27,8 +27,8 @@ _COUNTED = (3, 2)
 
 @dataclass(frozen=True, slots=True)
 class HeadGradientFloor:
-    """Floor of the backward of one head among many: steps of each kernel, clocks of one multiprocessor, microseconds of
-    the whole chip, and the speed that this is by the five products of the pairs that the mask lets through."""
+    """The floor of the backward of one head among many: steps of each kernel, clocks of one multiprocessor,
+    microseconds of the whole chip, and TFLOP/s by the five products of visible pairs."""
 
     seqlen: int
     steps: Mapping[str, int]
@@ -77,7 +77,7 @@ class GradientFloors:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the arithmetic of each floor, what binds, and heads."""
+        """Yield the arithmetic of each floor, the bound, and the floors of heads."""
         for low in self.kernels:
             m, n = low.launch.tile_m, low.launch.tile_n
             by_qk, by_v = low.products

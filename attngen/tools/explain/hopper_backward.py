@@ -24,7 +24,7 @@ _OVERLAPS = {
 
 @dataclass(frozen=True, slots=True)
 class BlockExplanation(ScheduleExplanation):
-    """What the Hopper backward by single blocks tells of a plan."""
+    """The explanation of a Hopper backward by single blocks."""
 
     more: ClassVar[dict[str, str]] = {
         "preprocess": "; clears the dQ accumulator",
@@ -64,13 +64,13 @@ class BlockExplanation(ScheduleExplanation):
         return f"{self.roles.registers_of(role)} registers a thread"
 
     def of_dout(self) -> str:
-        """Say what a stage of dO holds, where it is no whole tile."""
+        """Say what a stage of dO holds, where it is not a whole tile."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterExplanation(BlockExplanation):
-    """What the Hopper backward by clusters tells of a plan."""
+    """The explanation of a Hopper backward by clusters."""
 
     more: ClassVar[dict[str, str]] = {**BlockExplanation.more, "dqkv": "; adds dQ to the dQ accumulator"}
 

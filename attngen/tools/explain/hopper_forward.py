@@ -35,7 +35,7 @@ class Registers:
 
 @dataclass(frozen=True, slots=True)
 class HopperExplanation(ScheduleExplanation):
-    """What the Hopper forwards, with warp roles and without, tell of a plan."""
+    """The explanation of a Hopper forward, with warp roles or without."""
 
     @property
     def hopper(self) -> HopperForward:
@@ -151,7 +151,7 @@ class HopperExplanation(ScheduleExplanation):
 
 
 def explain(plan: Plan, pipes: Pipes | None) -> HopperExplanation:
-    """Return what the schedule tells of a plan."""
+    """Return the explanation of a plan."""
     return HopperExplanation(plan, pipes, floor(plan))
 
 
@@ -199,7 +199,7 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
     if hopper.transposes:
         turning = first["transposers"]
         yield f"producer: warp {scheduler} schedules tiles of work and loads Q; {loader} loads K and V, all by TMA"
-        yield f"warps {turning} and {turning + 1} transpose V, since products of 8 bits take keys along the rows alone"
+        yield f"warps {turning} and {turning + 1} transpose V, since products of 8 bits take keys along the rows only"
     else:
         of_q = first["query_loader"]
         loads = f"warp {loader} loads K and V, and {of_q} Q"
@@ -219,7 +219,7 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
 
 #: Of kernels in 8 bits: docs/fp8.md, "Errors".
 _ERROR = (
-    "P is rounded to 8 bits: for normal numbers the output is off by 2.6 % of its root mean square, beside what "
+    "P is rounded to 8 bits: for normal numbers the output is off by 2.6 % of its root mean square, besides what "
     "rounding q, k and v did",
     "products are added up with about 13 bits: log-sum-exps are off by up to 0.004",
 )

@@ -15,7 +15,7 @@ from attngen.errors import CallError, LoadError
 #: Most characters across and down.
 WIDTH, HEIGHT = 64, 32
 
-#: Of a cell: no pair is seen, some, all.
+#: The character of a cell of which no pair is seen, some are, all are.
 GLYPHS = "·▒█"
 
 

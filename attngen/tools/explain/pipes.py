@@ -11,7 +11,7 @@ from attngen.plan.pipes import Pipes, Ring
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Barriers in shared memory (``count`` of them) or, if ``named``, of the hardware's."""
+    """Barriers in shared memory (``count`` of them) or, if ``named``, named barriers of the hardware."""
 
     name: str
     count: int

@@ -15,7 +15,7 @@ from attngen.tools.build.pipeline import plans as plans_of
 
 @dataclass(frozen=True, slots=True)
 class QuantizeExplanation:
-    """A plan, and what is to be said of it."""
+    """The plan of a kernel that quantizes, and what its explanation says."""
 
     plan: Plan
 

@@ -1,4 +1,4 @@
-"""What ``attngen explain`` asks of a schedule, beside what it says of any plan."""
+"""What ``attngen explain`` says about a schedule, besides what it says about any plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attngen.tools.explain.floor import HeadFloor, floor_lines
 
 @dataclass(frozen=True, slots=True)
 class ScheduleExplanation:
-    """The answers of a schedule that has nothing to tell of its own; one that has names a subclass in its ``Schedule``.
+    """The explanation of a schedule that adds nothing; one that does names a subclass in its ``Schedule``.
 
     ``floor`` is that of a step, and ``heads`` those of heads of some lengths, where the rates of the chip are known.
     """
@@ -58,7 +58,7 @@ class ScheduleExplanation:
 
 
 def explanation_of(plan: Plan) -> ScheduleExplanation:
-    """Return what a plan's schedule tells of it."""
+    """Return the explanation of a plan by its schedule."""
     schedule = named(plan.schedule)
     found: ScheduleExplanation = resolve_name(schedule.explanation)(
         plan, schedule.pipes(plan) if schedule.pipes else None

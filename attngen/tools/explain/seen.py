@@ -1,4 +1,4 @@
-"""What the queries of a variant see, for given sizes and given values: every pair is looked at, and none made up."""
+"""What the queries of a variant see, for given sizes and given values: every pair is evaluated, nothing assumed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SeenKeys:
             lines += [f"  {label if n == 0 else 'or':16s} {band}" for n, band in enumerate(found)]
             lines += [] if found else [f"  {label:16s} no key for certain"]
         if not self.exact:
-            lines.append("  the mask says more than bands can: single tiles are looked at")
+            lines.append("  bands cannot express all of the mask: tiles are classified one by one")
         if self.counted is None:
             lines.append(f"  how many that are depends on what was not given: {', '.join(self.missing)}")
             return "\n".join(lines)
@@ -130,7 +130,7 @@ def _sizes(sizes: Any) -> tuple[int, int, int, int]:
 
 
 def _of_mask(variant: Variant, given: Any) -> Variant:
-    """Return the part of a variant that its mask reads, with what was ``given``, and what bounds of these name."""
+    """Return the part of a variant that its mask reads, what was ``given``, and what their bounds name."""
     variables, loaded = variant.uses(variant.mask)
     scalars = [s for s in variant.scalars if s.name in variables or s.name in given or s.const is not None]
     tensors = [t for t in variant.tensors if t.name in loaded or t.name in given]
@@ -143,7 +143,7 @@ def _of_mask(variant: Variant, given: Any) -> Variant:
 def _bound(
     variant: Variant, sizes: tuple[int, int, int, int], kv_heads: int | None, arguments: Mapping[str, Any]
 ) -> Call:
-    """Return a call of these sizes whose arguments are checked, also for what their values were declared to be."""
+    """Return a call of these sizes whose arguments are checked, their values against the declarations, too."""
     batch, heads, queries, keys = sizes
     device = next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu"))
     row = torch.zeros(8, device=device)

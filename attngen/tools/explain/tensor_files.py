@@ -1,4 +1,4 @@
-"""Tensors of the user's own for ``attngen explain``: read from files, and held to what the variant declares."""
+"""The user's own tensors for ``attngen explain``: read from files, and checked against what the variant declares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How many KV tiles each query tile visits, from the bands and classes that the kernel's loops are made of.
+"""How many KV tiles each query tile visits, from the bands and classes that the kernel's loops use.
 
-Memory is bounded whatever the length: masks are evaluated in blocks of queries and keys. So is the work: of a sequence
-that would take too long, some query tiles stand for all.
+Memory is bounded whatever the length: masks are evaluated in blocks of queries and keys. So is the work: in a sequence
+that would take too long, a sample of the query tiles stands for all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attngen.tools.explain.assumed import extents_of
 #: Bytes that the values of one block of pairs, of all nodes of an expression, may take together.
 _BLOCK_BYTES = 2**26
 
-#: Nodes times pairs that are evaluated at most: some seconds on one core.
+#: The most nodes times pairs that are evaluated: some seconds on one core.
 _WORK = 2**29
 
 #: Its multiples are spread evenly over [0, 1), without a period.
@@ -37,13 +37,13 @@ _GOLDEN = (5**0.5 - 1) / 2
 #: Nodes that a read along one axis counts for.
 _LOAD = 8
 
-#: What an element of a block takes at most, in bytes.
+#: The most bytes that an element of a block takes.
 _ELEMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """What one head of one sequence of ``seqlen`` queries and keys takes, in pairs of a query and a key.
+    """What a kernel visits for one head of one sequence of ``seqlen`` queries and keys, in tiles and in pairs.
 
     ``full`` and ``partial`` count tiles that a block loads; a ragged last tile counts as partial. In a CUDA kernel each
     consumer takes a step for a tile, of ``step_pairs``, unless it skips it; elsewhere a tile is one step.
@@ -66,7 +66,7 @@ class Visits:
 
     @property
     def efficiency(self) -> float:
-        """Visible pairs by pairs that are multiplied; 1 where nothing is visible and nothing multiplied."""
+        """Visible pairs over pairs that are multiplied; 1 where nothing is visible and nothing multiplied."""
         multiplied = self.steps * self.step_pairs
         return self.visible_pairs / multiplied if multiplied else 1.0
 
@@ -74,8 +74,8 @@ class Visits:
 def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
     """Count the tiles that a plan's kernel visits in head 0 of sequence 0.
 
-    ``arguments`` are scalars as a call passes them, and tensors, or what is read as they are (``assumed.Assumed``).
-    A kernel that packs the heads of a group is taken to have one head in each: with more, tiles hold fewer queries.
+    ``arguments`` are scalars as a call passes them, and tensors, or what is read like them (``assumed.Assumed``). A
+    kernel that packs the heads of a group is assumed to have groups of one head: with more, tiles hold fewer queries.
     """
     tiles = -(-seqlen // plan.tile_m)
     some = _sample(tiles, plan.tile_m * seqlen * _cost(plan.variant.mask))
@@ -108,7 +108,7 @@ def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
 def _sample(tiles: int, work: int) -> Tensor:
     """Return the query tiles to look at: all of them, or as many as the work of one allows.
 
-    Each is of another part of the sequence, at a place within its part that varies, since masks have periods.
+    Each is from another part of the sequence, at a varying place within its part, since masks have periods.
     """
     count = min(tiles, max(_WORK // work, 1))
     if count == tiles:
@@ -118,7 +118,7 @@ def _sample(tiles: int, work: int) -> Tensor:
 
 
 def _nodes(expr: Expr) -> set[Expr]:
-    """Return the different nodes of an expression."""
+    """Return the distinct nodes of an expression."""
     found = {expr}
     open_ = [expr]
     while open_:
@@ -134,7 +134,7 @@ def _cost(expr: Expr) -> int:
 
 
 def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor) -> int:
-    """Count the tiles that consumers multiply where each passes over what its own rows do not see."""
+    """Count the tiles that consumers multiply where each skips what its own rows do not see."""
     consumers = plan.structure.consumers
     loaded = _Grid(plan, seqlen, arguments, first).loaded()
     starts = first[:, None] + ROWS * torch.arange(consumers)
@@ -149,10 +149,10 @@ def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any], first
 
 
 def _steps_of(seen: Sequence[bool], stages: int) -> int:
-    """Return the tiles that a consumer multiplies, of those of its block in the order in which they come.
+    """Return how many tiles a consumer multiplies, of those of its block in the order in which they come.
 
-    It passes over any number before the first that it sees, and then over at most ``stages - 1`` in a row, since it
-    holds a tile of V. One that sees none at all multiplies all of them, under the mask.
+    It skips any number before the first that it sees, and then at most ``stages - 1`` in a row, since it holds a tile
+    of V. One that sees none at all multiplies all of them, under the mask.
     """
     if True not in seen:
         return len(seen)
@@ -259,7 +259,7 @@ class _Grid:
         return int((inside & must).sum()), int((inside & may & ~must).sum()) + self.ragged()
 
     def _classes(self, expr: Expr, first: Tensor) -> Tensor:
-        """Return a condition on tiles, which begin at keys ``first``, for each query tile: (q_tiles, kv_tiles)."""
+        """Return a condition on tiles, which start at keys ``first``, for each query tile: (q_tiles, kv_tiles)."""
         height = max(_BLOCK_BYTES // (_ELEMENT * _cost(expr) * max(first.shape[1], 1)), 1)
         found = []
         for start in range(0, self._tiles, height):

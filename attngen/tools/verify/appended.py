@@ -1,4 +1,4 @@
-"""Kernels that append to caches, beside plain torch: the same bits in what they write, and nothing else changed."""
+"""Kernels that append to caches, compared with plain torch: the same bits written, and nothing else changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KV_HEADS, _HEADS, _POSITIONS = 2, 6, 512
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A kind of call. ``share`` of each row is rotated, 0 for no rotation."""
+    """A kind of call. ``share`` is the part of each row that is rotated, 0 for no rotation."""
 
     place: str
     page_layout: str
@@ -87,7 +87,7 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
         apart = (ours.float() - wanted.float())[both].abs()
         errors.append(float(apart.max()) if bool(both.any()) else 0.0)
         if not torch.equal(_bits(ours), _bits(wanted)):
-            wrong.append(f"{name} has other bits than plain torch gives")
+            wrong.append(f"{name} has other bits than plain torch's")
     largest = math.inf if any(map(math.isnan, errors)) else max(errors)
     return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
 
@@ -119,7 +119,7 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Appen
     if case.place == "pages":
         order = torch.randperm(entries, generator=generator).int().to(device)
         table = order[: batch * (_ROWS // _PAGE_SIZE)].view(batch, -1)
-        table[1] = entries  # no page of the cache
+        table[1] = entries  # not a page of the cache
     elif case.place == "slots":
         slots = torch.randperm(entries * rows, generator=generator)[:tokens].to(device)
         slots[:2] = torch.tensor([-1, entries * rows], device=device)

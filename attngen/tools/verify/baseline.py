@@ -1,7 +1,7 @@
-"""What others compute on the same inputs in the same dtype: the yardsticks of a kernel's error.
+"""What others compute on the same inputs in the same dtype: the yardsticks for a kernel's error.
 
-``plain`` rounds after every step, as PyTorch does. ``fused`` rounds where a fused kernel of a score of one's own does:
-logits stay in float32, and probabilities are rounded beside a reference of their row.
+``plain`` rounds after every step, as PyTorch does. ``fused`` rounds where a fused kernel with a custom score does:
+logits stay in float32, and probabilities are rounded relative to a reference of their row.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _attend(
     return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
 
 
-#: Where P is rounded to 8 bits, the largest becomes about this: e4m3 ends at 448.
+#: The largest P becomes about this before it is rounded to 8 bits: e4m3 ends at 448.
 _LARGEST_OF_BYTES = 2.0**7
 
 
@@ -100,7 +100,7 @@ def _in_few_bits(weights: Tensor, probabilities: torch.dtype | None) -> Tensor:
     return (weights * _LARGEST_OF_BYTES).to(torch.float8_e4m3fn).to(weights.dtype) / _LARGEST_OF_BYTES
 
 
-#: Relative error of the hardware's tanh (PTX ISA, tanh.approx.f32), which kernels of 16 bits use with ``fast_math``.
+#: Relative error of the hardware's tanh (PTX ISA, tanh.approx.f32), which kernels in 16 bits use with ``fast_math``.
 _TANH_ERROR = 2.0**-11
 
 #: A probability below this is too small to matter, whatever its logit.
@@ -108,7 +108,7 @@ _NEGLIGIBLE = 2.0**-24
 
 
 class _ApproximateTanh(TorchFunctionMode):
-    """Meanwhile, tanh is off by as much as the hardware's: all alike in the first draw, at random in the others."""
+    """Makes tanh as inexact as the hardware's: by the same factor in the first draw, at random in the others."""
 
     def __init__(self, draw: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What a fused kernel's arithmetic gives, and the largest scored logit of a probability that matters."""
+    """Results in a fused kernel's arithmetic, and the largest scored logit of a probability that matters."""
 
     out: Tensor
     lse: Tensor
@@ -186,7 +186,7 @@ def fused_gradients(
     names: Sequence[str],
     draw: int,
 ) -> dict[str, Tensor]:
-    """Return the gradients of a fused backward by q, k, v and the variant's tensors ``names``.
+    """Return the gradients of a fused backward with respect to q, k, v and the variant's tensors ``names``.
 
     ``given`` holds q, k, v, and what the forward stored: out, and lse in float32. Probabilities are recomputed from
     the latter, D is a sum of products with the former, and P and dS are rounded to q's dtype.
@@ -222,7 +222,7 @@ def fused_gradients(
                 sinks = gradients_of((value.expand_as(lse),), learned, (-weight * delta[..., 0],))
         slopes = torch.zeros_like(ds) if found[0] is None else found[0]
         rounded = slopes.nan_to_num(nan=0.0).to(dtype).float()
-        # whatever the derivative of the score leaves of the scale is a factor of the finished products
+        # what the derivative of the score leaves of the scale is a factor of the finished products
         parts = {
             "q": rounded @ one.k,
             "k": rounded.transpose(1, 2) @ one.q,
@@ -267,9 +267,9 @@ def gradients_of(
 def plain_gradients(
     call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the gradients of plain PyTorch by q, k, v and the variant's tensors ``names``, in their dtypes.
+    """Return plain PyTorch's gradients with respect to q, k, v and the variant's tensors ``names``, in their dtypes.
 
-    Rows that see nothing pass none on, but for what their log-sum-exp owes to a sink.
+    Rows that see nothing have none, except through a sink in their log-sum-exp.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in zip("qkv", (q, k, v), strict=True)}
     own = dict(call.tensors) | {name: call.tensors[name].detach().requires_grad_() for name in names}
@@ -295,8 +295,8 @@ def plain_gradients(
 def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return out of ``scaled_dot_product_attention``'s fused kernels under a dense mask.
 
-    None where these cannot serve: with a score, a sink or dropout, of quantized tensors, in float32 (where some round
-    to TF32), off the GPU, or when none of them takes the shapes. Rows that see nothing are undefined.
+    None where these cannot serve: with a score, a sink or dropout, for quantized tensors, in float32 (where some round
+    to TF32), off the GPU, or if none of them takes the shapes. Rows that see nothing are undefined.
     """
     own = call.variant.score is not None or call.variant.sink is not None or call.variant.dropout
     if own or call.descales or q.dtype == torch.float32 or not q.is_cuda:

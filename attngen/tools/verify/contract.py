@@ -1,14 +1,14 @@
 """The numerical contract of a kernel: how far from the float64 reference it may be, and what must be exact.
 
-Check 1: the largest error is at most twice that of plain PyTorch in the same dtype (three times with a score of one's
-own), plus the rounding of the output and of exp2. A score of one's own can make logits so large that plain PyTorch,
-which rounds them to 16 bits, measures nothing or overflows; the arithmetic of a fused kernel is a yardstick beside it,
-there, and for quantized tensors, whose largest probability is a power of two in plain PyTorch and seldom in a kernel.
-In float32 libraries add up in parts, which errs less than one product after the other, as kernels add them: there,
-with a score or without, logits may be rounded by what is usual at their size. Check 2: the root mean
-square error is at most 1.2 times that of SDPA, or of plain PyTorch where SDPA has no kernel; with a score, of all
-yardsticks together. Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN, and a dead row, which sees no
-key, is exactly 0 with a log-sum-exp of exactly −inf, or of its sink.
+Check 1: the largest error is at most twice that of plain PyTorch in the same dtype (three times with a custom score),
+plus the rounding of the output and of exp2. A custom score can make logits so large that plain PyTorch, which rounds
+them to 16 bits, measures nothing or overflows; there, the arithmetic of a fused kernel is a second yardstick. It also
+is for quantized tensors, whose largest probability is a power of two in plain PyTorch and seldom in a kernel. In
+float32, libraries add up in parts, with a smaller error than kernels, which add one product after the other: there,
+with a score or without, logits may have the usual rounding error of their size. Check 2: the root mean square error is
+at most 1.2 times that of SDPA, or of plain PyTorch where SDPA has no kernel; with a score, of all yardsticks together.
+Checks 3 and 4: nothing but dead rows is infinite, nothing is NaN, and a dead row, which sees no key, is exactly 0 with
+a log-sum-exp of exactly −inf, or of its sink.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from attngen.tools.verify.baseline import Fused, fused, plain, sdpa
 MAX_ERROR_FACTOR, SCORED_MAX_ERROR_FACTOR = 2.0, 3.0
 RMSE_FACTOR = 1.2
 
-#: What float32 arithmetic itself is exact to: exp2 is approximate (PTX ISA, ex2.approx.f32: 2 units in the last place).
+#: The accuracy of float32 arithmetic itself: exp2 is approximate (PTX ISA, ex2.approx.f32: 2 units in the last place).
 _FLOAT32_UNIT = 2.0**-23
 
-#: How often a score is computed as fused kernels do, with other roundings each time.
+#: How often a score is computed as in fused kernels, each time with other rounding errors.
 DRAWS = 2
 
-#: Where rounding to the dtype changes a logit by more than this, plain PyTorch is no yardstick.
+#: Where rounding to the dtype changes a logit by more than this, plain PyTorch is not a yardstick.
 _LOGIT_ROUNDING = 1 / 16
 
-#: Relative error of a log-sum-exp that float32 accumulation of exact products, exp2 and log2 explain.
+#: Relative error of a log-sum-exp that float32 accumulation of exact products, exp2 and log2 explains.
 LSE_TOLERANCE = 2e-5
-#: The same of operands of 8 bits, whose products Hopper adds up with about 13 bits after the leading one of the largest
-#: (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+#: The same for operands of 8 bits, whose products Hopper adds up with about 13 bits after the leading one of the
+#: largest (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 QUANTIZED_LSE_TOLERANCE = 2.0**-10
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a call should give, and what the yardsticks gave. Rows of no sequence are not among ``rows``."""
+    """The expected results of a call, and those of the yardsticks. Rows of no sequence are not among ``rows``."""
 
     out: Tensor  # float64
     lse: Tensor  # float64
@@ -89,7 +89,7 @@ def rows_without_keys(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class exact_float32:  # noqa: N801 (reads as a statement)
-    """Plain PyTorch's float32 products round to float32, not to TF32, meanwhile."""
+    """Inside it, plain PyTorch's float32 products round to float32, not to TF32."""
 
     def __enter__(self) -> None:
         self._before = torch.backends.cuda.matmul.allow_tf32
@@ -110,7 +110,7 @@ def _rows(call: Call, lse: Tensor) -> Tensor:
 class Deviation:
     """How one call deviates from the reference. ``wrong`` says in words what no tolerance covers.
 
-    Sums of squares and ``elements`` are kept apart, so that the rmse of a kernel is that of all its calls together.
+    Sums of squares and ``elements`` are kept separately, so that a kernel's rmse is that of all its calls together.
     """
 
     max_error: float
@@ -131,7 +131,7 @@ class Deviation:
 
 
 def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviation:
-    """Compare results with what is expected of a call; those over pages as the rows of all sequences."""
+    """Compare the results of a call with the expected ones; those over pages as the rows of all sequences."""
     by_row = (lambda t: t.transpose(0, 1)) if call.ragged else (lambda t: t.transpose(1, 2))
     dead = wanted.dead
     live = wanted.rows & ~dead
@@ -170,7 +170,7 @@ def largest_logit(draws: Sequence[Fused]) -> float:
 
 
 def measures(draws: Sequence[Fused], dtype: torch.dtype) -> bool:
-    """Whether plain PyTorch is a yardstick: its logits, rounded to the dtype, are still about what they are."""
+    """Whether plain PyTorch is a yardstick: rounding to the dtype changes its logits little."""
     return torch.finfo(dtype).eps / 2 * largest_logit(draws) <= _LOGIT_ROUNDING
 
 
@@ -203,7 +203,7 @@ class Tally:
 
     @property
     def rmse_allowed(self) -> float:
-        """The limit of check 2, and what float32 arithmetic is exact to, which matters to float32 kernels only."""
+        """The limit of check 2, plus the accuracy of float32 arithmetic, which matters for float32 kernels only."""
         return RMSE_FACTOR * self._root_mean("peer_squares") + _FLOAT32_UNIT * self._root_mean("truth_squares")
 
     def _root_mean(self, squares: str) -> float:

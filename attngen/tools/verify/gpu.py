@@ -1,7 +1,7 @@
 """Kernels on the GPU that is here: compiled where the cache lacks them, each pinned, one after the other.
 
-They run in a process of their own. One that a kernel ends, or whose CUDA context it breaks (after an illegal access
-every later call fails), costs that kernel alone: the next one gets a fresh process.
+They run in a process of their own. If a kernel ends it, or breaks its CUDA context (after an illegal access every later
+call fails), only that kernel fails: the next one gets a fresh process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def try_on_gpu(
 ) -> Iterator[Verdict]:
     """Yield a verdict on each kernel: those that this GPU runs, or with ``retargeted`` can be made to run."""
     present = arch_of(gpu.capability)
-    todo: list[tuple[Prepared, Prepared, str | None]] = []  # of the spec, as run, remark
+    todo: list[tuple[Prepared, Prepared, str | None]] = []  # the spec's, the one that runs, a remark
     for kernel in prepared:
         reason = _reason_against(kernel.plan, gpu)
         if reason is None:

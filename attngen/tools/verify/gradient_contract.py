@@ -1,10 +1,10 @@
 """The numerical contract of a backward kernel: its gradients against autograd of the float64 reference.
 
 Checks 1 and 2 with the factor of gradients: the largest error is at most three times that of plain PyTorch's autograd
-in the same dtype, plus the rounding of the result; for a variant's own tensors, twenty times. With a score of one's own
-the arithmetic of a fused backward is a yardstick beside it, as in ``contract``. The root mean square
-error is at most 1.2 times its. Check 5: a row that sees no key has a dQ of exactly 0. Rows of no sequence, and keys
-after the used ones, have gradients of exactly 0.
+in the same dtype, plus the rounding of the result; for a variant's own tensors, twenty times. With a custom score, the
+arithmetic of a fused backward is a second yardstick, as in ``contract``. The root mean square error is at most 1.2
+times that of plain PyTorch. Check 5: a row that sees no key has a dQ of exactly 0. Rows of no sequence, and keys after
+the used ones, have gradients of exactly 0.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from attngen.tools.verify.contract import (
 OWN_MAX_ERROR_FACTOR = 20.0
 
 _FLOAT32_UNIT = 2.0**-23
-#: Of these, how many a gradient may be off in float32: P, dP, D and the product are rounded.
+#: By how many of these a gradient may be off in float32: P, dP, D and the product are rounded.
 _UNITS = 4
-#: And how many per root of the terms that kernels add up one after the other: each of the sums before rounds by half a
-#: unit at most, at random, and they grow as their root. Libraries add up in parts, which errs less.
+#: And by how many more per square root of the number of terms, which kernels add up one after the other: each partial
+#: sum is rounded by half a unit at most, at random, so the errors grow with the root. Libraries add up in parts, with a
+#: smaller error.
 _UNITS_OF_SUMS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedGradients:
-    """What a backward takes and should give, and what plain PyTorch gave: gradients by name, in float64."""
+    """Inputs of a backward, its expected gradients, and those of plain PyTorch: by name, in float64."""
 
     out: Tensor  # of q's dtype, as the forward stores it
     lse: Tensor  # float32
@@ -60,7 +61,7 @@ class ExpectedGradients:
 
 
 def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> ExpectedGradients:
-    """Compute the gradients of random gradients of the results. Raises IndexError as the reference does.
+    """Compute the expected gradients, for random gradients of the results. Raises IndexError as the reference does.
 
     The gradients of dead rows' outputs are large: they must not matter.
     """
@@ -102,11 +103,12 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
 def _row_errors(
     call: Call, leaves: Mapping[str, Tensor], lse: Tensor, dout: Tensor, out: Tensor, stored: Tensor, dead: Tensor
 ) -> dict[str, float]:
-    """Return by how much gradients are off since D is a sum of products with O as ``stored``.
+    """Return the errors of gradients that come from D as a sum of products with O as ``stored``.
 
-    Plain PyTorch sums P dP instead, whose errors cancel those of dP. In 16 bits its own roundings are larger, but where
-    probabilities do not add up to 1, so that D is left of a sum whose terms it rounds alike; and but for few elements,
-    as a sink of one head has, whose error may happen to be small. D enters as the gradient of the log-sum-exp does.
+    Plain PyTorch sums P dP instead, whose errors cancel those of dP. In 16 bits its own rounding errors are larger,
+    except where probabilities do not add up to 1, so that D is left of a sum whose terms it rounds alike, and except
+    for few elements, such as the sink of one head, whose error may happen to be small. D enters like the gradient of
+    the log-sum-exp.
     """
     if dout.dtype == torch.float32:
         size = max(largest(t[torch.isfinite(t)].abs()) for t in (leaves["q"], leaves["k"])) * call.scale
@@ -122,12 +124,12 @@ def _row_errors(
 
 
 def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGradients) -> Deviation:
-    """Compare the gradients of one backward with what is expected; the one nearest to its limit counts."""
+    """Compare the gradients of one backward with the expected ones; the one nearest to its limit counts."""
     results = {"q": buffers.dq, "k": buffers.dk, "v": buffers.dv, **buffers.gradients}
     worst = (0.0, 1.0)
     squares = peer_squares = truth_squares = 0.0
     elements = 0
-    # Probabilities are taken from a log-sum-exp of float32, whose rounding is an error of the exponent.
+    # Probabilities are computed from a float32 log-sum-exp, whose rounding is an error of the exponent.
     exponent = 2 * _FLOAT32_UNIT * largest(wanted.lse[torch.isfinite(wanted.lse)].abs())
     logit = largest_logit(wanted.forwards)
     plain = [wanted.plain] if measures(wanted.forwards, buffers.q.dtype) else []
@@ -166,7 +168,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
 
 
 def _terms(call: Call) -> int:
-    """Return of how many terms the longest sum of a gradient is: keys, or the rows of all heads of a group."""
+    """Return the number of terms in the longest sum of a gradient: keys, or the rows of all heads of a group."""
     group = call.heads // call.kv_heads
     return max((max(group * rows, keys) for rows, keys, *_ in lengths(call)), default=0)
 
@@ -185,7 +187,7 @@ def _inexact(call: Call, results: Mapping[str, Tensor], dead: Tensor) -> tuple[s
 
 
 def _unused_keys(call: Call, device: torch.device) -> Tensor:
-    """Return which rows of k are no key of any sequence, or lie after its used ones."""
+    """Return which rows of k are not a key of any sequence, or come after its used ones."""
     shape = (call.total_k,) if call.layout == "varlen" else (call.batch, call.seqlen_k)
     unused = torch.ones(shape, dtype=torch.bool, device=device)
     for b, (_, keys, _, k_offset) in enumerate(lengths(call)):

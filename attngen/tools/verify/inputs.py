@@ -1,8 +1,9 @@
-"""Random inputs of a call, made from what a variant declares and from nothing else.
+"""Random inputs of a call, made from a variant's declarations and nothing else.
 
 Keys and values after the end of each sequence are NaN: in the padding of a dense tensor, after ``seqused_k``, after the
-last packed sequence, in the rows of a page that a sequence does not fill, and in pages that nobody has. A kernel that
-lets any of it through gives NaN. Entries of a page table after those that a sequence needs are no pages of the cache.
+last packed sequence, in the rows of a page that a sequence does not fill, and in pages of no sequence. A kernel that
+lets any of it through returns NaN. Entries of a page table after those that a sequence needs are not pages of the
+cache.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from attngen.tools.values import arguments_of
 #: Rows of NaN after each sequence of a dense tensor, or after the last packed one.
 _POISONED_ROWS = 24
 
-#: By what normal numbers are multiplied before they are rounded to 8 bits: far below 448, and above its small numbers.
+#: Factor of normal numbers before they are rounded to 8 bits: far below 448, and above the subnormals.
 _QUANTIZED_SCALE = 32.0
 
 #: Pages of a cache that no sequence has.
 _SPARE_PAGES = 3
 
-#: Entries of a page table that are not to be read.
+#: Entries of a page table that must not be read.
 _NO_PAGES = (-1, 2**31 - 1, -(2**31))
 
 
@@ -54,7 +55,7 @@ class Inputs:
     by_token: bool = False  # of keys and values alike, which no call has: those of pages, token by token
 
     def bind(self, variant: Variant) -> Call:
-        """Return the checked call; the log-sum-exp is asked for."""
+        """Return the checked call, which asks for the log-sum-exp."""
         call = self._bind(variant)
         if self.by_token:
             call.descales, call.scale_blocks = dict(self.descales), (1,)
@@ -204,7 +205,7 @@ def _by_token(
 def _in_pages(
     variant: Variant, case: Case, element: Element, device: torch.device | str, seed: int, calm: float
 ) -> Inputs:
-    """Return the inputs of a call over pages in random order, beside those of its sequences packed."""
+    """Return the inputs of a call over pages in random order, and those of its sequences packed."""
     generator = torch.Generator().manual_seed(seed)
     made = arguments_of(variant, case, "paged", generator, calm)
     arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
@@ -296,7 +297,7 @@ def _packed(
 
 
 def _cut(tensor: Tensor, extents: tuple[int, ...], layout: str) -> Tensor:
-    """Return the view that a call is given: what lies after the last row is memory of somebody else."""
+    """Return the view that a call gets: what follows its last row is not the call's memory."""
     return tensor[: sum(extents)] if layout == "varlen" else tensor[:, : max(extents)]
 
 

@@ -40,7 +40,7 @@ def try_interpreted(prepared: Sequence[Prepared], seed: int, jobs: int | None, o
 
 
 def interpretable(kernel: Prepared) -> tuple[str, str | None]:
-    """Return the source that the interpreter runs, and a remark where it is not the very one that is compiled."""
+    """Return the source that the interpreter runs, and a remark where it differs from the compiled one."""
     if "inline_asm" not in kernel.source.text:
         return kernel.source.text, None
     exact = render(replace(kernel.plan, fast_math=False))
@@ -53,7 +53,7 @@ def interpret_one(plan: Plan, text: str, seed: int, last: bool) -> Trial:
     try:
         run = interpreter.Interpreted(plan, text)
     except Exception as error:
-        raise LoadError(f"the source is no valid module: {error}") from error
+        raise LoadError(f"the source is not a valid module: {error}") from error
     if plan.direction == "backward":
         return try_backward(run.kernel, run.differentiate, "cpu", seed, small=True)
     return try_kernel(run.kernel, run, "cpu", seed, small=True)

@@ -68,7 +68,7 @@ class Interpreted:
         self._run_all(call, buffers, {"out": view_of(buffers.out, call)}, {})
 
     def differentiate(self, call: Call, buffers: GradientBuffers) -> None:
-        """Run a backward: its launches, and what comes after them."""
+        """Run a backward: its launches, and what follows them."""
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
         self._run_all(call, buffers, views, {"dlse": buffers.dlse is None})
         finish(call, buffers)
@@ -93,7 +93,7 @@ def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers | Gradient
     match parameter.kind:
         case "pointer":
             tensor = _tensors(geometry, buffers)[str(parameter.of)]
-            # a kernel never follows an address of what is absent
+            # a kernel never reads from the address of an absent tensor
             return torch.zeros(1, dtype=torch.int32) if tensor is None else _bytes(tensor)
         case "descriptor":
             return _descriptor(parameter, geometry, buffers)
@@ -129,7 +129,7 @@ def _descriptor(parameter: Parameter, geometry: Geometry, buffers: Buffers | Gra
 
 
 def _windowed(tensor: torch.Tensor, window: int) -> torch.Tensor:
-    """Return the tensor that a windowed descriptor shows: it begins some rows before the first, which nobody reads."""
+    """Return the tensor that a windowed descriptor shows: it starts some rows before the first, which nothing reads."""
     rows = tensor.dim() - 3
     before = tensor.new_full((*tensor.shape[:rows], window, *tensor.shape[rows + 1 :]), torch.nan)
     longer = torch.cat([before, tensor, tensor.new_full(before.shape, torch.nan)], dim=rows).contiguous()

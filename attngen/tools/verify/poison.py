@@ -1,4 +1,4 @@
-"""Results that start as garbage, between guards that nothing may touch."""
+"""Results that start as garbage, between guards that nothing may write to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Guarded:
 
 @dataclass(frozen=True, slots=True)
 class Poisoned:
-    """The buffers of a call, and the memory that out, lse and the tile map lie in."""
+    """The buffers of a call, and the memory that holds out, lse and the tile map."""
 
     buffers: Buffers
     _memory: Guarded

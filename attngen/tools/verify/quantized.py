@@ -1,4 +1,4 @@
-"""Kernels that quantize, beside plain torch: the same scales and the same 8 bits."""
+"""Kernels that quantize, compared with plain torch: the same scales and the same 8 bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HEADS, _KV_HEADS, _POSITIONS = 6, 2, 4096
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A kind of call. ``share`` of each row is rotated, 0 for no rotation; ``strange``: some numbers are not finite."""
+    """A kind of call. ``share`` is the part of each row that is rotated; ``strange``: some numbers are not finite."""
 
     granularity: str | int
     layout: str
@@ -88,7 +88,7 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
         both = ~(ours.isnan() & theirs.isnan())
         errors.append(float((ours - theirs)[both].abs().max()) if bool(both.any()) else 0.0)
         if not torch.equal(ours[both], theirs[both]):
-            wrong.append(f"{name} has other numbers than plain torch gives")
+            wrong.append(f"{name} has other numbers than plain torch's")
     largest = math.inf if any(map(math.isnan, errors)) else max(errors)
     return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
 

@@ -13,7 +13,7 @@ from attngen.render import render
 from attngen.schema.expand import Backward, Gradient
 from attngen.tools.build.pipeline import Prepared
 
-#: What costs speed only does not matter where a kernel is not meant to be fast.
+#: A kernel planned again only to be verified may be slow.
 _ALLOW = ("serialized_wgmma", "spill")
 
 

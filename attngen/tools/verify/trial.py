@@ -25,7 +25,7 @@ from attngen.tools.verify.poison import poisoned, poisoned_gradients
 Launch = Callable[[Call, Buffers], None]
 GradientLaunch = Callable[[Call, GradientBuffers], None]
 
-#: How far integer tensors without a declared range are narrowed, one after the other, until no index leaves its extent.
+#: How far integer tensors without a declared range are narrowed, step by step, until no index leaves its extent.
 _CALM = (1.0, 0.5, 0.0)
 
 
@@ -34,14 +34,14 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What one case gave: a deviation, or the reason why there is none."""
+    """The result of one case: a deviation, or the reason why there is none."""
 
     case: str
     seed: int
     deviation: Deviation | None = None
     error: str | None = None  # the kernel failed
-    broken: bool = False  # what it left behind is not to be trusted: after a fault, every later call of CUDA fails
-    skipped: str | None = None  # the case is no legal call of this variant
+    broken: bool = False  # the process cannot be used any more: after a fault, every later call of CUDA fails
+    skipped: str | None = None  # the case is not a legal call of this variant
 
     @property
     def ok(self) -> bool:
@@ -64,13 +64,13 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What all cases of a kernel gave."""
+    """The results of all cases of a kernel."""
 
     results: tuple[CaseResult, ...]
 
     @property
     def broken(self) -> bool:
-        """Whether a case broke what later ones would need."""
+        """Whether a case broke the process for later ones."""
         return any(result.broken for result in self.results)
 
     @property
@@ -132,7 +132,7 @@ def _try_gradients(
         return CaseResult(case.name, seed, replace(found, wrong=found.wrong + memory.overrun()))
     except AttngenError as error:
         return CaseResult(case.name, seed, error=str(error))
-    except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
+    except Exception as error:  # anything that a broken kernel makes CUDA or the interpreter raise
         return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}", broken=True)
 
 
@@ -156,7 +156,7 @@ def _try_case(kernel: Kernel, launch: Launch, case: Case, device: torch.device |
         return CaseResult(case.name, seed, replace(found, wrong=found.wrong + memory.overrun()))
     except AttngenError as error:
         return CaseResult(case.name, seed, error=str(error))
-    except Exception as error:  # whatever a broken kernel makes CUDA or the interpreter raise
+    except Exception as error:  # anything that a broken kernel makes CUDA or the interpreter raise
         return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}", broken=True)
 
 

@@ -1,1 +1,1 @@
-"""Decoding, appending and prefill over caches: replays of CUDA graphs, beside libraries that serve."""
+"""Decoding, appending and prefill over caches: replays of CUDA graphs, next to serving libraries."""

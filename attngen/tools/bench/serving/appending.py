@@ -1,4 +1,4 @@
-"""Writing new keys and values into a cache, with rotated queries: calls of ``append_kv``, and what they should give."""
+"""Appending keys and values to a cache, with rotated queries: calls of ``append_kv``, and their expected results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Appending:
         ]  # fmt: skip
 
     def contestant(self, name: str) -> Contestant:
-        """Return the calls, which give the rotated queries."""
+        """Return the calls, whose result is the rotated queries."""
         return Contestant(
             name,
             [
@@ -64,7 +64,7 @@ class Appending:
         )
 
     def error(self, out: Tensor) -> float:
-        """Return how many of the numbers that the last set writes differ from what plain torch gives."""
+        """Return how many of the numbers that the last set writes differ from those of plain torch."""
         call = self.calls[-1]
         caches = call.k_cache, call.v_cache
         theirs = replace(call, k_cache=caches[0].clone(), v_cache=caches[1].clone(), q_out=torch.empty_like(out))

@@ -1,4 +1,4 @@
-"""The cells of the serving suite: problems that a server has, and in which form of cache each of them is run."""
+"""The cells of the serving suite: problems that a server has, and the forms of cache that each of them runs in."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from functools import cached_property
 
 from attngen.formats import APPEND_VARIANT
 
-#: Of all cells.
+#: The same in all cells.
 DTYPE, HEAD_DIM, ELEMENT_BYTES = "bf16", 128, 2
 
 #: Keys that a window shows, and the bound of capped logits.
 WINDOW, SOFTCAP = 1024, 30.0
 
-#: Lengths of the ragged cell: how many, log-uniform between which two.
+#: Lengths of the ragged cell: how many, and the bounds of their log-uniform distribution.
 _RAGGED, _SHORTEST, _LONGEST = 64, 128, 32768
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries at the ends of sequences: ``seqlen_q`` of each, ``lengths`` keys with those of the queries among them."""
+    """Queries at the ends of sequences: ``seqlen_q`` of each, and ``lengths`` keys, including those of the queries."""
 
     heads: int
     kv_heads: int
@@ -71,7 +71,7 @@ class Problem:
         return 4 * HEAD_DIM * self.pairs
 
     def of(self, variant: str) -> Problem:
-        """Return the same for another variant."""
+        """Return the problem with another variant."""
         return replace(self, variant=variant)
 
 
@@ -87,7 +87,7 @@ def ancestors(tokens: int) -> list[list[bool]]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How keys and values lie: dense without ``page_size``, else in pages of that many keys.
+    """How keys and values are stored: dense without ``page_size``, else in pages of that many keys.
 
     ``heads_first``: (batch, kv_heads, seqlen, head_dim), and pages as (pages, kv_heads, page_size, head_dim).
     """
@@ -103,7 +103,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What our kernels run in a cell. ``beside`` names the lane that its time is divided by."""
+    """What our kernels run in a cell. ``beside`` names the lane by whose time its own is divided."""
 
     name: str
     problem: Problem
@@ -121,7 +121,7 @@ class Cell:
 
     @property
     def raced(self) -> tuple[Problem, ...]:
-        """The problems that libraries are raced on; none where ours are compared with one another alone."""
+        """The problems that libraries are raced on; none where ours are only compared with one another."""
         return (
             () if self.group in ("variants", "append_kv") else tuple(dict.fromkeys(lane.problem for lane in self.lanes))
         )
@@ -159,7 +159,7 @@ def _prefill() -> Iterable[Cell]:
 
 
 def _variants() -> Iterable[Cell]:
-    """What a mask or a score costs beside causal attention of its sizes, a window beside as many keys as it shows."""
+    """What a mask or a score costs next to causal attention of its sizes, a window next to as many keys as it shows."""
     for form in (Form(), Form(64)):
         shown, whole = (Problem(32, 8, (length,) * 4) for length in (WINDOW, 131072))
         yield Cell(

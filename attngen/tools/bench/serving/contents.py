@@ -1,4 +1,4 @@
-"""Queries and caches of a problem: one store of random tokens, which each form of cache reads in its own way."""
+"""Queries and caches of a problem: one pool of random tokens, which each form of cache reads in its own way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOM = 256
 
 @dataclass(frozen=True)
 class Pages:
-    """Which pages a sequence has. ``listed`` are those of all sequences in turn, ``starts`` where each begins there.
+    """The pages of each sequence. ``listed`` are those of all sequences in turn, ``starts`` where each starts in it.
 
     ``table`` (batch, max_pages), the others vectors; all int32. ``last`` counts the keys of a sequence's last page.
     """
@@ -55,7 +55,7 @@ class Contents:
 
     @property
     def sets(self) -> int:
-        """How many sets of inputs take turns."""
+        """How many sets of inputs are used in turn."""
         return len(self.queries)
 
     @property
@@ -64,7 +64,7 @@ class Contents:
         return min(self.problem.lengths) == self.room
 
     def cache(self, number: int, form: Form) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a set as a form has them."""
+        """Return keys and values of a set in a form of cache."""
         rows, heads = form.page_size or self.room, self.problem.kv_heads
         shape = (-1, heads, rows, HEAD_DIM) if form.heads_first else (-1, rows, heads, HEAD_DIM)
         return self._keys[number].view(shape), self._values[number].view(shape)
@@ -95,7 +95,7 @@ class Contents:
         return found[0], found[1]
 
     def own(self, variant: str) -> dict[str, Any]:
-        """Return the arguments that a variant has of its own."""
+        """Return the variant's own arguments."""
         problem = self.problem
         if variant == "tree":
             tree = torch.tensor(ancestors(problem.seqlen_q), device=self.device)

@@ -1,4 +1,4 @@
-"""Libraries that serve, as far as they are installed: in which forms of cache each is raced, and how it is called.
+"""Serving libraries, as far as they are installed: the forms of cache that each is raced in, and how it is called.
 
 All that a library lets a program plan before it decodes, such as schedules and splits, is planned outside of the timed
 region.
@@ -21,12 +21,12 @@ from attngen.tools.bench.serving.cells import HEAD_DIM, Form, Problem
 from attngen.tools.bench.serving.contents import Contents
 from attngen.tools.bench.timing import Contestant
 
-#: Bytes that FlashInfer's kernels have for partial results, and for semaphores, which begin as zeros.
+#: Bytes that FlashInfer's kernels get for partial results, and for semaphores, which start as zeros.
 _WORKSPACE, _SEMAPHORES = 512 * 2**20, 8 * 2**20
 
 
 class ServingPeer(Protocol):
-    """A library in the race. It is raced on causal problems alone."""
+    """A library in the race, on causal problems only."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Sdpa:
         return None
 
     def forms(self, problem: Problem) -> Sequence[Form]:
-        """See ``ServingPeer``. Its causal mask begins at the first key."""
+        """See ``ServingPeer``. Its causal mask is aligned at the first key."""
         alike = problem.uniform and problem.seqlen_q in (1, problem.lengths[0])
         return (Form(heads_first=True),) if alike else ()
 
@@ -96,7 +96,7 @@ class Sdpa:
 
 
 class FlashAttention3:
-    """FlashAttention-3: a build of its sources has pages, the wheel ``fa3-fwd`` dense caches alone."""
+    """FlashAttention-3: a build of its sources has pages, the wheel ``fa3-fwd`` only dense caches."""
 
     name = "FlashAttention-3"
     _WITH_PAGES, _WHEEL = "flash_attn_interface", "fa3_fwd_interface"
@@ -266,5 +266,5 @@ def _scratch(device: torch.device, size: int, purpose: str = "") -> Tensor:
 
 
 def missing(peers: Iterable[ServingPeer]) -> dict[str, str]:
-    """Return those that cannot be used here at all, with the reason."""
+    """Return the libraries that cannot be used here at all, with the reasons."""
     return {peer.name: reason for peer in peers if (reason := peer.missing()) is not None}

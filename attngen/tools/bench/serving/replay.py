@@ -1,4 +1,4 @@
-"""Time contestants by replays of CUDA graphs, in rounds of random order: the host is in no figure but its own."""
+"""Time contestants by replays of CUDA graphs, in rounds of random order: the host affects no figure but its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attngen.tools.bench.timing import SAMPLE_MS, SUSTAINED_MS, Clock, Contestan
 #: Milliseconds that a graph takes at least, and the most calls that it holds.
 _GRAPH_MS, _MOST_CALLS = 1.0, 256
 
-#: Calls by which the time of one is estimated, and those that are enqueued to time the host.
+#: How many calls estimate the time of one, and how many are enqueued to time the host.
 _ESTIMATED, _ENQUEUED = 4, 32
 
 #: Takes calls and returns what replays them, and the result of the last one.
@@ -77,7 +77,7 @@ class Track:
         self.intact = True
 
     def output(self) -> Tensor:
-        """Return what the last call of the graph gives for the last set of inputs, after a replay."""
+        """Return the result of the last call of the graph, for the last set of inputs, after a replay."""
         self._poisoned()
         self._replay()
         return self._out()
@@ -128,7 +128,7 @@ class Track:
 def race(tracks: Sequence[Track], rounds: int, order: random.Random) -> list[Replayed]:
     """Time all contestants, each round in another random order. Raises what a replay or a call raises.
 
-    One round more is run before, and not counted: it warms the card up.
+    One more round is run first, and not counted: it warms the card up.
     """
     samples: list[list[float]] = [[] for _ in tracks]
     host: list[list[float]] = [[] for _ in tracks]

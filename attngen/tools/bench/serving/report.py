@@ -1,4 +1,4 @@
-"""What the serving suite found: times, rates, ratios to the best peer and to the lane beside, and all of it as JSON."""
+"""What the serving suite found: times, rates, ratios to the best peer and to another lane, and all of it as JSON."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class ServingRow:
         return min(rivals, key=lambda other: other.microseconds or math.inf, default=None)
 
     def to_peer(self, result: ServingResult) -> float | None:
-        """Return the speed of one of ours by that of the best peer."""
+        """Return the speed of one of ours over that of the best peer."""
         best = self.best_peer(result)
         if result.lane is None or best is None or best.microseconds is None or result.microseconds is None:
             return None
         return best.microseconds / result.microseconds
 
     def to_beside(self, result: ServingResult) -> float | None:
-        """Return the time of one of ours by that of the lane that it is read against."""
+        """Return the time of one of ours over that of the lane that it is compared with."""
         for other in self.results:
             if other.lane is not None and other.lane == result.beside:
                 if other.microseconds is None or result.microseconds is None:
@@ -89,7 +89,7 @@ class ServingRow:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The speed of each lane by that of the best peer, as far as there is one."""
+        """The speed of each lane over that of the best peer, as far as there is one."""
         found = {result.lane: self.to_peer(result) for result in self.results if result.lane is not None}
         return {lane: ratio for lane, ratio in found.items() if ratio is not None}
 

@@ -1,4 +1,4 @@
-"""The serving suite: the kernels of a spec, called as a server calls them, beside the libraries that are installed."""
+"""The serving suite: the kernels of a spec, called as a server calls them, next to the libraries that are installed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def bench_serving(spec: str | Path, options: ServingOptions, observer: Observer)
         for cell in todo:
             report = replace(report, rows=(*report.rows, _measured(course, cell)))
             if not gpu.answers():
-                report = replace(report, stopped=f"the GPU does not answer since {cell.name}")
+                report = replace(report, stopped=f"the GPU has not responded since {cell.name}")
             observer(report, len(todo))
             if report.stopped is not None:
                 break
@@ -162,7 +162,7 @@ def _wanted(prepared: Sequence[Prepared], options: ServingOptions, capability: i
 
 
 def _compiled(wanted: Sequence[Prepared], jobs: int | None, origin: str) -> dict[str, str]:
-    """Compile kernels, make those known that did as the package of their spec, and say what is wrong with others."""
+    """Compile kernels, register those that did as the package of their spec, and return the errors of the others."""
     store = Store()
     built, failed = compile_kernels(list(wanted), store=store, jobs=jobs)
     kernels = [read_kernel(store.path(kernel.key)) for kernel in built.values()]
@@ -197,7 +197,7 @@ def _raced(course: _Course, entered: Sequence[tuple[ServingResult, Track | None]
     racing = [track for _, track in entered if track is not None]
     try:
         timings = iter(race(racing, course.options.rounds, course.order))
-    except Exception as error:  # of whom, nobody can say: nothing of this cell can be trusted
+    except Exception as error:  # it is not known of whom: nothing of this cell can be trusted
         return tuple(
             result if track is None else replace(result, status="failed", reason=_words(error))
             for result, track in entered
@@ -225,7 +225,7 @@ class _Shelf:
         self._oracles: dict[tuple[Problem, Form], Oracle] = {}
 
     def of(self, problem: Problem) -> Contents:
-        """Return the contents of a problem, with as many sets of inputs as the variant needs that asks first."""
+        """Return the contents of a problem, with as many sets of inputs as the first variant that asks needs."""
         alike = problem.of("")
         if alike not in self._found:
             course = self._course
@@ -238,7 +238,7 @@ class _Shelf:
         return next((contents.sets for contents in self._found.values()), None)
 
     def oracle(self, problem: Problem, form: Form) -> Oracle:
-        """Return what knows the outputs of a problem in a form of its cache."""
+        """Return the oracle of a problem in a form of its cache."""
         if (problem, form) not in self._oracles:
             self._oracles[problem, form] = Oracle(self.of(problem), problem, form, self._course.package)
         return self._oracles[problem, form]
@@ -246,7 +246,7 @@ class _Shelf:
 
 @dataclass(frozen=True)
 class _Entered:
-    """A contestant, the kernel of ours that runs, and what tells how far its output is off, and how far it may be."""
+    """A contestant, our kernel that runs, a function that returns the error of its output, and the limit of that."""
 
     contestant: Contestant
     kernel: str | None
@@ -260,7 +260,7 @@ def _theirs(peer: ServingPeer, shelf: _Shelf, problem: Problem, form: Form) -> _
 
 
 def _ours(course: _Course, result: ServingResult, shelf: _Shelf) -> _Entered:
-    """Return the calls of ours, as a program makes them, and the kernel that the dispatcher takes for them."""
+    """Return our calls, as a program makes them, and the kernel that the dispatcher takes for them."""
     problem, form = result.problem, result.form
     if problem.variant == APPEND_VARIANT:
         new = Appending(problem, form, course.device, course.l2_bytes, course.generator)
@@ -308,7 +308,7 @@ def _enter(course: _Course, result: ServingResult, make: Callable[[], _Entered])
 
 
 def _entries(cell: Cell, peers: Sequence[ServingPeer]) -> Iterator[tuple[ServingPeer, Problem, Form]]:
-    """Yield which libraries are raced in a cell: contiguous caches and pages only where ours are raced there, too."""
+    """Yield the libraries that are raced in a cell; contiguous caches and pages only where ours are raced in them."""
     for problem in cell.raced:
         kinds = {lane.form.page_size is None for lane in cell.lanes if lane.problem == problem}
         for peer in peers:
@@ -322,7 +322,7 @@ def _result_of(lane: Lane, package: str) -> ServingResult:
 
 
 def _foreseen(result: ServingResult, variants: frozenset[str]) -> ServingResult:
-    """Return a result as it is known beforehand: unsupported, if the spec has no kernel of its variant."""
+    """Return a result as far as it is known beforehand: unsupported, if the spec has no kernel of its variant."""
     if result.problem.variant in variants:
         return result
     reason = f"no kernel of {result.problem.variant} in {DTYPE} at head_dim {HEAD_DIM} is chosen from the spec"
