@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "explain": "Explain the plan of a spec: tiles, memory, bands, efficiency.",
     "verify": "Compare built kernels with the float64 reference.",
     "bench": "Measure kernels, beside peers if they are installed.",
+    "tune": "Search the best tile, stages and warps for this GPU.",
     "package": "Make a wheel of built kernels.",
     "doctor": "Say what works on this machine and what is missing.",
     "cache": "Show the cache's size, or empty it.",
