@@ -14,9 +14,9 @@ from attngen.formats import VERSION
 if TYPE_CHECKING:
     from attngen import errors, integrations
     from attngen.first_call import jit
+    from attngen.looking import debug
     from attngen.runtime.append import append_kv
     from attngen.runtime.calls import attention, attention_paged, attention_varlen, define_operators
-    from attngen.runtime.debug import debug
     from attngen.runtime.dispatch import explain, tile_map
     from attngen.runtime.merge import merge
     from attngen.runtime.quantize import quantize
@@ -36,7 +36,7 @@ _HOMES = {
     "attention": "attngen.runtime.calls",
     "attention_paged": "attngen.runtime.calls",
     "attention_varlen": "attngen.runtime.calls",
-    "debug": "attngen.runtime.debug",
+    "debug": "attngen.looking",
     "define_operators": "attngen.runtime.calls",
     "errors": None,
     "explain": "attngen.runtime.dispatch",

@@ -24,7 +24,7 @@ class DType:
     torch: str
     triton: str  # as in a Triton signature; also the attribute of triton.language, save for i1/iN/uN/fpN
     triton_language: str
-    cuda: str  # bf16, fp16 and e4m3 are those of templates/cuda/include/types.cuh
+    cuda: str  # bf16, fp16, e4m3 and e5m2 are those of templates/cuda/include/types.cuh
     bytes: int
     kind: str
     mma: str | None = None
@@ -56,6 +56,7 @@ _ROWS = (
     DType("fp16", "float16", "fp16", "float16", "fp16", 2, "float", "f16", "FLOAT16"),
     DType("fp32", "float32", "fp32", "float32", "float", 4, "float", None, "FLOAT32"),
     DType("fp8_e4m3", "float8_e4m3fn", "fp8e4nv", "float8e4nv", "e4m3", 1, "float", "e4m3", "UINT8"),
+    DType("fp8_e5m2", "float8_e5m2", "fp8e5", "float8e5", "e5m2", 1, "float", "e5m2", "UINT8"),
     DType("bool", "bool", "i8", "int8", "unsigned char", 1, "bool"),
     DType("int8", "int8", "i8", "int8", "signed char", 1, "int"),
     DType("uint8", "uint8", "u8", "uint8", "unsigned char", 1, "int"),
@@ -76,8 +77,14 @@ ALIASES: dict[str, str] = {
     "int": "int32",
 }
 
-#: Element types of q, k and v that come with scales, and that of the output beside each.
-QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16"}
+#: Element types of q, k and v that come with scales, and that of the output beside each, unless another is asked for.
+QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
+
+#: What the output of quantized q may be.
+OUT_DTYPES: tuple[str, ...] = ("bf16", "fp16")
+
+#: That of probabilities where v is quantized: they need precision more than range.
+PROBABILITY_DTYPE = "fp8_e4m3"
 
 #: Those of a cache that may stand beside a wider q: a split-KV kernel converts them on the way to its products.
 CACHE_DTYPES: tuple[str, ...] = ("fp8_e4m3",)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -88,7 +89,7 @@ class _Maker:
         self._lock = threading.Lock()
         self._used: list[tuple[Variant, str]] = []  # with the lines that ask for the kernel
 
-    def make(self, request: Request) -> bool:
+    def make(self, request: Request, soon: Request | None = None) -> bool:
         """See ``on_demand.Maker``. Raises NoKernelError, with the reason, for a kernel that cannot be compiled."""
         from attngen.runtime import driver as drivers
         from attngen.runtime.select import arch_of, describe, no_spec_adds
@@ -104,7 +105,10 @@ class _Maker:
             )
         with self._lock:
             try:
-                self._compile(_asked(request, capability))
+                wanted = [_asked(request, capability)]
+                if soon is not None and no_spec_adds(soon, capability) is None:
+                    wanted.append(_asked(soon, capability))
+                self._compile(*wanted)
             except ModuleNotFoundError as error:
                 raise NoKernelError(
                     f"no kernel takes this call: {what}; attngen.jit needs {error.name}, which is not installed: "
@@ -116,8 +120,11 @@ class _Maker:
                 raise NoKernelError(f"no kernel takes this call: {what}; {reason}") from error
         return True
 
-    def _compile(self, asked: KernelSpec) -> None:
-        """Find or compile one kernel in the cache, and add it to the registry; a line says what was compiled."""
+    def _compile(self, asked: KernelSpec, *soon: KernelSpec) -> None:
+        """Find or compile one kernel in the cache, and add it to the registry; a line says what was compiled.
+
+        Those that are needed ``soon`` are compiled at the same time, if they can be.
+        """
         from attngen.plan import plan
         from attngen.render import render
         from attngen.runtime.module import read_kernel
@@ -130,14 +137,19 @@ class _Maker:
         store = Store()
         store.require_trusted()
         planned = plan(asked)
-        prepared = Prepared(asked, planned, render(planned))
-        built, failures = compile_kernels([prepared], store=store, jobs=1)
-        if failures:
-            raise failures[0].error
-        (kernel,) = built.values()
-        registry.add_compiled(read_kernel(store.path(kernel.key), sealed=True))
-        if kernel.origin == "built":
-            print(f"attngen.jit: compiled {kernel.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        prepared = [Prepared(asked, planned, render(planned))]
+        for other in soon:
+            with suppress(AttngenError):  # told when it is asked for
+                following = plan(other)
+                prepared.append(Prepared(other, following, render(following)))
+        built, failures = compile_kernels(prepared, store=store, jobs=len(prepared))
+        for failure in failures:
+            if failure.name == planned.name:
+                raise failure.error
+        for kernel in built.values():
+            registry.add_compiled(read_kernel(store.path(kernel.key), sealed=True))
+            if kernel.origin == "built":
+                print(f"attngen.jit: compiled {kernel.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
     def used(self, request: Request) -> None:
         """See ``on_demand.Maker``."""

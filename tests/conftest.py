@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from attngen.store import limits
+
 _GPU = Path(__file__).parent / "gpu"
 
 
@@ -19,11 +21,14 @@ def _share_cores() -> None:
     """Give each worker, and the processes that it starts, its part of the cores.
 
     Otherwise torch of every worker has a thread for each core, and threads that wait for one another burn most of the
-    time. It reads the variable when it is imported, which is after this file.
+    time. It reads the variable when it is imported, which is after this file. A build has as many processes as it has
+    cores, each of which takes longer to start than most kernels of tests to compile.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+        cores = limits.available_cores
+        limits.available_cores = lambda: max(1, cores() // workers)
+        os.environ.setdefault("OMP_NUM_THREADS", str(limits.available_cores()))
 
 
 _share_cores()

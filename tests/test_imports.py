@@ -25,7 +25,7 @@ LAYERS = (
     {"runtime"},
     {"integrations"},
     {"tools"},
-    {"variants", "first_call"},
+    {"variants", "first_call", "looking"},
     {"packaging"},
     {"commands", "cli"},
 )

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("spec", type=click.Path(path_type=Path))
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
+@click.option("--tuned", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Choices of `attngen tune` for kernels that leave them open.")  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
 @click.option("--render-only", is_flag=True, help="Write the rendered sources instead of compiling them.")
 @click.option(
@@ -35,6 +37,7 @@ def command(
     context: click.Context,
     spec: Path,
     arches: tuple[str, ...],
+    tuned: Path | None,
     jobs: int | None,
     render_only: bool,
     out: Path,
@@ -46,6 +49,8 @@ def command(
     for a kernel that cannot be planned; the others are built all the same.
     """
     if render_only:
+        if tuned is not None:
+            raise click.UsageError("rendered sources are those of the plan's own choices; leave out --tuned")
         from attngen.tools.build.generate import generate
 
         generated = generate(spec, out, arches)
@@ -57,7 +62,7 @@ def command(
     from attngen.tools.build.pipeline import build
 
     with Progress(shown=sys.stderr.isatty()) as progress:
-        report = build(spec, arches=arches, jobs=jobs, observer=progress)
+        report = build(spec, arches=arches, tuned=tuned, jobs=jobs, observer=progress)
     if as_json:
         print_json(report.to_dict())
     else:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 @click.option("--wheel", is_flag=True, help="Make the wheel; so it is without --sdist, too.")
 @click.option("--sdist", is_flag=True, help="Make a source distribution, which compiles where it is installed.")
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
+@click.option("--tuned", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Choices of `attngen tune` for kernels that leave them open.")  # fmt: skip
 @click.option("--version", default="0.1.0", show_default=True, metavar="VERSION", help="Version of the package.")
 @click.option("--max-size", metavar="SIZE", help="Refuse a wheel that takes more, such as '8 MB', and say why it does.")
 @click.option("--platform", "platforms", multiple=True, metavar="TAG",
@@ -39,6 +41,7 @@ def command(
     wheel: bool,
     sdist: bool,
     arches: tuple[str, ...],
+    tuned: Path | None,
     version: str,
     max_size: str | None,
     platforms: tuple[str, ...],
@@ -52,7 +55,7 @@ def command(
     from attngen.packaging.settings import PLATFORMS, check_platforms, size_in_bytes
 
     most = None if max_size is None else size_in_bytes(max_size)
-    choices = Choices(version, arches, check_platforms(platforms) or PLATFORMS, licence)
+    choices = Choices(version, arches, check_platforms(platforms) or PLATFORMS, licence, tuned)
     targets = [name for name, wanted in (("wheel", wheel or not sdist), ("sdist", sdist)) if wanted]
     with Progress(shown=sys.stderr.isatty()) as progress:
         made = package(spec, out, choices, targets=targets, max_size=most, jobs=jobs, observer=progress)

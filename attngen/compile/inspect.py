@@ -7,7 +7,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from attngen.errors import CompileError
@@ -73,6 +73,7 @@ def _run_tool(name: str, *options: str, cubin: bytes) -> str:
     return done.stdout
 
 
+@lru_cache(maxsize=4)  # one kernel's is looked at several times, and nvdisasm takes half a second
 def disassemble(cubin: bytes) -> str:
     """Return the machine code of a cubin as text."""
     return _run_tool("nvdisasm", "--print-code", "--no-dataflow", cubin=cubin)

@@ -10,19 +10,22 @@ place of lists of blocks, so that making a mask costs a trace and no more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha256
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 import attngen
 from attngen.errors import AttngenError, CallError, SpecError
+from attngen.integrations.flex_identity import identity, watch
+from attngen.integrations.flex_paths import NoPathError, follow, paths_of
 from attngen.integrations.flex_trace import refusal, traced
-from attngen.integrations.flex_translate import Translation, Translator
+from attngen.integrations.flex_translate import CONVERTED, Translation, Translator
 from attngen.runtime import calls
 from attngen.runtime.cache import RecentCache
 
@@ -31,19 +34,24 @@ __all__ = ["BlockMask", "and_masks", "create_block_mask", "flex_attention", "noo
 Mod = Callable[..., Any]
 
 _BLOCK_SIZE = 128
+_is_compiling = torch.compiler.is_compiling
 
 
 class Traced:
     """What functions mean: a variant, and the tensors that its calls pass."""
 
-    def __init__(self, mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -> None:
-        """Raises CallError for a function that the language cannot say."""
+    def __init__(
+        self, mask_mod: Mod | None, score_mod: Mod | None, device: torch.device, *, looks: bool = True
+    ) -> None:
+        """Raises CallError for a function that the language cannot say. Unless it ``looks``, nothing depends on what
+        tensors hold that the score_mod alone captures."""
         names = Translation()
         fields: dict[str, Any] = {}
         for kind, field, function in (("mask_mod", "mask", mask_mod), ("score_mod", "score", score_mod)):
             if function is not None:
                 graph = traced(function, kind, device)
-                fields[field] = Translator(function, kind, graph, names).expression()
+                may_look = looks or field == "mask"
+                fields[field] = Translator(function, kind, graph, names, looks=may_look).expression()
         captured = list(names.tensors.values())
         if captured:
             fields["tensors"] = {one.name: one.fields() for one in captured}
@@ -55,79 +63,83 @@ class Traced:
             kind = "score_mod" if mask_mod is None else "mask_mod"
             assert told is not None
             raise refusal(told, kind, " ".join(str(error).split("\n")[0].split())) from error
-        self._captured = captured
+        self.captured = captured
+        self.handle = self.variant.handle
 
     def holds(self) -> bool:
         """Whether all captured tensors are still there; else others may have their identities."""
-        return all(one.find() is not None for one in self._captured)
+        return all(one.find() is not None for one in self.captured)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the arguments of a call."""
-        return {one.name: one.given() for one in self._captured}
+        return {one.name: one.given() for one in self.captured} if self.captured else _NOTHING
 
+
+_NOTHING: dict[str, Tensor] = {}
 
 #: Captured tensors are part of a key by identity and version, and are not kept alive by it.
 _TRACED: RecentCache[Traced] = RecentCache(256)
 
 
+#: What a score_mod meant at its last call without a mask, and what tells whether it still does.
+_LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+
+
+class _Known:
+    """What functions meant at a call, while they are as they were: the next call finds out in about a microsecond."""
+
+    __slots__ = ("_found", "_score", "_watches", "checked")
+
+    def __init__(self, mask_mod: Mod | None, score_mod: Mod | None, found: Traced) -> None:
+        seen = [watch(one) for one in (mask_mod, score_mod) if one is not None]
+        self._watches = None if None in seen else tuple(one for one in seen if one is not None)
+        try:
+            self._score = None if score_mod is None else ref(score_mod)
+        except TypeError:  # something that is no function, and keeps no references
+            self._watches = None
+        self._found = found
+        #: Shapes of query and key, and enable_gqa, of which nothing is left to check.
+        self.checked: tuple[Any, Any, bool] | None = None
+
+    def of(self, score_mod: Mod | None) -> Traced | None:
+        """Return it for a call with this score_mod, or None."""
+        if self._watches is None or score_mod is not (None if self._score is None else self._score()):
+            return None
+        for one in self._watches:
+            if not one.holds():
+                return None
+        return self._found
+
+
+def _last(block_mask: BlockMask | None, score_mod: Mod | None) -> _Known | None:
+    if block_mask is not None:
+        return block_mask.last
+    return _LAST.get(score_mod) if type(score_mod) is FunctionType else None
+
+
+def known(block_mask: BlockMask | None, score_mod: Mod | None, device: torch.device) -> tuple[Traced, _Known]:
+    """Return what a call's functions mean, and where that is kept for the next one."""
+    last = _last(block_mask, score_mod)
+    found = None if last is None else last.of(score_mod)
+    if last is None or found is None:
+        mask_mod = None if block_mask is None else block_mask.mask_mod
+        found = meaning(mask_mod, score_mod, device)
+        last = _Known(mask_mod, score_mod, found)
+        if block_mask is not None:
+            block_mask.last = last
+        elif type(score_mod) is FunctionType:
+            _LAST[score_mod] = last
+    return found, last
+
+
 def meaning(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -> Traced:
     """Return what functions mean. The same code over the same captured values is traced once."""
-    key = (_identity(mask_mod), _identity(score_mod), device.type)
+    key = (identity(mask_mod), identity(score_mod), device.type)
     found = _TRACED[key]
     if found is None or not found.holds():
         found = Traced(mask_mod, score_mod, device)
         _TRACED.put(key, found)
     return found
-
-
-def _identity(value: Any, depth: int = 0) -> Any:
-    """Return what tells one function, or captured value, from another: code and what it captures, not the object."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return "tensor", id(value), value._version, value.requires_grad
-    if depth > 4 or isinstance(value, ModuleType | type):
-        return "object", id(value)
-    if isinstance(value, FunctionType):
-        cells = tuple(_identity(cell.cell_contents, depth + 1) for cell in value.__closure__ or () if _filled(cell))
-        seen = tuple(
-            _identity(value.__globals__[name], depth + 1)
-            for name in _names(value.__code__)
-            if name in value.__globals__ and value.__globals__[name] is not value
-        )
-        given = tuple(_identity(one, depth + 1) for one in value.__defaults__ or ())
-        return value.__code__, cells, seen, given
-    if isinstance(value, MethodType):
-        return "method", _identity(value.__func__, depth + 1), _identity(value.__self__, depth + 1)
-    if isinstance(value, partial):
-        given = tuple(_identity(one, depth + 1) for one in (*value.args, *value.keywords.values()))
-        return "partial", _identity(value.func, depth + 1), given
-    if isinstance(value, tuple | list):
-        return type(value), tuple(_identity(one, depth + 1) for one in value)
-    if isinstance(value, dict):
-        return "dict", tuple((key, _identity(one, depth + 1)) for key, one in value.items())
-    fields = (
-        tuple((key, _identity(one, depth + 1)) for key, one in vars(value).items())
-        if hasattr(value, "__dict__")
-        else ()
-    )
-    return "object", id(value), fields
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function looks up, and those of functions that are written inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  (an empty cell raises)
-    except ValueError:
-        return False
-    return True
 
 
 class BlockMask:
@@ -142,8 +154,13 @@ class BlockMask:
         self.seq_lengths = (seqlen_q, seqlen_k)
         self.BLOCK_SIZE = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
         self._batch, self._heads, self._device, self._theirs = batch, heads, device, None
+        self.last: _Known | None = None  # what it meant at its last call
+        #: What a compiled program takes of it: the name of the variant, and its tensors by name.
+        self.handle: str | None = None
+        self.tensors: dict[str, Tensor] = {}
         if not fallback:
-            meaning(mask_mod, None, device)  # what cannot be said is refused here, not at the first call
+            found = meaning(mask_mod, None, device)  # what cannot be said is refused here, not at the first call
+            self.handle, self.tensors = found.handle, found.tensors()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -210,7 +227,6 @@ def create_block_mask(
     return BlockMask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, fallback=fallback)
 
 
-@torch.compiler.disable
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -234,55 +250,160 @@ def flex_attention(
     torch's FlexAttention with ``fallback``.
     """
     del kernel_options
-    aux = return_aux is not None
-    if aux and getattr(return_aux, "max_scores", False):
-        raise CallError("return_aux asks for max_scores, which no kernel keeps; lse is there")
+    if _is_compiling() and not fallback:
+        return _in_a_program(
+            query, key, value, score_mod, block_mask, scale, enable_gqa=enable_gqa, return_lse=return_lse,
+            return_aux=return_aux,
+        )  # fmt: skip
+    if return_aux is None and not fallback and not query.is_nested:
+        last = _last(block_mask, score_mod) if block_mask is None or type(block_mask) is BlockMask else None
+        if last is not None and last.checked == (query.shape, key.shape, enable_gqa):
+            found = last.of(score_mod)
+            if found is not None:
+                return calls.attention(
+                    query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=return_lse,
+                    **found.tensors(),
+                )  # fmt: skip
+    return _now(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux, fallback)
+
+
+def _now(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, block_mask: BlockMask | None,
+    scale: float | None, enable_gqa: bool, return_lse: bool, return_aux: Any, fallback: bool,
+) -> Any:  # fmt: skip
+    wants_lse = _asked(block_mask, return_lse, return_aux)
+    _check(query, key, block_mask, enable_gqa)
+    try:
+        found, last = known(block_mask, score_mod, query.device)
+        if key.shape[0] == 1 != query.shape[0]:
+            key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+        else:
+            last.checked = query.shape, key.shape, enable_gqa
+        result = calls.attention(
+            query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse,
+            **found.tensors(),
+        )  # fmt: skip
+    except AttngenError:
+        if not fallback:
+            raise
+        return _theirs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
+    return result if return_aux is None else _with_aux(result, wants_lse=wants_lse)
+
+
+def _asked(block_mask: Any, return_lse: bool, return_aux: Any) -> bool:
+    """Return whether the log-sum-exp is asked for. Raises CallError for what is not served."""
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise CallError(
             "block_mask must be made by attngen.integrations.flex_attention.create_block_mask, got "
             f"{type(block_mask).__module__}.{type(block_mask).__name__}"
         )
-    _check(query, key, block_mask, enable_gqa)
-    wants_lse = return_lse or (aux and getattr(return_aux, "lse", False))
-    try:
-        found = meaning(None if block_mask is None else block_mask.mask_mod, score_mod, query.device)
-        tensors = found.tensors()
-        if key.shape[0] == 1 != query.shape[0]:
-            key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-        result = calls.attention(
-            query,
-            key,
-            value,
-            variant=found.variant,
-            softmax_scale=scale,
-            layout="bhsd",
-            return_lse=wants_lse,
-            **tensors,
-        )
-    except AttngenError:
-        if not fallback:
-            raise
-        return _theirs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
-    if not aux:
-        return result
+    if return_aux is None:
+        return return_lse
+    if getattr(return_aux, "max_scores", False):
+        raise CallError("return_aux asks for max_scores, which no kernel keeps; lse is there")
+    return return_lse or bool(getattr(return_aux, "lse", False))
+
+
+def _with_aux(result: Any, *, wants_lse: bool) -> Any:
     from torch.nn.attention.flex_attention import AuxOutput
 
     out, lse = result if wants_lse else (result, None)
     return out, AuxOutput(lse=lse, max_scores=None)
 
 
+def _in_a_program(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, block_mask: BlockMask | None,
+    scale: float | None, *, enable_gqa: bool, return_lse: bool, return_aux: Any,
+) -> Any:  # fmt: skip
+    """The same, traced: what the functions mean is a constant, and all that it depends on is read here.
+
+    A mask means what it meant when it was made. Nothing is taken for granted of what a score_mod's tensors hold. Where
+    the program cannot read what a function captures, its graph breaks.
+    """
+    wants_lse = _asked(block_mask, return_lse, return_aux)
+    _check(query, key, block_mask, enable_gqa)
+    handle, tensors = None if block_mask is None else block_mask.handle, {}
+    if score_mod is not None and _made_inside(score_mod):
+        handle = None
+    elif score_mod is not None or block_mask is None:
+        mask_mod = None if block_mask is None else block_mask.mask_mod
+        handle, entries, numbers = _meaning_at_trace(mask_mod, score_mod, query.device.type)
+        for path, expected in numbers:
+            if follow(score_mod, path) != expected:  # never: reading and comparing makes the guard
+                handle = None
+        of_mask = {} if block_mask is None else block_mask.tensors
+        for name, path, shape, dtype in entries:
+            tensor = of_mask[name] if path is None else follow(score_mod, path)
+            if tuple(tensor.shape) != shape:
+                handle = None
+            if path is not None:
+                tensor = tensor.view(1) if not shape else tensor
+                tensor = tensor if dtype is None else tensor.to(dtype)
+            tensors[name] = tensor
+    elif handle is not None:
+        tensors = block_mask.tensors
+    if handle is None:
+        return _outside_of_the_graph(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux, False
+        )
+    if key.shape[0] == 1 != query.shape[0]:
+        key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+    result = calls.attention(
+        query, key, value, variant=handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse, **tensors
+    )
+    return result if return_aux is None else _with_aux(result, wants_lse=wants_lse)
+
+
+def _made_inside(score_mod: Any) -> bool:
+    """Whether a function was made by the program that is traced, which then has no closure that could be read."""
+    try:
+        (score_mod.func if isinstance(score_mod, partial) else score_mod).__closure__  # noqa: B018
+    except AttributeError:
+        return True
+    return False
+
+
+_outside_of_the_graph = torch.compiler.disable(_now)
+
+
+@torch.compiler.assume_constant_result
+def _meaning_at_trace(
+    mask_mod: Mod | None, score_mod: Mod | None, device: str
+) -> tuple[str | None, tuple[Any, ...], tuple[Any, ...]]:
+    """Return the name of the variant; of each of its tensors the name, the path from the score_mod (None for the
+    mask's), shape, and the dtype that it is converted to; and the numbers that the score_mod reads, by path.
+
+    The name is None where a trace cannot say it: what is wrong is told by the call that then runs.
+    """
+    where = torch.device(device)
+    entries: list[tuple[str, Any, tuple[int, ...], torch.dtype | None]] = []
+    try:
+        paths, numbers = ({}, ()) if score_mod is None else paths_of(score_mod)
+        shared = () if mask_mod is None else meaning(mask_mod, None, where).captured
+        of_mask = {id(one.tensor) for one in shared}
+        found = Traced(mask_mod, score_mod, where, looks=False)
+        for one in found.captured:
+            if id(one.tensor) in of_mask:
+                entries.append((one.name, None, tuple(one.given().shape), None))
+            else:  # what no path leads to was made inside the function
+                path = paths[id(one.tensor)]
+                entries.append((one.name, path, tuple(one.tensor.shape), CONVERTED.get(one.tensor.dtype)))
+    except (AttngenError, NoPathError, KeyError):
+        return None, (), ()
+    return found.handle, tuple(entries), numbers
+
+
 def _check(query: Tensor, key: Tensor, block_mask: BlockMask | None, enable_gqa: bool) -> None:
-    if query.dim() != 4 or key.dim() != 4:
-        raise CallError(f"query must have shape (B, H, L, E), got {tuple(query.shape)} and key {tuple(key.shape)}")
     if query.is_nested or key.is_nested:
         raise CallError("nested tensors are not served; attngen.attention_varlen takes packed sequences")
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise CallError(f"query has {query.shape[1]} heads and key {key.shape[1]}; enable_gqa=True lets them differ")
-    if block_mask is not None and (query.shape[2], key.shape[2]) != block_mask.seq_lengths:
-        queries, keys = block_mask.seq_lengths
-        raise CallError(
-            f"block_mask is for {queries} queries and {keys} keys, but the call has {query.shape[2]} and {key.shape[2]}"
-        )
+    rows, keys = query.shape, key.shape
+    if len(rows) != 4 or len(keys) != 4:
+        raise CallError(f"query must have shape (B, H, L, E), got {tuple(rows)} and key {tuple(keys)}")
+    if not enable_gqa and rows[1] != keys[1]:
+        raise CallError(f"query has {rows[1]} heads and key {keys[1]}; enable_gqa=True lets them differ")
+    if block_mask is not None and (rows[2], keys[2]) != block_mask.seq_lengths:
+        wanted = "{} queries and {} keys".format(*block_mask.seq_lengths)
+        raise CallError(f"block_mask is for {wanted}, but the call has {rows[2]} and {keys[2]}")
 
 
 def _theirs(

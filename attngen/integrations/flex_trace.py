@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attngen.errors import CallError
+from attngen.integrations.flex_effects import Kept, effect_of
 
 
 class _Gathers(TorchFunctionMode):
@@ -82,6 +83,13 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device) -> Gra
 
     Raises CallError, in one sentence with the place, for a function that cannot be traced.
     """
+    effect = effect_of(function)
+    if effect is not None:
+        told, reason, line = effect
+        raise refusal(told, kind, f"{reason}; a function may only compute", line)
+    for name, tensor in captured_tensors(function).values():
+        if tensor.dim() and tensor.device.type != device.type:
+            raise refusal(function, kind, f"the captured tensor '{name}' is on {tensor.device}, the call on {device}")
     indices = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)]
     samples = [torch.ones((), device=device), *indices] if kind == "score_mod" else indices
 
@@ -89,15 +97,30 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device) -> Gra
         with _Gathers(arguments[-1]), _Watch(arguments):
             return function(*arguments)
 
+    kept = Kept(function)
     try:
         with torch.no_grad():
             graph = make_fx(called, tracing_mode="real", record_stack_traces=True)(*samples)
     except Exception as error:
-        raise refusal(function, kind, _reason(error)) from error
+        kept.changed()
+        raise refusal(function, kind, _reason(error), _line_of_error(error, function)) from error
+    changed = kept.changed()
+    if changed is not None:
+        raise refusal(function, kind, f"it changes {changed}, which a trace does once; a function may only compute")
     returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
     if not isinstance(returned, Node):
         raise refusal(function, kind, "it returns no tensor that depends on its arguments")
     return graph
+
+
+def _line_of_error(error: Exception, function: Callable[..., Any]) -> int | None:
+    """Return the line of a function's file at which an error was raised."""
+    code, found, trace = getattr(plain_of(function), "__code__", None), None, error.__traceback__
+    while trace is not None:
+        if code is not None and trace.tb_frame.f_code.co_filename == code.co_filename:
+            found = trace.tb_lineno
+        trace = trace.tb_next
+    return found
 
 
 def _reason(error: Exception) -> str:
@@ -143,14 +166,19 @@ def line_of(node: Node, function: Callable[..., Any]) -> int | None:
 
 
 def captured_names(function: Callable[..., Any]) -> dict[int, str]:
-    """Return what a function calls the tensors that it captures, by their identity: closures, globals, arguments."""
-    found: dict[int, str] = {}
+    """Return what a function calls the tensors that it captures, by their identity."""
+    return {identity: name for identity, (name, _) in captured_tensors(function).items()}
+
+
+def captured_tensors(function: Callable[..., Any]) -> dict[int, tuple[str, Tensor]]:
+    """Return names and tensors that a function captures, by identity: closures, globals, arguments."""
+    found: dict[int, tuple[str, Tensor]] = {}
 
     def look(value: Any, name: str, depth: int = 0) -> None:
         if type(value) is ModuleType or isinstance(value, type):
             return
         if isinstance(value, Tensor):
-            found.setdefault(id(value), name)
+            found.setdefault(id(value), (name, value))
         elif depth < 3 and isinstance(value, tuple | list):
             for given in value:
                 look(given, name, depth)

@@ -45,6 +45,7 @@ class Captured:
     find: Callable[[], Tensor | None]
     monotone: bool = False  # along its last axis
     least: int | None = None
+    as_it_is: bool | None = None  # whether calls pass the tensor itself; None while nobody asked
 
     @property
     def tensor(self) -> Tensor:
@@ -68,9 +69,14 @@ class Captured:
 
     def given(self) -> Tensor:
         """Return what a call passes."""
-        made = self.tensor if self.tensor.dim() else self.tensor.view(1)
-        dtype = CONVERTED.get(made.dtype)
-        return made if dtype is None else made.to(dtype)
+        tensor = self.find()
+        assert tensor is not None, "its function has it"
+        if self.as_it_is is None:
+            self.as_it_is = tensor.dim() > 0 and tensor.dtype not in CONVERTED
+        if self.as_it_is:
+            return tensor
+        made = tensor if tensor.dim() else tensor.view(1)
+        return made.to(CONVERTED.get(made.dtype, made.dtype))
 
 
 @dataclass
@@ -102,8 +108,12 @@ def _legal(name: str) -> str:
 class Translator:
     """Walks a graph, and keeps the text of each node."""
 
-    def __init__(self, function: Callable[..., Any], kind: str, graph: GraphModule, into: Translation) -> None:
-        self._function, self._kind, self._graph, self._into = function, kind, graph, into
+    def __init__(
+        self, function: Callable[..., Any], kind: str, graph: GraphModule, into: Translation, *, looks: bool = True
+    ) -> None:
+        """``looks``: whether what captured tensors hold may decide what it means; if not, nothing is promised of it."""
+        self._function, self._kind, self._graph, self._into, self._looks = function, kind, graph, into, looks
+        self._closed: set[Node] = set()  # tensors that must not be looked at
         self._names = captured_names(function)
         self._text: dict[Node, str] = {}
         self._constants: dict[Node, Tensor] = {}
@@ -119,7 +129,9 @@ class Translator:
             if node.op == "placeholder":
                 self._text[node] = inputs.pop(0)
             elif node.op == "get_attr":
-                self._constants[node] = node.meta["val"] = getattr(self._graph, str(node.target))
+                tensor = self._constants[node] = node.meta["val"] = getattr(self._graph, str(node.target))
+                if not self._looks and id(tensor) in self._names:
+                    self._closed.add(node)
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
@@ -164,7 +176,7 @@ class Translator:
         constant = self._constants[node]
         if constant.numel() != 1:
             raise self._refuse(node, f"a tensor of shape {tuple(constant.shape)} stands where a number belongs")
-        if constant.device.type == "cpu" and not constant.requires_grad:
+        if constant.device.type == "cpu" and not constant.requires_grad and node not in self._closed:
             return self._of(constant.item())
         return f"{self._captured(node).name}[{', '.join(['0'] * max(constant.dim(), 1))}]"
 
@@ -181,6 +193,8 @@ class Translator:
         name = overload.split(".")[1] if overload.startswith("aten.") else overload
         inputs = node.all_input_nodes
         if inputs and name != "index" and all(one in self._constants for one in inputs):
+            if self._closed.intersection(inputs):
+                raise self._refuse(node, "it computes with a captured tensor before it indexes it")
             args, kwargs = map_arg((node.args, node.kwargs), lambda one: self._constants[one])
             assert callable(node.target)
             with torch.no_grad():
@@ -210,7 +224,7 @@ class Translator:
     def _index(self, operand: Any, size: int) -> str:
         """Return an index; one that may be negative counts from the end, as torch's do."""
         text = self._of(operand)
-        if isinstance(operand, Node) and operand in self._constants:
+        if isinstance(operand, Node) and operand in self._constants and operand not in self._closed:
             number = int(self._constants[operand].item())
             return text if number >= 0 else str(number + size)
         return text if self._never_negative(operand) else f"(({text}) + {size} if ({text}) < 0 else ({text}))"
@@ -219,13 +233,15 @@ class Translator:
         if not isinstance(operand, Node):
             return bool(operand >= 0)
         if operand in self._constants:
-            return bool((self._constants[operand] >= 0).all())
+            return operand not in self._closed and bool((self._constants[operand] >= 0).all())
         if operand.op == "placeholder":
             return True
         name = str(operand.target).split(".")[1]
         if name == "index":
             source, _ = self._rows.get(operand.args[0], (operand.args[0], []))
             constant, entry = self._constants[source], self._captured(source)
+            if source in self._closed:
+                return entry.least is not None and entry.least >= 0
             if constant.dtype.is_floating_point or constant.numel() > _MOST or not bool((constant >= 0).all()):
                 return False
             entry.least = entry.least or 0
@@ -248,7 +264,7 @@ class Translator:
         if isinstance(operand, Node) and operand in self._sources:
             (identity,) = self._sources[operand]
             entry = self._into.tensors[identity]
-            if not entry.tensor.dtype.is_floating_point and bool((entry.tensor >= 1).all()):
+            if self._looks and not entry.tensor.dtype.is_floating_point and bool((entry.tensor >= 1).all()):
                 entry.least = 1
         if isinstance(operand, int | float) and operand == 0:
             raise self._refuse(node, "it divides by 0")
@@ -319,7 +335,7 @@ class Translator:
     def _compared(self, node: Node, sign: str) -> str:
         sides = node.args[:2]
         tensors = [self._sources.get(side, frozenset()) for side in sides if isinstance(side, Node)]
-        if len(tensors) == 2 and tensors[0] and tensors[0] == tensors[1]:
+        if self._looks and len(tensors) == 2 and tensors[0] and tensors[0] == tensors[1]:
             (identity,) = tensors[0]
             self._look_for_order(self._into.tensors[identity])
         return f"({self._of(sides[0])} {sign} {self._of(sides[1])})"

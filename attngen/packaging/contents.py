@@ -20,6 +20,7 @@ from attngen.tools.build.pipeline import BuiltKernel, Observer, Prepared, compil
 
 if TYPE_CHECKING:
     from attngen.schema import Spec
+    from attngen.schema.tuned import Tuned
 
 #: Figures of a manifest that differ from one compile to the next, though the kernel does not.
 _PASSING = frozenset({"compile_seconds"})
@@ -41,6 +42,7 @@ def contents_of(
     version: str,
     *,
     arches: Sequence[str] = (),
+    tuned: Tuned | None = None,
     store: Store | None = None,
     jobs: int | None = None,
     observer: Observer | None = None,
@@ -51,7 +53,7 @@ def contents_of(
     PackageError if a kernel does not compile.
     """
     store = store or Store()
-    asked = kernels_of(spec, arches)
+    asked = kernels_of(spec, arches, tuned)
     built, failures = compile_kernels(asked, store=store, jobs=jobs, observer=observer)
     if failures:
         lines = [str(f.error) if i < _FULL_ERRORS else str(f.error).splitlines()[0] for i, f in enumerate(failures)]
@@ -81,9 +83,9 @@ def contents_of(
     return Contents(spec.package, dict(sorted(files.items())))
 
 
-def kernels_of(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
+def kernels_of(spec: Spec, arches: Sequence[str] = (), tuned: Tuned | None = None) -> list[Prepared]:
     """Return the kernels of a spec, planned and rendered. Raises SpecError, and PackageError if there is none."""
-    kernels = prepare(spec, arches)
+    kernels = prepare(spec, arches, tuned=tuned)
     if not kernels:
         raise PackageError(f"{spec.file} asks for no kernel, so there is nothing to package")
     return kernels

@@ -71,6 +71,7 @@ class AttngenHook(BuildHookInterface):
     def _contents(self, settings: Settings) -> list[Contents]:
         """Return the packages of the specs. A name that is taken is refused before anything is compiled."""
         from attngen.schema import load_spec
+        from attngen.schema.tuned import load_tuned
 
         for path in settings.specs:
             if not Path(self.root, path).is_file():
@@ -89,8 +90,10 @@ class AttngenHook(BuildHookInterface):
                 )
             taken[spec.package] = spec.name
         version = self.metadata.version
+        tuned = None if settings.tuned is None else load_tuned(Path(self.root, settings.tuned), name=settings.tuned)
         return [
-            contents_of(spec, version, arches=settings.arches, jobs=self.jobs, observer=self.observer) for spec in specs
+            contents_of(spec, version, arches=settings.arches, tuned=tuned, jobs=self.jobs, observer=self.observer)
+            for spec in specs
         ]
 
     def _clash(self, module: str, taken: dict[str, str]) -> str | None:

@@ -18,34 +18,46 @@ if TYPE_CHECKING:
     from attngen.schema import Spec
 
 
+#: The file of measured choices in a project.
+_TUNED = "tuned.yaml"
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the one who packages decides: version, architectures, platform tags, a licence of their own."""
+    """What the one who packages decides: version, architectures, platform tags, a licence of their own, and a file of
+    measured choices for kernels."""
 
     version: str = "0.1.0"
     arches: tuple[str, ...] = ()
     platforms: tuple[str, ...] = PLATFORMS
     licence: Path | None = None
+    tuned: Path | None = None
 
 
 def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[str, bytes]:
     """Return the files of a project whose wheel is the package of a spec. Nothing is compiled.
 
     ``generator``: the project carries attngen itself, with which other machines build it. Raises SettingError for a
-    version that is none, a licence that cannot be read, and if it is not known what the generator needs.
+    version that is none, a licence that cannot be read, and if it is not known what the generator needs, and SpecError
+    for a wrong file of choices.
     """
     folder = PurePosixPath(spec.name).parent
     spec = replace(spec, name=(folder / Path(spec.file).name).as_posix())  # a link may have a name of its own
     specs = {(folder / name).as_posix(): data for name, data in spec_files(spec).items()}
     licence = {} if choices.licence is None else {"LICENSE": _read(choices.licence)}
+    tuned = {} if choices.tuned is None else {_TUNED: _checked(choices.tuned)}
     view = view_of(spec, kernels_of(spec, choices.arches), _version(choices.version))
     project = fill(
         "pyproject.toml.j2",
         view=view,
-        settings={"arches": _toml(choices.arches), "platforms": _toml(sorted(choices.platforms))},
+        settings={
+            "arches": _toml(choices.arches),
+            "platforms": _toml(sorted(choices.platforms)),
+            "tuned": json.dumps(_TUNED) if tuned else None,
+        },
         requires=_toml(requirements() if generator else []),
         generator=FOLDER,
-        files=_toml([*specs, *([FOLDER] if generator else [])]),
+        files=_toml([*specs, *tuned, *([FOLDER] if generator else [])]),
         licences=_toml(licence),
     )
     return {
@@ -53,8 +65,16 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
         "README.md": fill("readme.md.j2", view=view).encode(),
         **licence,
         **specs,
+        **tuned,
         **(generator_files() if generator else {}),
     }
+
+
+def _checked(tuned: Path) -> bytes:
+    """Return the content of a file of choices."""
+    from attngen.schema.tuned import load_tuned
+
+    return load_tuned(tuned).content
 
 
 def _toml(values: object) -> str:

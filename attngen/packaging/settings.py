@@ -17,17 +17,18 @@ PLATFORMS = ("manylinux_2_17_aarch64", "manylinux_2_17_x86_64")
 _PLATFORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+|any")
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMG]i?B|B)?")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_KEYS = ("specs", "arch", "platforms", "max-size")
+_KEYS = ("specs", "arch", "platforms", "max-size", "tuned")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A checked table. ``specs`` are paths from the project's folder; ``max_size`` is in bytes."""
+    """A checked table. ``specs`` and ``tuned`` are paths from the project's folder; ``max_size`` is in bytes."""
 
     specs: tuple[str, ...]
     arches: tuple[str, ...] = ()
     platforms: tuple[str, ...] = PLATFORMS
     max_size: int | None = None
+    tuned: str | None = None
 
     @property
     def tag(self) -> str:
@@ -47,14 +48,15 @@ class Settings:
         specs = _texts(table, "specs")
         if not specs:
             raise _wrong("specs", 'missing; write the files of your specs, such as ["my_masks.yaml"]')
-        for spec in specs:
-            if spec.startswith("/") or ".." in spec.split("/"):
+        tuned = table.get("tuned")
+        if tuned is not None and not (isinstance(tuned, str) and tuned):
+            raise _wrong("tuned", f"found {tuned!r}; allowed: a file of measured choices")
+        for key, path in (*(("specs", spec) for spec in specs), *([] if tuned is None else [("tuned", tuned)])):
+            if path.startswith("/") or ".." in path.split("/"):
+                raise _wrong(key, f"found {path!r}; allowed: files inside the project, by their path from its folder")
+            if not path.isprintable() or '"' in path or "\\" in path:
                 raise _wrong(
-                    "specs", f"found {spec!r}; allowed: files inside the project, by their path from its folder"
-                )
-            if not spec.isprintable() or '"' in spec or "\\" in spec:
-                raise _wrong(
-                    "specs", f"found {spec!r}; allowed: a path without quotation marks, backslashes, control characters"
+                    key, f"found {path!r}; allowed: a path without quotation marks, backslashes, control characters"
                 )
         arches = _texts(table, "arch")
         for arch in arches:
@@ -66,7 +68,7 @@ class Settings:
             most = None if size is None else size_in_bytes(str(size))
         except SettingError as error:
             raise SettingError(f"pyproject.toml: [tool.attngen]: {error}") from None
-        return cls(specs, arches, platforms, most)
+        return cls(specs, arches, platforms, most, tuned)
 
 
 def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:

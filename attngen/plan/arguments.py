@@ -99,7 +99,8 @@ def descales(plan: Plan) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
     for name in given:
         of_pages = plan.scale_block == PAGE_BLOCK and name != "q_descale"
-        for axis in ("page", "h") if of_pages else ("b", "h", "s") if plan.scale_block > 0 else ("b", "h"):
+        of_tokens = plan.block_scales or (plan.token_scales and name != "v_descale")
+        for axis in ("page", "h") if of_pages else ("b", "h", "s") if of_tokens else ("b", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
 
 
@@ -124,8 +125,9 @@ def tensor_map(
     arrive as zeros.
     """
     columns = box_bytes // plan.operands.of(of).bytes
+    transposed = of == "v" and plan.transposed_v
     paged = plan.key_access == "paged" and of in _OF_KEYS
-    box: tuple[int, ...] = (1, rows, columns) if paged else (rows, 1, columns)
+    box: tuple[int, ...] = (1, rows, columns) if paged or transposed else (rows, 1, columns)
     if window is not None:
         box = (1, *box)
     if paged or not plan.ragged_queries:
@@ -140,6 +142,7 @@ def tensor_map(
         window=window,
         packed=packed,
         paged=paged,
+        transposed=transposed,
     )
 
 

@@ -16,7 +16,7 @@ from attngen.lang.settle import settle
 from attngen.plan.model import Plan, Refused
 from attngen.plan.planner import plan
 from attngen.plan.schedules import backends, named
-from attngen.schema.expand import Backward, KernelSpec
+from attngen.schema.expand import KernelSpec
 
 #: What a compile allows that comes last, if all other choices were slower than they should be.
 _SLOW = ("spill", "serialized_wgmma")
@@ -47,7 +47,7 @@ def next_attempt(spec: KernelSpec, refused: Sequence[Refused]) -> Plan | None:
         if planned.name not in tried:
             return _after(planned, refused)
     slow = [row for row in refused if row.slow is not None]
-    if not slow or len(tried) < len(refused) or _is_tuned(spec):
+    if not slow or len(tried) < len(refused) or spec.fixes_choices:
         return None
     least = min(slow, key=lambda row: row.slow or ())
     planned = next(planned for planned in attempts(spec) if planned.name == least.name)
@@ -84,8 +84,3 @@ def _planned(spec: KernelSpec) -> Plan | None:
         return plan(spec)
     except PlanError:
         return None
-
-
-def _is_tuned(spec: KernelSpec) -> bool:
-    fixed = (spec.tile_m, spec.tile_n, spec.stages, spec.num_warps, spec.roles)
-    return any(value is not None for value in fixed) or spec.backward not in (None, Backward())

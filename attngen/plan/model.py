@@ -33,6 +33,7 @@ class Argument:
     window: int | None = None  # rows of a descriptor through which rows after a sequence's end arrive as zeros
     packed: bool = False  # rows of the box are the heads of a group, then the next position
     paged: bool = False  # a copy brings gcd(rows of the box, page size) rows; the call gives the page size
+    transposed: bool = False  # the fastest axis is that of keys, and rows are columns of the tensor
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest, without the entries that are unset."""
@@ -233,9 +234,11 @@ class Plan:
     ordered: bool = False  # it adds them in a fixed order
     tile_time: float = 0.0  # of a tile of work, relative to other kernels of the same variant; 0: unknown
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
+    transposed_v: bool = False  # keys lie side by side in v
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
+    tuned: str = ""  # where its tile, stages and warps were measured, if the spec left them open and a file had them
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
 
     @property
@@ -252,6 +255,16 @@ class Plan:
     def descaled(self) -> bool:
         """Whether k and v, and maybe q, come with scales."""
         return self.operands.k.name in QUANTIZED_DTYPES
+
+    @property
+    def block_scales(self) -> bool:
+        """Whether blocks of so many tokens have scales of their own."""
+        return self.scale_block > 1
+
+    @property
+    def token_scales(self) -> bool:
+        """Whether each query and each key has a scale of its own."""
+        return self.scale_block == 1
 
     @property
     def scaled_logits(self) -> bool:
@@ -381,6 +394,7 @@ class Plan:
             "section_bytes": self.section_bytes,
             "section_keys": self.section_keys,
             "scale_block": self.scale_block,
+            "transposed_v": self.transposed_v,
             "split_size": self.split_size,
             "section_heads": self.section_heads,
             "allow": list(self.allow),
@@ -395,4 +409,5 @@ class Plan:
             "launches": [launch.to_dict() for launch in self.launches],
             "workspaces": [workspace.to_dict() for workspace in self.workspaces],
             **({"refused": [row.to_dict() for row in self.refused]} if self.refused else {}),
+            **({"tuned": self.tuned} if self.tuned else {}),
         }

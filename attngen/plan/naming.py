@@ -10,9 +10,10 @@ def head_dim_label(head_dim_qk: int, head_dim_v: int) -> str:
     return str(head_dim_qk) if head_dim_qk == head_dim_v else f"{head_dim_qk}x{head_dim_v}"
 
 
-def dtype_label(dtype: str, kv_dtype: str | None) -> str:
-    """Return ``bf16`` or, where k and v have another one, ``bf16_kv_fp8_e4m3``."""
-    return dtype if kv_dtype is None else f"{dtype}_kv_{kv_dtype}"
+def dtype_label(dtype: str, kv_dtype: str | None, out_dtype: str | None = None) -> str:
+    """Return ``bf16`` or, where k and v have another one, ``bf16_kv_fp8_e4m3``; and an output that is not the usual one,
+    as in ``fp8_e4m3_out_fp16``."""
+    return "_".join([dtype, *(["kv", kv_dtype] if kv_dtype else []), *(["out", out_dtype] if out_dtype else [])])
 
 
 def kernel_name(

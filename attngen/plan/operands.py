@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from attngen.dtypes import CACHE_DTYPES, QUANTIZED_DTYPES, REGISTER_BYTES, DType, dtype
+from attngen.dtypes import PROBABILITY_DTYPE, QUANTIZED_DTYPES, REGISTER_BYTES, DType, dtype
 from attngen.schema.expand import KernelSpec
 
 _WARPGROUP_ROWS_PER_THREAD = 2  # 64 rows x n columns over 128 threads: n / 2 elements of each
@@ -42,6 +42,17 @@ class Operands:
             raise ValueError(f"these operands must have one dtype: {listed}")
         return self.of(names[0])
 
+    def alike(self, *names: str) -> bool:
+        """Whether several matrices have one dtype."""
+        return len({self.of(name) for name in names}) == 1
+
+    def bytes_of(self, *names: str) -> int:
+        """Return the bytes of an element of several matrices; ValueError where they differ."""
+        found = {self.of(name).bytes for name in names}
+        if len(found) > 1:
+            raise ValueError(f"elements of {', '.join(names)} must have as many bytes")
+        return found.pop()
+
     def to_dict(self) -> dict[str, str]:
         """Return the JSON form of the manifest: names of dtypes."""
         return {field.name: self.of(field.name).name for field in fields(self)}
@@ -53,9 +64,11 @@ _WIDENED = "fp16"
 
 def operands_of(spec: KernelSpec) -> Operands:
     """Return the dtypes of a spec's kernel; KeyError for one that attngen does not know."""
-    element, out = dtype(spec.dtype), dtype(QUANTIZED_DTYPES.get(spec.dtype, spec.dtype))
-    kv = dtype(spec.kv_dtype or spec.dtype)
-    p = dtype(_WIDENED) if spec.split_kv and kv.name in CACHE_DTYPES else element
+    element, kv = dtype(spec.dtype), dtype(spec.kv_dtype or spec.dtype)
+    out = dtype(spec.out_dtype or QUANTIZED_DTYPES.get(spec.dtype, spec.dtype))
+    p = element
+    if kv.name in QUANTIZED_DTYPES:
+        p = dtype(_WIDENED if spec.split_kv else PROBABILITY_DTYPE)
     return Operands(
         q=element, k=kv, v=kv, p=p, out=out, dout=out, ds=out, dq=out, dk=out, dv=out,
         accumulator=dtype("fp32"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, OUT_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.settle import settle
 from attngen.plan.choices import refuse
@@ -22,12 +22,34 @@ def plan(spec: KernelSpec) -> Plan:
     arch = ARCHES[spec.arch]
     spec = replace(spec, variant=settle(spec.variant))
     kv_dtype = spec.kv_dtype or spec.dtype
-    if spec.kv_dtype is not None and (spec.dtype not in BESIDE_CACHES or kv_dtype not in CACHE_DTYPES):
+    quantized = spec.dtype in QUANTIZED_DTYPES
+    beside = QUANTIZED_DTYPES if quantized else CACHE_DTYPES if spec.dtype in BESIDE_CACHES else ()
+    if spec.kv_dtype is not None and kv_dtype not in beside:
         raise refuse(
             spec, "kv_dtype", f"no kernel mixes q of {spec.dtype} with k and v of {kv_dtype}; allowed: "
-            f"{' or '.join(CACHE_DTYPES)} with dtype {' or '.join(BESIDE_CACHES)}, or leave it out"
+            f"{' or '.join(beside) or f'{CACHE_DTYPES[0]} with dtype {BESIDE_CACHES[0]}'}, or leave it out"
         )  # fmt: skip
-    if spec.kv_dtype is not None and not spec.split_kv and spec.direction == "forward":
+    if spec.out_dtype is not None and not (quantized and spec.direction == "forward"):
+        raise refuse(
+            spec, "out_dtype", f"the output of {spec.dtype} is {spec.dtype}; leave it out, or say 'dtype: fp8_e4m3', "
+            f"whose output may be {' or '.join(OUT_DTYPES)}"
+        )  # fmt: skip
+    if spec.transposed_v and not (
+        quantized and spec.direction == "forward" and spec.layout == "dense" and not spec.split_kv
+    ):
+        raise refuse(
+            spec, "transposed_v", "only forwards of dense q, k and v in 8 bits take v with keys side by side; leave it "
+            "out, or say 'dtype: fp8_e4m3' and 'layout: dense'"
+        )  # fmt: skip
+    if quantized and (spec.split_kv or spec.layout == "paged"):
+        if {spec.dtype, kv_dtype} - set(CACHE_DTYPES):
+            raise refuse(
+                spec, "kv_dtype" if spec.dtype in CACHE_DTYPES else "dtype", f"no kernel reads a cache of {kv_dtype} "
+                f"beside q of {spec.dtype}; allowed: {' or '.join(CACHE_DTYPES)}"
+            )  # fmt: skip
+        if spec.out_dtype is not None:
+            raise refuse(spec, "out_dtype", f"over caches the output of {spec.dtype} is {QUANTIZED_DTYPES[spec.dtype]}")
+    if spec.kv_dtype is not None and not quantized and not spec.split_kv and spec.direction == "forward":
         raise refuse(
             spec, "kv_dtype", "only kernels whose blocks share the keys of a sequence read k and v in fewer bits than "
             "q; allowed: split_kv: true"
@@ -41,8 +63,6 @@ def plan(spec: KernelSpec) -> Plan:
             spec, "descale", "only kernels whose blocks share the keys of a sequence take a scale of each page; "
             "allowed: head, or page with split_kv: true"
         )  # fmt: skip
-    if spec.scale_block == 1:
-        raise refuse(spec, "descale", "no kernel has a scale for each token; allowed: head, 64, 128")
     if spec.backend is None:
         return _fastest(spec, arch)
     return replace(_of_backend(spec, arch), backend_reason="the spec names it")

@@ -19,6 +19,7 @@ class Schedule:
     ``plan`` raises PlanError with field and reason for what the schedule cannot do. ``suits`` says whether a spec asks
     for this structure at all: one that does not suit is passed over without a word. ``alternatives`` yields specs with
     other choices, to be planned one after the other where ptxas does not take those of the first plan.
+    ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
     ``keep_promises`` raises PlanError for what a spec that names no backend must not get: less exact results than
     another backend gives. ``layouts`` are those that it has kernels for; ``split_kv``: blocks share the keys of a
     sequence, so that it serves specs that ask for this, and no others.
@@ -38,6 +39,7 @@ class Schedule:
     plan: Callable[[KernelSpec, Arch], Plan]
     alternatives: Callable[[KernelSpec, Plan], Iterator[KernelSpec]]
     suits: Callable[[KernelSpec], bool] = lambda spec: True
+    tunable: Callable[[KernelSpec, Plan], Iterator[KernelSpec]] = lambda spec, first: iter(())
     keep_promises: Callable[[KernelSpec], None] = lambda spec: None
     templates: Path | None = None
     pipes: Callable[[Plan], Pipes] | None = None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
-from attngen.dtypes import CACHE_DTYPES, QUANTIZED_DTYPES
+from attngen.dtypes import CACHE_DTYPES, OUT_DTYPES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import RNG_STATE
@@ -37,14 +37,26 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION
 
 
 def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
-    """Whether k and v of a dtype may stand beside q of another one: a cache in 8 bits, which products convert."""
-    return ATTENTION_DTYPES.get(kv) in CACHE_DTYPES and ATTENTION_DTYPES.get(q) not in (None, *QUANTIZED_DTYPES)
+    """Whether k and v of a dtype may stand beside q of another one: other 8 bits, or a cache of them, which products
+    convert."""
+    name, of_q = ATTENTION_DTYPES.get(kv), ATTENTION_DTYPES.get(q)
+    beside = QUANTIZED_DTYPES if of_q in QUANTIZED_DTYPES else CACHE_DTYPES
+    return q != kv and name in beside and of_q is not None
 
 
-def out_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the output of a call whose q has ``dtype``: the same, or what goes with a quantized one."""
+def out_dtype_of(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of the output of a call whose q has ``dtype``: the same, or of a quantized one what is asked for,
+    or else what goes with it."""
     name = ATTENTION_DTYPES.get(dtype)
-    return TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
+    return asked or TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
+
+
+def check_out_dtype(q: torch.dtype, asked: Any) -> torch.dtype | None:
+    """Return the dtype of the output that a call asks for. Raises CallError for one that it cannot have."""
+    allowed = [TORCH_DTYPES[name] for name in OUT_DTYPES] if ATTENTION_DTYPES.get(q) in QUANTIZED_DTYPES else [q]
+    if asked is None or asked in allowed:
+        return None if asked is None else allowed[allowed.index(asked)]
+    raise CallError(f"out_dtype must be {' or '.join(map(str, allowed))} with q of {q}, got {asked!r}")
 
 
 LAYOUTS = ("bshd", "bhsd")
@@ -86,6 +98,11 @@ class View:
     def stride(self, axis: str) -> int:
         """Stride along a named axis; 0 for ``b`` in a varlen call."""
         return self.strides[self.axes.index(axis)] if axis in self.axes else 0
+
+    @property
+    def keys_side_by_side(self) -> bool:
+        """Whether neighbours in memory are rows, not columns, as of a tensor that was transposed."""
+        return self.shape[-1] > 1 and self.strides[-1] != 1 and self.stride("s") == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +188,7 @@ class Call:
     num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
     split_size: int = 0  # keys of each; 0: the kernel's choice
     out: View | None = None  # of a result that the caller allocated
+    asked_out: torch.dtype | None = None  # dtype of the output, where q is quantized and the caller names one
     #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks), or
     #: (pages, kv_heads) of k and v.
     descales: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -205,7 +223,7 @@ class Call:
     @property
     def out_dtype(self) -> torch.dtype:
         """The dtype of the output: that of q, or what goes with it if q is quantized."""
-        return out_dtype_of(TORCH_DTYPES[self.dtype])
+        return out_dtype_of(TORCH_DTYPES[self.dtype], self.asked_out)
 
     @property
     def ragged(self) -> bool:
@@ -354,10 +372,16 @@ def check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
             )
         if tensor.device != q.device:
             raise CallError(f"q is on {q.device}, but {name} is on {tensor.device}; all tensors must be on one device")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and not _lies_by_columns(name, tensor):
             raise CallError(
                 f"{name}'s last dimension must be contiguous, got strides {tensor.stride()}; {name}.contiguous() helps"
             )
+
+
+def _lies_by_columns(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is v in 8 bits whose keys lie side by side, as products of 8 bits read them."""
+    quantized = ATTENTION_DTYPES.get(tensor.dtype) in QUANTIZED_DTYPES
+    return name == "v" and quantized and tensor.dim() == 4 and 1 in tensor.stride()[1:3]
 
 
 def common(

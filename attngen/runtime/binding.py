@@ -11,7 +11,7 @@ from attngen.dtypes import DESCALES, HEAD_DIMS, QUANTIZED_DTYPES
 from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
-from attngen.runtime.arguments import ATTENTION_DTYPES, Call, Packing, bind
+from attngen.runtime.arguments import ATTENTION_DTYPES, Call, Packing, bind, check_out_dtype
 from attngen.runtime.descales import check_descales
 from attngen.runtime.given import Given
 from attngen.runtime.paging import Paging, bind_paged
@@ -72,6 +72,7 @@ def bind_call(given: Given) -> tuple[Call, Found]:
         if given.form == "varlen":
             packing = Packing(given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
         call = bind(found.variant, q, k, v, packing, layout=given.layout, **settings)
+        call.asked_out = check_out_dtype(q.dtype, given.out_dtype)
     check_descales(call, {name: getattr(given, name) for name in DESCALES})
     if call.device.type == "cpu":
         debugging.check_lengths(call)
@@ -99,6 +100,7 @@ def _with_needs(error: NoKernelError, q: Any, v: Any, layout: str) -> NoKernelEr
     found = [f"      head_dim: {head_dim}", f"      dtype: {dtype}"]
     found += [f"      kv_dtype: {cache}"] if cache != dtype else []
     found += [f"      layout: {layout}"]
-    found += ["      split_kv: true"] if cache in QUANTIZED_DTYPES and (cache != dtype or layout == "paged") else []
+    wider = dtype not in QUANTIZED_DTYPES
+    found += ["      split_kv: true"] if cache in QUANTIZED_DTYPES and (wider or layout == "paged") else []
     lines = [line for line in str(error).splitlines() if not line.startswith("      head_dim:")]
     return NoKernelError("\n".join([*lines, *found]))

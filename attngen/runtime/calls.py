@@ -31,6 +31,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
@@ -44,11 +45,11 @@ def attention(
     With ``deterministic`` its gradients have the same bits on every run, as under
     ``torch.use_deterministic_algorithms``; the output has them in any case.
 
-    Quantized q, k and v (float8_e4m3fn) come with ``q_descale``, ``k_descale`` and ``v_descale``, positive float32: an
+    Quantized q, k and v (float8_e4m3fn or float8_e5m2; k and v alike, q as they are or the other) come with ``q_descale``, ``k_descale`` and ``v_descale``, positive float32: an
     element stands for itself times its scale. A scale is of shape (), or (batch, kv_heads), where query heads share
     that of their KV head; or each block of 64 or 128 tokens has one, (batch, heads or kv_heads, blocks); or each query
-    and each key, (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k). The output is bfloat16.
-    ``attngen.quantize`` makes such tensors and scales. k and v may be quantized alone, as a cache is: then the output
+    and each key, (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k). The output is bfloat16, or float16 with
+    ``out_dtype=torch.float16``. ``attngen.quantize`` makes such tensors and scales. k and v may be quantized alone, as a cache is: then the output
     has the dtype of q, and scales are of shape () or (batch, kv_heads).
 
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
@@ -65,6 +66,7 @@ def attention(
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
         softmax_scale, return_lse, deterministic, "dense", layout, backend, package, None, None, None, None,
+        out_dtype,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 
@@ -89,6 +91,7 @@ def attention_varlen(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for sequences packed one after the other: q (total_q, heads, head_dim), k and v (total_k, …).
@@ -103,7 +106,7 @@ def attention_varlen(
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments,
         tile_map, variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q,
-        max_seqlen_k, None, None,
+        max_seqlen_k, None, None, out_dtype,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 
@@ -169,7 +172,7 @@ def attention_paged(
     given = make(Given, (
         q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
         None, variant, softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None,
-        num_splits, split_size,
+        num_splits, split_size, None,
     ))  # fmt: skip
     return _traced(given) if is_traced(q) else run(given)
 

@@ -20,7 +20,7 @@ from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
-from attngen.runtime import on_demand
+from attngen.runtime import on_demand, transforms
 from attngen.runtime.addresses import FORWARD, NO_FORWARD
 from attngen.runtime.arguments import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.binding import bind_call, find, require_reference
@@ -36,12 +36,13 @@ from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
-from attngen.runtime.training import asks_for_determinism, attend, carries_tangent
+from attngen.runtime.training import asks_for_determinism, attend, carries_tangent, differentiate
 
 _PREPARED: RecentCache[PreparedCall] = RecentCache(PREPARED_CALLS)
 
 #: Looked up once: every call asks.
 _is_compiling = torch.compiler.is_compiling
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def run(given: Given) -> Any:
@@ -50,6 +51,8 @@ def run(given: Given) -> Any:
     if arguments and DROPOUT_P.name in arguments:
         given = _with_state(given)
         arguments = given.arguments
+    if _transforms_active():
+        return transforms.attend(given, run, differentiate if _on_gpu(q) and backend != "reference" else None)
     if tile_map is not None and not isinstance(tile_map, TileMap):
         raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(tile_map).__name__}")
     if not _on_gpu(q) or backend == "reference" or debugging.active() or not (type(k) in PLAIN and type(v) in PLAIN):
@@ -61,7 +64,7 @@ def run(given: Given) -> Any:
             require_reference(call, backend)
             return _run_reference(call, given)
     if forward_ad._current_level >= 0 and carries_tangent(q, k, v, *arguments.values()):
-        raise CallError("kernels have no forward-mode derivatives; backend='reference' has")
+        return transforms.attend(given, run, differentiate)
     variant, with_lse, shape, strides = given.variant, given.return_lse, q.shape, q.stride()
     learns = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (bool(arguments) and _learns(arguments))
@@ -95,7 +98,7 @@ def run(given: Given) -> Any:
     if prepared is None:
         call, found = bind_call(given)
         call.return_lse = with_lse
-        prepared = _prepare(call, found, addresses, given)
+        prepared = _prepare(call, found, addresses, given, learns=learns)
         _PREPARED.put(identity, prepared)
     if learns:
         return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
@@ -162,13 +165,25 @@ def _choose(found: Found, request: Request) -> tuple[Kernel, Selection]:
     return selection.kernel, selection
 
 
-def _kernel_for(found: Found, request: Request, given: Given) -> Kernel:
-    """Return the kernel for a call, also one that was built since or is made now; or raise NoKernelError."""
+def _backward_of(request: Request, given: Given) -> Request:
+    """Return what the backward of a call will ask for."""
+    ordered = given.deterministic or asks_for_determinism() == 2
+    passed = dict(request.call.scalars)
+    return replace(request, given=passed, backend=None, direction="backward", deterministic=ordered)
+
+
+def _kernel_for(found: Found, request: Request, given: Given, *, learns: bool = False) -> Kernel:
+    """Return the kernel for a call, also one that was built since or is made now, with its backward if the call
+    ``learns``; or raise NoKernelError."""
     variant, package = given.variant, given.package
     try:
         kernel, _ = _choose(found, request)
     except NoKernelError:
-        if not registry.refresh_if_built() and (package is not None or not on_demand.make(request)):
+        soon = None
+        if learns and on_demand.maker is not None:
+            later = _backward_of(request, given)
+            soon = later if select(found.kernels, later, drivers.current()).kernel is None else None
+        if not registry.refresh_if_built() and (package is not None or not on_demand.make(request, soon)):
             raise
         try:
             kernel, _ = _choose(find(variant, package), request)
@@ -180,11 +195,11 @@ def _kernel_for(found: Found, request: Request, given: Given) -> Kernel:
     return kernel
 
 
-def _prepare(call: Call, found: Found, addresses: Sequence[int], given: Given) -> PreparedCall:
+def _prepare(call: Call, found: Found, addresses: Sequence[int], given: Given, *, learns: bool = False) -> PreparedCall:
     """Select a kernel and prepare its launch. Nothing is selected where there is nothing to compute."""
     kernel = None
     if not call.empty:
-        kernel = _kernel_for(found, _request(call, addresses, given), given)
+        kernel = _kernel_for(found, _request(call, addresses, given), given, learns=learns)
     kept = given.variant if isinstance(given.variant, Variant) else None
     return PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call), kept)
 
@@ -300,6 +315,7 @@ def explain(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
@@ -323,7 +339,7 @@ def explain(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits, split_size=split_size,
         variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
-        package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
+        package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
     given = in_rows(_with_state(given, draws=False))
     call, found = bind_call(given)
@@ -335,8 +351,7 @@ def explain(
         return Explanation(call, found, "nothing", "there is no query or no key", direction=direction)
     request = _request(call, _addresses(given), given)
     if direction == "backward":
-        ordered = deterministic or asks_for_determinism() == 2
-        request = replace(request, given=dict(call.scalars), backend=None, direction=direction, deterministic=ordered)
+        request = _backward_of(request, given)
     selection = select(found.kernels, request, drivers.current())
     if selection.kernel is None and package is None and on_demand.maker is not None:
         try:

@@ -56,8 +56,11 @@ def rate_of(call: Call) -> tuple[int, float]:
     return threshold, UNITS / (UNITS - threshold)
 
 
-def kept(call: Call, sequence: int, queries: slice, keys: int) -> Tensor:
+def kept(call: Call, sequence: int, queries: slice | Tensor, keys: int) -> Tensor:
     """Return which pairs of some queries of a sequence and its keys keep their probability, (heads, queries, keys)."""
+    if isinstance(queries, Tensor):
+        rows = [kept(call, sequence, slice(row, row + 1), keys) for row in queries.tolist()]
+        return torch.cat(rows, dim=1)
     state = call.tensors[RNG_STATE.name]
     threshold, _ = rate_of(call)
     q = torch.arange(queries.start, queries.stop, device=state.device)

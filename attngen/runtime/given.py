@@ -47,6 +47,7 @@ class Given(NamedTuple):
     max_seqlen_k: Any = None
     num_splits: Any = None
     split_size: Any = None
+    out_dtype: Any = None  # of the output, where q is quantized
 
 
 _PLACES = {name: place for place, name in enumerate(Given._fields)}

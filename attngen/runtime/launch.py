@@ -249,7 +249,7 @@ def _descriptor(
     tensor_map = TensorMap(
         driver, device, geometry.launch.dtype_of(of).name, described.shape, described.strides, parameter.box,
         parameter.swizzle, parameter.window, group_of(geometry.call) if parameter.packed else None,
-        in_pages=parameter.paged,
+        in_pages=parameter.paged, transposed=parameter.transposed,
     )  # fmt: skip
     return tensor_map, position[of]
 

@@ -82,7 +82,7 @@ _PARAMETERS = _List(
         **_required(name=_NAME, kind=_TEXT),
         **_optional(of=_TEXT.or_none(), axis=_AXIS.or_none(), type=_TEXT, offset=_COUNT, box=_List(_SOME),
                     divisibility=_COUNT.or_none(), swizzle=_COUNT.or_none(), window=_COUNT.or_none(), packed=_FLAG,
-                    paged=_FLAG),
+                    paged=_FLAG, transposed=_FLAG),
     })
 )  # fmt: skip
 
@@ -131,6 +131,7 @@ _MANIFEST = _Object({
     ),
     **_optional(
         section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, tile_time=_NUMBER, pack_gqa=_FLAG, split_kv=_FLAG,
+        transposed_v=_FLAG, tuned=_TEXT,
         sum_columns=_COUNT,
         ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
         operands=_Object({}, others=_NAME),

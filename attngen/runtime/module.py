@@ -172,6 +172,7 @@ class Kernel:
         self.loads: str = manifest["loads"]
         self.pack_gqa = bool(manifest.get("pack_gqa"))
         self.scale_block: int = manifest.get("scale_block", 0)  # tokens that share a scale; 0: all of a head
+        self.transposed_v = bool(manifest.get("transposed_v"))  # keys lie side by side in v
         self.split_kv = bool(manifest.get("split_kv"))  # blocks share the keys of a sequence
         self.tile_time: float = manifest.get("tile_time", 0.0)  # of a tile of work, beside that of other kernels
         self.tile_m: int = manifest["tile_m"]

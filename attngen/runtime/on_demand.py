@@ -8,8 +8,11 @@ from typing import Any, Protocol
 class Maker(Protocol):
     """What ``attngen.jit`` puts here while it is on."""
 
-    def make(self, request: Any) -> bool:
-        """Make the kernel of a request known to the registry, and return whether there may be one now."""
+    def make(self, request: Any, soon: Any = None) -> bool:
+        """Make the kernel of a request known to the registry, and return whether there may be one now.
+
+        Meanwhile that of a request that will follow ``soon`` may be made, too.
+        """
 
     def used(self, request: Any) -> None:
         """Take note of a request that a kernel serves."""
@@ -19,9 +22,9 @@ class Maker(Protocol):
 maker: Maker | None = None
 
 
-def make(request: Any) -> bool:
+def make(request: Any, soon: Any = None) -> bool:
     """Return whether a kernel was made for a request that none takes. Raises NoKernelError if that failed."""
-    return maker is not None and maker.make(request)
+    return maker is not None and maker.make(request, soon)
 
 
 def note(request: Any) -> None:

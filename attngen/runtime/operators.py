@@ -18,8 +18,9 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
-from attngen.runtime import dispatch, paged_operators, training
+from attngen.runtime import at_trace, dispatch, paged_operators, training
 from attngen.runtime.arguments import hint_for, out_dtype_of
+from attngen.runtime.derivatives import reference_gradients
 from attngen.runtime.dropout import check_rate, draw
 from attngen.runtime.given import Given
 from attngen.runtime.paged_operators import INTO
@@ -103,8 +104,9 @@ class _Calls:
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
         given = self.given(arguments)
+        at_trace.prepare(given, dispatch._on_gpu)
         q = given.q
-        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype))
+        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype, given.out_dtype))
         lse_shape: tuple[int, ...]
         if given.form == "varlen":
             lse_shape = (q.shape[1], q.shape[0])
@@ -134,28 +136,11 @@ class _Calls:
         self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and of the declared tensors."""
-        given = self.given(arguments)
+        given, asked = self.given(arguments), self.signature.differentiable
         if not dispatch._on_gpu(given.q) or given.backend == "reference":
-            return self._backward_of_reference(dout, dlse, given)
-        asked = self.signature.differentiable
+            return reference_gradients(_results, given, dout, dlse, asked)
         dq, dk, dv, gradients = training.differentiate(given, out, lse, dout, dlse, asked)
         return dq, dk, dv, *(gradients[name] for name in asked)
-
-    def _backward_of_reference(self, dout: Tensor | None, dlse: Tensor | None, given: Given) -> tuple[Tensor, ...]:
-        with torch.enable_grad(), _recording():
-            q, k, v = inputs = [tensor.detach().requires_grad_() for tensor in (given.q, given.k, given.v)]
-            learned = {name: given.arguments[name].detach().requires_grad_() for name in self.signature.differentiable}
-            out, lse = _results(given._replace(q=q, k=k, v=v, arguments={**given.arguments, **learned}))
-        inputs += learned.values()
-        pairs = [(o, g) for o, g in ((out, dout), (lse, dlse)) if g is not None and o.requires_grad]
-        if not pairs:
-            return tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
-        outputs, gradients = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-        return tuple(
-            (torch.zeros_like(tensor) if gradient is None else gradient).contiguous()
-            for tensor, gradient in zip(inputs, found, strict=True)
-        )
 
     def refuse_another(self, ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Refuse a second derivative, as eager calls of kernels do; torch would return a part of it and warn."""
@@ -166,6 +151,7 @@ class _Calls:
     ) -> tuple[Tensor, ...]:
         """Return gradients of the right shapes, for tracing; they are contiguous."""
         given = self.given(arguments)
+        at_trace.prepare(given, dispatch._on_gpu, "backward")
         inputs = [given.q, given.k, given.v, *(given.arguments[name] for name in self.signature.differentiable)]
         return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
 
@@ -174,11 +160,6 @@ def _results(given: Given) -> tuple[Tensor, Tensor]:
     """Run a call that asks for its log-sum-exp, and return both results."""
     out, lse = dispatch.run(given)
     return out, lse.to(torch.float32)
-
-
-def _recording() -> Any:
-    """Let autograd record inside an operator, which a compiled program may call with autograd left out of dispatch."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
 
 
 class _Differentiation:

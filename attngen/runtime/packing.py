@@ -45,6 +45,7 @@ class Parameter:
     window: int | None = None
     packed: bool = False
     paged: bool = False
+    transposed: bool = False
 
     @property
     def tensor(self) -> str | None:
@@ -122,6 +123,7 @@ def lay_out(rows: Iterable[Mapping[str, Any]]) -> Layout:
                 window=row.get("window"),
                 packed=bool(row.get("packed")),
                 paged=bool(row.get("paged")),
+                transposed=bool(row.get("transposed")),
             )
         )
     if end > MAX_PARAMETER_BYTES:

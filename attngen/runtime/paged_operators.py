@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
-from attngen.runtime import dispatch
+from attngen.runtime import at_trace, dispatch
 from attngen.runtime.arguments import out_dtype_of
 from attngen.runtime.given import Given
 from attngen.runtime.signature import TAGS, Signature, parameters_of
@@ -69,13 +69,16 @@ class _Calls:
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes and strides, for tracing."""
         given = self.given(arguments)
+        at_trace.prepare(given, dispatch._on_gpu)
         q = given.q
         out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype))
         return out, self._fake_lse(q)
 
     def fake_forward_into(self, out: Tensor, *arguments: Any) -> Tensor:
         """Return a log-sum-exp of the right shape and strides, for tracing."""
-        return self._fake_lse(self.given(arguments).q)
+        given = self.given(arguments)
+        at_trace.prepare(given._replace(out=out), dispatch._on_gpu)
+        return self._fake_lse(given.q)
 
     def _fake_lse(self, q: Tensor) -> Tensor:
         if q.dim() == 3:

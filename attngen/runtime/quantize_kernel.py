@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,15 @@ _TENSOR, _HEAD, _BLOCK, _TOKEN = range(4)
 
 _MAX_HEAD_DIM = 256
 
-#: Numbers that a thread holds, and threads of a block whose rows no scale fixes.
-_NUMBERS_OF_THREAD, _THREADS = 32, 256
+#: Numbers that a thread holds: of one row, or a half of each of two rows.
+_NUMBERS_OF_THREAD = 64
+
+#: Threads of a block whose rows no scale fixes, and of all blocks that a multiprocessor runs at once: each thread has
+#: 128 registers.
+_THREADS, _RESIDENT = 128, 512
+
+#: Numbers of 16 bits in 16 bytes.
+_VECTOR = CHUNK_BYTES // 2
 
 _MOST = 2**31 - 1
 
@@ -124,32 +132,38 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     if reason is not None:
         return reason
     of_qk, of_v = _granularities(call)
-    lanes_qk, lanes_v = (-(-width // _NUMBERS_OF_THREAD) for width in (sizes.head_dim_qk, sizes.head_dim_v))
-    threads, rows_qk, rows_v = _THREADS, _THREADS // lanes_qk, _THREADS // lanes_v
+    shares = _share(sizes.head_dim_qk), _share(sizes.head_dim_v)
+    threads, rows = _THREADS, [share.rows * (_THREADS // share.lanes) for share in shares]
     if of_qk == _BLOCK:
-        rows_qk = rows_v = call.granularity
-        threads = -(-call.granularity * max(lanes_qk, lanes_v) // 32) * 32
+        rows = [call.granularity] * 2
+        threads = -(-max(call.granularity // share.rows * share.lanes for share in shares) // 32) * 32
     if threads > kernel.main.entry.threads:
         return f"blocks of {call.granularity} tokens take {threads} threads; a kernel has {kernel.main.entry.threads}"
-    tiles = (-(-sizes.seqlen_q // rows_qk), -(-sizes.seqlen_k // rows_qk), -(-sizes.seqlen_k // rows_v))
-    blocks = (
+    tiles = (-(-sizes.seqlen_q // rows[0]), -(-sizes.seqlen_k // rows[0]), -(-sizes.seqlen_k // rows[1]))
+    units = (
         sizes.batch * sizes.heads * tiles[0],
         sizes.batch * sizes.kv_heads * tiles[1],
         sizes.batch * sizes.kv_heads * tiles[2],
     )
-    if sum(blocks) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + threads > _MOST:
+    if sum(units) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + max(rows) > _MOST:
         return "more rows than 32 bits count"
-    phases = [_phase(blocks, rounds=1)]
+    resident = driver.multiprocessors(call.q.device.index or 0) * max(_RESIDENT // threads, 1)
+    phase = partial(_phase, resident=resident, in_runs=call.rotary_cos is not None)
+    phases = [phase(units, rounds=1)]
     maxima = 0
     if of_v in (_TENSOR, _HEAD):  # of q and k as well, but for scales of tokens
         maxima = 3 * (1 if of_v == _TENSOR else sizes.batch * sizes.kv_heads)
-        phases.insert(0, _phase((0, 0, blocks[2]) if of_qk == _TOKEN else blocks, rounds=0))
+        phases.insert(0, phase((0, 0, units[2]) if of_qk == _TOKEN else units, rounds=0))
     divisors = {
         "heads": sizes.heads, "kv_heads": sizes.kv_heads, "group": sizes.heads // sizes.kv_heads, "tiles_q": tiles[0],
-        "tiles_k": tiles[1], "tiles_v": tiles[2], "lanes_qk": lanes_qk, "lanes_v": lanes_v,
+        "tiles_k": tiles[1], "tiles_v": tiles[2], "lanes_qk": shares[0].lanes, "lanes_v": shares[1].lanes,
     }  # fmt: skip
     found = {
-        **_sizes(call, sizes), "rows_qk": rows_qk, "rows_v": rows_v, "scales_qk": of_qk, "scales_v": of_v, **divisors,
+        **_sizes(call, sizes), **_rotation(call, shares[0]), "scales_qk": of_qk, "scales_v": of_v, **divisors,
+        **{f"{name}_{of}": value for of, share, count in zip(("qk", "v"), shares, rows, strict=True)
+           for name, value in (("rows", count), ("far_row", count // 2 if share.rows > 1 else 0),
+                               ("vectors", share.vectors), ("lane_bits", share.lane_bits))},
+        "slot_bits": shares[0].slot_bits,
         **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
     }  # fmt: skip
     numbers: dict[tuple[str, Any], float] = {
@@ -159,8 +173,35 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     return PreparedQuantize(kernel, numbers, phases, threads, maxima, driver, call.q.device.index or 0)
 
 
-def _phase(blocks: tuple[int, int, int], *, rounds: int) -> _Phase:
-    return _Phase(sum(blocks), {"blocks_q": blocks[0], "blocks_k": blocks[1], "rounds": rounds})
+def _phase(units: tuple[int, int, int], *, rounds: int, resident: int, in_runs: bool) -> _Phase:
+    """Return a launch of as many blocks as run at once. ``in_runs``: a block has neighbouring units, which are rotated
+    by the same rows of the tables; else blocks that run together have them, so that what they read is close by."""
+    blocks = min(sum(units), resident)
+    run = -(-sum(units) // blocks) if in_runs else 0
+    numbers = {"units": sum(units), "units_q": units[0], "units_k": units[1], "run": run, "rounds": rounds}
+    return _Phase(blocks, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """How threads share rows: so many lanes a row, each with vectors of one row or of two; so many bits count the
+    lanes of a transform, and the vectors of one that a thread has."""
+
+    rows: int
+    lanes: int
+    vectors: int
+    lane_bits: int
+    slot_bits: int
+
+
+def _share(head_dim: int) -> _Share:
+    """Return how rows are shared: by threads with 64 numbers of one, or, where that leaves threads without work or rows
+    with one thread, with 32 numbers of each of two."""
+    rows = 1 if head_dim % _NUMBERS_OF_THREAD == 0 and head_dim > _NUMBERS_OF_THREAD else 2
+    numbers = _NUMBERS_OF_THREAD // rows
+    in_thread = (numbers // _VECTOR).bit_length() - 1
+    bits = (transform_size(head_dim) // _VECTOR).bit_length() - 1
+    return _Share(rows, -(-head_dim // numbers), head_dim // _VECTOR, max(bits - in_thread, 0), min(bits, in_thread))
 
 
 def _granularities(call: Quantize) -> tuple[int, int]:
@@ -231,29 +272,39 @@ def _strides(call: Quantize) -> dict[tuple[str, Any], int]:
 
 def _sizes(call: Quantize, sizes: Sizes) -> dict[str, float]:
     """Return the other arguments of a launch, by name, but for those that differ between launches."""
-    cos = call.rotary_cos
-    size_qk, size_v = (transform_size(width).bit_length() - 1 for width in (sizes.head_dim_qk, sizes.head_dim_v))
-    of_vector = (CHUNK_BYTES // call.q.element_size()).bit_length() - 1  # bits that count the numbers of a vector
     bits = random_signs(call.seed, sizes.head_dim_qk) if call.hadamard and call.signs is None else 0
     return {
         "batch": sizes.batch,
         "seqlen_q": sizes.seqlen_q,
         "seqlen_k": sizes.seqlen_k,
-        "vectors_qk": sizes.head_dim_qk >> of_vector,
-        "vectors_v": sizes.head_dim_v >> of_vector,
-        "slot_bits_qk": min(size_qk - of_vector, 2),
-        "lane_bits_qk": max(size_qk - of_vector - 2, 0),
-        "lane_bits_v": max(size_v - of_vector - 2, 0),
-        "slot_bits_v": min(size_v - of_vector, 2),
         "hadamard": int(call.hadamard),
-        "positions": 0 if cos is None else cos.shape[0],
-        "rotary_half": 0 if cos is None else cos.shape[1],
-        "rotary_form": 0 if cos is None else _FORMS[cos.dtype],
-        "interleaved": int(call.rotary_interleaved),
-        "whole_vectors": int(cos is None or _in_whole_vectors(call)),
         "e5m2_out": int(call.dtype == torch.float8_e5m2),
         "norm": float(transform_size(sizes.head_dim_qk)) ** -0.5,
         **{f"sign_bits_{word}": _signed(bits >> 64 * word & (1 << 64) - 1) for word in range(4)},
+    }
+
+
+def _rotation(call: Quantize, share: _Share) -> dict[str, int]:
+    """Return what tells how rows of q and k are rotated. ``rotary_step``: a number's partner is in the same vector (0),
+    in the slot of its thread whose number differs in that bit (2, 4), or somewhere else (-1)."""
+    cos = call.rotary_cos
+    if cos is None:
+        names = ("positions", "rotary_half", "rotary_form", "interleaved", "whole_vectors")
+        return dict.fromkeys(names, 0) | {"rotary_step": -1}
+    half, step = cos.shape[1], -1
+    if _in_whole_vectors(call, together=4):
+        slot = 1 << share.slot_bits - 1 if share.slot_bits > 1 else 0  # of a transform's second half
+        if call.rotary_interleaved:
+            step = 0
+        elif slot and half == _VECTOR * slot << share.lane_bits:
+            step = slot
+    return {
+        "positions": cos.shape[0],
+        "rotary_half": half,
+        "rotary_form": _FORMS[cos.dtype],
+        "rotary_step": step,
+        "interleaved": int(call.rotary_interleaved),
+        "whole_vectors": int(_in_whole_vectors(call, together=2)),
     }
 
 
@@ -262,13 +313,13 @@ def _signed(word: int) -> int:
     return word - (word >> 63 << 64)
 
 
-def _in_whole_vectors(call: Quantize) -> bool:
-    """Whether 16 bytes of a row are rotated all or not at all, by angles of which two can be read at once."""
-    cos, sin, numbers = call.rotary_cos, call.rotary_sin, CHUNK_BYTES // call.q.element_size()
-    if cos.shape[1] % (numbers // 2 if call.rotary_interleaved else numbers):
+def _in_whole_vectors(call: Quantize, *, together: int) -> bool:
+    """Whether 16 bytes of a row are rotated all or not at all, by angles of which so many can be read together."""
+    cos, sin = call.rotary_cos, call.rotary_sin
+    if cos.shape[1] % (_VECTOR // 2 if call.rotary_interleaved else _VECTOR):
         return False
-    pair = 2 * cos.element_size()
+    size = together * cos.element_size()
     return not any(
-        table.data_ptr() % pair or (table.shape[0] > 1 and table.stride(0) * table.element_size() % pair)
+        table.data_ptr() % size or (table.shape[0] > 1 and table.stride(0) * table.element_size() % size)
         for table in (cos, sin)
     )

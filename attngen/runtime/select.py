@@ -7,9 +7,19 @@ from dataclasses import dataclass
 from math import prod
 
 from attngen.arch import ARCHES, arch_of
-from attngen.dtypes import ATTENTION_DTYPES, BESIDE_CACHES, HEAD_DIM_STEP, HEAD_DIMS, PAGE_BLOCK, dtype
+from attngen.dtypes import (
+    ATTENTION_DTYPES,
+    BESIDE_CACHES,
+    DESCALE_BLOCKS,
+    HEAD_DIM_STEP,
+    HEAD_DIMS,
+    PAGE_BLOCK,
+    QUANTIZED_DTYPES,
+    dtype,
+)
 from attngen.errors import NoKernelError
 from attngen.runtime import on_demand, tensormap
+from attngen.runtime.arguments import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments import Call, Number, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.geometry import group_of, tiles_of
@@ -140,11 +150,16 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         ("layout", kernel.layout, call.layout),
         ("dtype", kernel.dtype, call.dtype),
         ("dtype of k and v", kernel.dtype_of("k").name, call.kv_dtype),
+        ("dtype of the output", kernel.dtype_of("out").name, ATTENTION_NAMES.get(call.out_dtype, call.dtype)),
         ("head_dim of q and k", kernel.head_dim_qk, call.head_dim_qk),
         ("head_dim of v", kernel.head_dim_v, call.head_dim_v),
     ):
         if built != asked:
             return f"{label} is {built}, the call has {asked}"
+    if kernel.transposed_v and call.seqused_k is not None:
+        return "it takes no seqused_k: keys that lie side by side cannot be left out of its copies"
+    if kernel.transposed_v != call.v.keys_side_by_side and kernel.direction == "forward":
+        return f"it takes v whose {'keys' if kernel.transposed_v else 'columns'} lie side by side"
     if call.descales and kernel.scale_block not in call.scale_blocks:
         given = _sharing(call.scale_blocks[0])
         return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
@@ -224,7 +239,8 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
             if request.addresses[parameter.of] % tensormap.ADDRESS_ALIGNMENT:
                 return f"{parameter.of} does not start at a multiple of 16 B, which a TMA descriptor needs"
             view, size = views[parameter.of], kernel.dtype_of(parameter.of).bytes
-            reason = tensormap.reason_against(parameter.of, view.shape, view.strides, size)
+            form = tensormap.columns_first if parameter.transposed else tuple
+            reason = tensormap.reason_against(parameter.of, form(view.shape), form(view.strides), size)
             if reason:
                 return reason
         elif parameter.divisibility:
@@ -332,11 +348,17 @@ def _another_machine(kernels: Sequence[Kernel], capability: int, driver: Driver)
     )
 
 
+def _mixes_widths(call: Call) -> bool:
+    """Whether k and v are a cache in fewer bits than q."""
+    return call.kv_dtype != call.dtype and call.dtype not in QUANTIZED_DTYPES
+
+
 def describe(call: Call, direction: str = "forward") -> str:
     """Say in a few words what a call needs."""
     dims = str(call.head_dim_qk) if call.head_dim_qk == call.head_dim_v else f"{call.head_dim_qk}/{call.head_dim_v}"
     cache = "" if call.kv_dtype == call.dtype else f" with k and v in {call.kv_dtype}"
-    return f"{direction}, {call.layout}, {call.dtype}{cache}, head_dim {dims}"
+    out = "" if call.asked_out is None else f" to {ATTENTION_NAMES[call.asked_out]}"
+    return f"{direction}, {call.layout}, {call.dtype}{cache}{out}, head_dim {dims}"
 
 
 def _beyond_all_kernels(call: Call, capability: int) -> str | None:
@@ -345,19 +367,17 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
         return (
             f"No kernel can be built for {call.dtype}, only for {', '.join(ATTENTION_DTYPES)}; the reference takes it"
         )
-    if call.kv_dtype != call.dtype and call.dtype not in BESIDE_CACHES:
+    if _mixes_widths(call) and call.dtype not in BESIDE_CACHES:
         return (
             f"No kernel can be built for q of {call.dtype} with k and v in {call.kv_dtype}, only of "
             f"{' and '.join(BESIDE_CACHES)}; the "
             "reference takes it"
         )
-    if call.kv_dtype != call.dtype and max(call.scale_blocks) > 0:
+    if _mixes_widths(call) and max(call.scale_blocks) > 0:
         return (
             f"No kernel can be built for {call.dtype} with k and v in {call.kv_dtype} and a scale of each block; the "
             "reference takes it"
         )
-    if call.scale_blocks == (1,):
-        return "No kernel can be built for a scale of each token; the reference takes it"
     if arch_of(capability) is None:
         return f"No kernel can be built for sm{capability}, only for {', '.join(ARCHES)}; the reference runs there"
     for dim in (call.head_dim_qk, call.head_dim_v):
@@ -387,6 +407,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         f"      head_dim: {head_dim}",
         f"      dtype: {call.dtype}",
         *([] if call.kv_dtype == call.dtype else [f"      kv_dtype: {call.kv_dtype}"]),
+        *([] if call.asked_out is None else [f"      out_dtype: {ATTENTION_NAMES[call.asked_out]}"]),
         f"      layout: {call.layout}",
     ]
     if request is not None and request.direction == "backward":
@@ -395,12 +416,12 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
             lines.append("      deterministic: true")
     elif request is not None and request.backend is not None:
         lines.append(f"      backend: {request.backend}")
-    caches = call.kv_dtype != call.dtype or (call.layout == "paged" and call.descales)
+    caches = _mixes_widths(call) or (call.layout == "paged" and call.descales)
     if call.split_size or call.num_splits > 1 or caches:
         lines.append("      split_kv: true")
     if call.descales and 0 not in call.scale_blocks:
         block = max(call.scale_blocks)
-        lines.append(f"      descale: {'page' if block == PAGE_BLOCK else block}")
+        lines.append(f"      descale: {next(name for name, size in DESCALE_BLOCKS.items() if size == block)}")
     lines += _access_lines(call, request)
     return lines
 
@@ -424,7 +445,7 @@ def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
 
 def _access_lines(call: Call, request: Request | None) -> list[str]:
     """Return what a spec has to say for tensors that TMA or 16-byte loads cannot address."""
-    if call.kv_dtype != call.dtype:
+    if _mixes_widths(call):
         return []  # such kernels have no other access
     size = dtype(call.dtype).bytes
     views = {"q": call.q, "k": call.k, "v": call.v}

@@ -30,7 +30,7 @@ LEADING = {
 _DESCALES = tuple(f"Tensor? {name}=None" for name in DESCALES)
 _TRAILING = (
     "float? softmax_scale", "Tensor? seqused_k", "Tensor? tile_map", "str layout", "str? backend",
-    "bool deterministic=False", *_DESCALES,
+    "bool deterministic=False", *_DESCALES, "ScalarType? out_dtype=None",
 )  # fmt: skip
 TRAILING = {
     "dense": _TRAILING,

@@ -20,14 +20,14 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call
 
 
-def sinks(call: Call, compute: torch.dtype) -> Tensor:
+def sinks(call: Call, compute: torch.dtype, *, checked: bool = True) -> Tensor:
     """Return the sink of each head of each sequence, (batch, heads); autograd flows to the variant's tensors.
 
-    Raises IndexError as the reference does.
+    Raises IndexError as the reference does, unless nothing is ``checked``.
     """
     assert call.variant.sink is not None
     tensors = {n: t.to(compute) if t.is_floating_point() else t for n, t in call.tensors.items()}
-    return _of_heads(call.variant.sink, call, tensors, call.scalars, compute, checked=True)
+    return _of_heads(call.variant.sink, call, tensors, call.scalars, compute, checked=checked)
 
 
 def sinks_of_kernels(call: Call, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> Tensor:

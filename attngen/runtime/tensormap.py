@@ -117,6 +117,12 @@ def paged(
     return (pages, heads, page_size, width), (page_step, head_step, step, one), box
 
 
+def columns_first(axes: Sequence[int]) -> tuple[int, ...]:
+    """Return what belongs to the axes of rows, heads and columns in the order of heads, columns and rows."""
+    *outer, rows, heads, columns = axes
+    return (*outer, heads, columns, rows)
+
+
 class TensorMap:
     """Descriptors of tensors of one shape, differing in their address only."""
 
@@ -134,15 +140,19 @@ class TensorMap:
         window: int | None = None,
         group: int | None = None,
         in_pages: bool = False,
+        transposed: bool = False,
     ) -> None:
         """``shape``, ``strides`` (elements) and ``box`` slowest axis first, as torch has them; ``swizzle`` in bytes.
 
         ``window`` rows make the descriptor end where a sequence ends: it gets one more axis, see ``windowed``.
         ``group`` query heads share the rows of a box, one more axis: see ``packed``. ``in_pages``: the slowest axis
-        is that of pages, and ``box`` has the axes of ``paged``; a window has as many rows as a box then.
+        is that of pages, and ``box`` has the axes of ``paged``; a window has as many rows as a box then. ``transposed``:
+        the axis of rows is the fastest, and ``box`` has the axes of ``columns_first``.
         """
         element_bytes = dtype_row(dtype).bytes
         self._shift, rows = 0, -3
+        if transposed:
+            shape, strides = columns_first(shape), columns_first(strides)
         if in_pages:
             shape, strides, box = paged(shape, strides, box)
             window, rows = window and box[-2], -2

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
@@ -31,6 +30,7 @@ from attngen.runtime.prepared_backward import Gradients, PreparedBackward
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, no_kernel, select
 from attngen.runtime.sinks import add_gradients
+from attngen.runtime.transforms import Recorded, gradients
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 
@@ -50,8 +50,7 @@ def attend(
         own = [scalars[name] for name in names]
         scalars = {name: value for name, value in scalars.items() if name not in names}
     recorded = forward, given, addresses, (scalars, names, settings_of(given))
-    apply = _Attention.apply if torch._C._are_functorch_transforms_active() else _apply
-    result: Tensor | tuple[Tensor, Tensor] = apply(recorded, given.q, given.k, given.v, *own)
+    result: Tensor | tuple[Tensor, Tensor] = _apply(recorded, given.q, given.k, given.v, *own)
     return result
 
 
@@ -71,11 +70,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        # as once_differentiable, without its cost where nobody asks for a second derivative
-        return (_refusing_another if torch.is_grad_enabled() else _backward)(ctx, dout, dlse)
+        return (_differentiable_again if torch.is_grad_enabled() else _backward)(ctx, dout, dlse)
 
 
-#: ``_Attention.apply`` without what it does for functorch, which takes as long as a fifth of a call.
+#: ``_Attention.apply`` without what it does for functorch, which takes as long as a fifth of a call; calls under its
+#: transforms go elsewhere.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
@@ -104,7 +103,21 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     )
 
 
-_refusing_another = once_differentiable(_backward)
+def _differentiable_again(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the same gradients, of which plain torch gives derivatives."""
+    numbers, names, settings = ctx.given
+    out, lse, *tensors = ctx.saved_tensors
+    own = len(tensors) - len(names)
+    every = (*tensors[:own], *[None] * (len(TENSORS) - own), *tensors[own:])
+    recorded = Recorded(_never, differentiate, names, numbers, settings)
+    wanted = ctx.needs_input_grad
+    needed = (*wanted[1:4], *[False] * (len(TENSORS) - 3), *wanted[4:])
+    found = gradients(recorded, needed, out, lse, dout, dlse, every)
+    return None, *found[:3], *found[len(TENSORS) :]
+
+
+def _never(given: Given) -> Any:
+    raise AssertionError("a gradient runs no forward")
 
 
 def differentiate(

@@ -88,6 +88,7 @@ class KernelSpec:
     head_dim_v: int
     dtype: str
     kv_dtype: str | None = None  # of k and v, where another than that of q
+    out_dtype: str | None = None  # of the output, where another than the usual one
     layout: str = "dense"
     direction: str = "forward"
     backend: str | None = None
@@ -108,6 +109,7 @@ class KernelSpec:
     order: str | None = None
     epilogue: str | None = None
     pack_gqa: bool | None = None
+    transposed_v: bool = False  # keys lie side by side in v
     split_kv: bool = False
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     allow: tuple[str, ...] = ()
@@ -119,6 +121,12 @@ class KernelSpec:
         """Return the place of the field that decided ``name`` (of this class or of the spec), or of the entry."""
         name = name.split(".")[0]
         return self.places.get(_FIELD_OF.get(name, name), self.location)
+
+    @property
+    def fixes_choices(self) -> bool:
+        """Whether the spec chooses a tile, stages or warps itself."""
+        fixed = (self.tile_m, self.tile_n, self.stages, self.num_warps, self.roles)
+        return any(value is not None for value in fixed) or self.backward not in (None, Backward())
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is to be built as a JSON value: no places, no names of files, no formatting of expressions."""
@@ -139,16 +147,16 @@ _FIELD_OF = {
 
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
-    "variant", "arch", "dtype", "kv_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile", "stages",
-    "warps", "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
-    "epilogue", "pack_gqa", "split_kv",
+    "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile",
+    "stages", "warps", "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
+    "epilogue", "pack_gqa", "transposed_v", "split_kv",
 )  # fmt: skip
 
 
 #: Fields that say something of the forward only; those of the backward stand in ``backward``.
 _FORWARDS = (
     "backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa", "split_kv",
-    "kv_dtype", "descale",
+    "kv_dtype", "out_dtype", "transposed_v", "descale",
 )  # fmt: skip
 #: Fields that say something of the ordinary forward only; a split-KV one has none of its own.
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
@@ -263,7 +271,7 @@ def _splits_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> 
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
     if chosen["split_kv"] or chosen["passes"] == "backward":
         return False
-    other = chosen["kv_dtype"] not in (None, chosen["dtype"])
+    other = chosen["kv_dtype"] not in (None, chosen["dtype"]) and chosen["dtype"] not in QUANTIZED_DTYPES
     return other or chosen["descale"] == "page"
 
 
@@ -330,6 +338,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         head_dim_v=values["head_dim"].v,
         dtype=values["dtype"],
         kv_dtype=None if values["kv_dtype"] == values["dtype"] else values["kv_dtype"],
+        out_dtype=_out_dtype(values),
         layout=values["layout"],
         direction=values["passes"],
         backend=values["backend"],
@@ -337,8 +346,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         tile_n=tile.n,
         stages=values["stages"],
         num_warps=warps.count,
-        roles=_roles(warps),
-        backward=_backward(entry.backward) if backward else None,
+        roles=roles_of(warps),
+        backward=gradients_of(entry.backward) if backward else None,
         loads=values["loads"],
         tile_map=values["tile_map"],
         alignment=_element_bytes(values["dtype"]) if alignment == "element" else alignment,
@@ -350,6 +359,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         order=values["order"],
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
+        transposed_v=bool(values["transposed_v"]),
         split_kv=values["split_kv"],
         scale_block=DESCALE_BLOCKS[values["descale"] or "head"],
         allow=tuple(sorted(set(entry.allow))),
@@ -357,6 +367,12 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         location=spec.tree.locate(("kernels", index)),
         places=_places(spec, index, chosen, declared),
     )
+
+
+def _out_dtype(values: dict[str, Any]) -> str | None:
+    """Return the dtype of an output that is not the usual one."""
+    usual = QUANTIZED_DTYPES.get(values["dtype"], values["dtype"])
+    return None if values["out_dtype"] == usual else values["out_dtype"]
 
 
 def _backend_of_backward(entry: KernelModel) -> str | None:
@@ -374,7 +390,8 @@ def _element_bytes(dtype: str) -> int:
     return DTYPES[dtype].bytes
 
 
-def _roles(warps: WarpsModel) -> Roles | None:
+def roles_of(warps: WarpsModel) -> Roles | None:
+    """Return the roles that a spec gives, or None if it gives none."""
     registers = warps.registers
     roles = Roles(
         warps.producer,
@@ -413,7 +430,8 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
         )
 
 
-def _backward(model: BackwardModel | None) -> Backward:
+def gradients_of(model: BackwardModel | None) -> Backward:
+    """Return what a spec says of the kernels of a backward."""
     if model is None:
         return Backward()
     return Backward(*(_gradient(getattr(model, name) or GradientModel()) for name in ("dkdv", "dq")))

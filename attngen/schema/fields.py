@@ -81,6 +81,7 @@ def _dtype_choice(allowed: tuple[str, ...]) -> Choice:
 
 ArchName = Annotated[str, Choice(tuple(arch.ARCHES))]
 AttentionDType = Annotated[str, _dtype_choice(dtypes.ATTENTION_DTYPES)]
+OutDType = Annotated[str, _dtype_choice(dtypes.OUT_DTYPES)]
 TensorDType = Annotated[str, _dtype_choice(dtypes.TENSOR_DTYPES)]
 ScalarDType = Annotated[str, _dtype_choice(dtypes.SCALAR_DTYPES)]
 

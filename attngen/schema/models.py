@@ -35,6 +35,7 @@ from attngen.schema.fields import (
     Many,
     MaskExpression,
     OneOrMany,
+    OutDType,
     PackageName,
     ScalarDType,
     SymbolName,
@@ -229,7 +230,10 @@ class KernelModel(Model):
     arch: OneOrMany[ArchName] | None = Field(default=None, description="instead of the spec's own")
     dtype: OneOrMany[AttentionDType] = ("bf16",)
     kv_dtype: OneOrMany[AttentionDType] | None = Field(
-        default=None, description="of k and v where they are a cache in fewer bits than q; left out: that of q"
+        default=None, description="of k and v where they are in other 8 bits than q, or a cache in fewer; left out: that of q"
+    )
+    out_dtype: OneOrMany[OutDType] | None = Field(
+        default=None, description="of the output of a quantized q, bf16 or fp16; left out: bf16"
     )
     layout: OneOrMany[Layout] = ("dense",)
     descale: OneOrMany[Descale] | None = Field(
@@ -259,6 +263,9 @@ class KernelModel(Model):
     order: OneOrMany[Order] | None = Field(default=None, description="which query tiles come first")
     epilogue: OneOrMany[Epilogue] | None = Field(
         default=None, description="outputs leave through shared memory, or directly from registers"
+    )
+    transposed_v: OneOrMany[bool] | None = Field(
+        default=None, description="keys lie side by side in v, whose 8 bits need no turning then"
     )
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -57,33 +58,57 @@ class _Worker:
     log_start: int = 0
 
 
+@dataclass
+class Workers:
+    """Processes that wait for jobs."""
+
+    scratch: str  # temporary files of all of them, those that are killed too
+    idle: list[_Worker] = field(default_factory=list)
+
+
+@contextmanager
+def worker_processes() -> Iterator[Workers]:
+    """Give processes that several calls of ``run_jobs`` share, one after the other: each takes a while to start."""
+    with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
+        workers = Workers(scratch)
+        try:
+            yield workers
+        finally:
+            for worker in workers.idle:
+                _close(worker)
+
+
 def run_jobs(
     jobs: Sequence[Job],
     workers: int,
     *,
     on_start: Callable[[int], None] | None = None,
     timeout: float = JOB_SECONDS,
+    shared: Workers | None = None,
 ) -> Iterator[Result]:
     """Yield the result of each job as it finishes, with at most ``workers`` at once.
 
     A job that returns None asks to be called again later, when every other job has had its turn; its last argument
     is then True (False the first time). It is how a kernel that another process builds is left for the end.
-    A worker that dies, or takes longer than ``timeout`` seconds, fails its job alone. Workers end with the iteration.
+    A worker that dies, or takes longer than ``timeout`` seconds, fails its job alone. Workers end with the iteration,
+    but for those of ``shared``, which wait for the next one.
     """
-    with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
-        pool = _Pool(jobs, timeout, scratch)
-        try:
-            yield from pool.run(min(workers, len(jobs)), on_start)
-        finally:
-            pool.close()
+    if shared is None:
+        with worker_processes() as own:
+            yield from run_jobs(jobs, workers, on_start=on_start, timeout=timeout, shared=own)
+        return
+    pool = _Pool(jobs, timeout, shared)
+    try:
+        yield from pool.run(min(workers, len(jobs)), on_start)
+    finally:
+        pool.close()
 
 
 @dataclass
 class _Pool:
     jobs: Sequence[Job]
     timeout: float
-    scratch: str  # temporary files of all workers, those that are killed too
-    idle: list[_Worker] = field(default_factory=list)
+    workers: Workers
     busy: dict[int, _Worker] = field(default_factory=dict)  # by the descriptor of their answers
 
     def run(self, workers: int, on_start: Callable[[int], None] | None) -> Iterator[Result]:
@@ -108,7 +133,8 @@ class _Pool:
                         yield result
 
     def start(self, index: int, last: bool) -> _Worker:
-        worker = self.idle.pop() if self.idle else _spawn(self.scratch)
+        idle = self.workers.idle
+        worker = idle.pop() if idle else _spawn(self.workers.scratch)
         job = self.jobs[index]
         worker.index, worker.started = index, time.monotonic()
         worker.log_start = os.fstat(worker.log.fileno()).st_size
@@ -144,7 +170,7 @@ class _Pool:
         if retired:
             _close(worker)
         else:
-            self.idle.append(worker)
+            self.workers.idle.append(worker)
         warnings = tuple(messages)
         if ok:
             return Result(worker.index, value=value, warnings=warnings)
@@ -171,7 +197,6 @@ class _Pool:
     def close(self) -> None:
         for worker in self.busy.values():
             worker.process.kill()
-        for worker in (*self.idle, *self.busy.values()):
             _close(worker)
 
 

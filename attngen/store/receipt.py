@@ -60,10 +60,11 @@ def generator_digest() -> str:
     )
 
 
-def read_receipt(store: Store, spec: Path, arches: Iterable[str]) -> Receipt | None:
-    """Return the receipt of a build of ``spec`` for ``arches`` if all that it read is unchanged, else None."""
+def read_receipt(store: Store, spec: Path, arches: Iterable[str], tuned: Path | None = None) -> Receipt | None:
+    """Return the receipt of a build of ``spec`` for ``arches``, with the choices of the file ``tuned`` if one is given,
+    if all that it read is unchanged, else None."""
     try:
-        fields = json.loads(read_regular(store.root / _FOLDER / _name(spec, arches)))
+        fields = json.loads(read_regular(store.root / _FOLDER / _name(spec, arches, tuned)))
         expected = fields.pop("digest")
         if digest(fields) != expected:
             return None
@@ -75,15 +76,16 @@ def read_receipt(store: Store, spec: Path, arches: Iterable[str]) -> Receipt | N
         return None
 
 
-def write_receipt(store: Store, spec: Path, arches: Iterable[str], receipt: Receipt) -> None:
+def write_receipt(store: Store, spec: Path, arches: Iterable[str], receipt: Receipt, tuned: Path | None = None) -> None:
     """Remember a finished build. Raises StoreError if it cannot be written."""
     content: dict[str, Any] = asdict(receipt)
     content["digest"] = digest(content)
-    store.write(_FOLDER, _name(spec, arches), json.dumps(content, indent=1).encode() + b"\n")
+    store.write(_FOLDER, _name(spec, arches, tuned), json.dumps(content, indent=1).encode() + b"\n")
 
 
-def _name(spec: Path, arches: Iterable[str]) -> str:
-    return digest([str(spec.resolve()), sorted(arches)])[:32] + ".json"
+def _name(spec: Path, arches: Iterable[str], tuned: Path | None) -> str:
+    read = [str(spec.resolve()), sorted(arches), *([] if tuned is None else [str(tuned.resolve())])]
+    return digest(read)[:32] + ".json"
 
 
 def _version(name: str) -> str | None:

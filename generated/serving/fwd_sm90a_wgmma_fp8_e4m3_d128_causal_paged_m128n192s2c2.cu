@@ -173,10 +173,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
-      WorkRing work_ring;
       if (lane == 0) prefetch_map(q_map);
-      QRing q_ring;
-      Event<kWorkAsked> asked;
+      int taken = 0;  // tiles of work, from which the phases of all barriers follow: few registers are left
       const auto next_tile = [&] { return take_tile(tile_counter, q_tiles_of_all, lane); };
       while (true) {
         Place work = {};
@@ -218,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           index = next_tile();
           continue;
         }
+        const auto work_ring = WorkRing::at(taken);
         work_ring.acquire();
         Work& shared_work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         if (lane == 0) {
@@ -229,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           work_ring.arrive();
         }
         __syncwarp();
-        work_ring.advance();
         if (index >= q_tiles_of_all) break;
+        auto q_ring = QRing::at(taken);
         q_ring.acquire();
         if (lane == 0) {
           q_ring.arrive_expecting(kQBytes);
@@ -241,7 +240,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         }
         __syncwarp();
         q_ring.advance();
+        Event<kWorkAsked> asked;
+        asked.phase = taken & 1;
         asked.wait();
+        ++taken;
         index = next_tile();
       }
     } else if (warp == kLoader) {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from attngen.arch import ARCHES
 from attngen.compile import compile_source
 from attngen.compile.inspect import disassemble
@@ -13,6 +11,7 @@ from attngen.plan.model import Plan
 from attngen.render.source import render
 from tests.plan.specs import planned
 from tests.runtime.host_kernels import prepared
+from tests.sampling import sampled
 
 
 def waits_before_memory(code: str, plan: Plan) -> None:
@@ -31,8 +30,7 @@ def test_a_split_kernel_waits_before_it_touches_memory() -> None:
     waits_before_memory(disassemble(compile_source(one, render(one)).cubin), one)
 
 
-@pytest.mark.parametrize("arch", [name for name in ARCHES if name in ("sm80", "sm90a", "sm100a", "sm120a")])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@sampled(arch=[name for name in ARCHES if name in ("sm80", "sm90a", "sm100a", "sm120a")], dtype=["bf16", "fp16", "fp32"])
 def test_rows_move_16_bytes_at_a_time(dtype: str, arch: str) -> None:
     """In registers alone, and with one barrier, before anything is written."""
     (one,) = prepared(dtype, arch=arch)

@@ -40,8 +40,14 @@ KERNELS: tuple[tuple[str, int, bool], ...] = (
     ("causal_sink", 64, False),
     ("sliding_window_sink", 64, True),  # a sink for each row
 )
+#: Padded and packed kernels of a plain mask: tests/compile/test_head_dims.py and the packed ones above show as much.
+MORE = {("causal", 80, False), ("causal", 128, True)}
 each = pytest.mark.parametrize(
-    ("variant", "head_dim", "pack_gqa"), KERNELS, ids=[f"{v}-{d}{'-pack' * p}" for v, d, p in KERNELS]
+    ("variant", "head_dim", "pack_gqa"),
+    [
+        pytest.param(*one, id=f"{one[0]}-{one[1]}{'-pack' * one[2]}", marks=[pytest.mark.exhaustive] * (one in MORE))
+        for one in KERNELS
+    ],
 )
 
 #: A log of ptxas as it is where nothing went wrong; what the tests below plant replaces parts of it.

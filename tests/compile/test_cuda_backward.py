@@ -39,7 +39,7 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
             marks=pytest.mark.exhaustive,
         ),
         ("softcap", {"head_dim": 128}),
-        ("packed_documents", {"head_dim": 64, "layout": "varlen"}),
+        pytest.param("packed_documents", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param("relative_bias", {"head_dim": 128, "dtype": "fp16"}, marks=pytest.mark.exhaustive),
     ],
 )

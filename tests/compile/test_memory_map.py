@@ -81,8 +81,7 @@ def test_records_of_backwards_are_aligned(head_dim: int, deterministic: bool, la
 # --- packed words ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("consumers", [1, 2, 3])
-@pytest.mark.parametrize("tile_n", [16, 32, 64])
+@sampled(consumers=[1, 2, 3], tile_n=[16, 32, 64])
 def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consumers: int, tile_n: int) -> None:
     plan = planned("sliding_window", backend="cuda", tile=f"{{m: {64 * consumers}, n: {tile_n}}}")
     source = render(plan)

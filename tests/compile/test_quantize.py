@@ -23,7 +23,7 @@ ROUNDING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
 @pytest.mark.parametrize(
     "one",
     [
-        pytest.param(one, id=one.plan.name, marks=[] if one.plan.arch_name == "sm90a" else pytest.mark.exhaustive)
+        pytest.param(one, id=one.plan.name, marks=[] if one.plan.name == "quantize_sm90a_bf16" else pytest.mark.exhaustive)
         for one in prepared_quantizers(*ROUNDING)
     ],
 )

@@ -267,12 +267,12 @@ def test_a_plan_whose_types_the_compiler_changes() -> None:
 
 
 def test_too_much_shared_memory_names_the_budget() -> None:
-    text = Source("x").text.replace("tl.constexpr(64)", "tl.constexpr(256)")
+    text = Source("x").text.replace("tl.constexpr(64)", "tl.constexpr(128)")
     arguments = tuple(
-        replace(a, type="tensordesc<bf16[1,256,1,256]>", box=(1, 256, 1, 256)) if a.kind == "descriptor" else a
+        replace(a, type="tensordesc<bf16[1,128,1,128]>", box=(1, 128, 1, 128)) if a.kind == "descriptor" else a
         for a in DESCRIPTOR.arguments
     )
-    plan = replace(DESCRIPTOR, arguments=arguments, stages=3, num_warps=8, allow=("spill",))
+    plan = replace(DESCRIPTOR, arguments=arguments, stages=8, num_warps=8, allow=("spill",))
     message = refused(plan, text)
     assert "shared memory" in message
     assert "exceeds 232448 B on sm90a" in message

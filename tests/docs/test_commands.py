@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 from attngen import cli, resources
 from attngen.runtime.registry import registry
 from attngen.schema import Spec
+from attngen.schema.tuned import tuned_text
 from attngen.tools.bench import run as race
 from attngen.tools.build import pipeline as build
 from tests.docs.blocks import DOCUMENTS, README, blocks, code_spans
@@ -89,6 +90,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         (folder / "specs" / MINE).write_text(blocks(README, "yaml")[0].text)
         shutil.copy(folder / "specs/presets/causal.yaml", folder / "specs/presets/example.yaml")
         (folder / "config.json").write_text(CONFIG)
+        (folder / "h100.yaml").write_text(tuned_text("a card", {}, []))
     for path in (found["small"] / "specs").rglob("*.yaml"):
         path.write_text(_first_kernel(path.read_text()))
     with pytest.MonkeyPatch.context() as patch:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from attngen.dtypes import HEAD_DIMS
+from attngen.formats import QUANTIZE
 from attngen.errors import PlanError
 from attngen.schema import load_spec_text
 from attngen.tools.build.pipeline import Prepared, prepare
@@ -28,6 +29,9 @@ Fields = dict[str, Any]
 _UNFIT = ("Shared memory", "a consumer has", "reserves", "tiles must be ranges", "a tile map lists")
 
 _DRAWS = 40
+
+#: Share of specs that are of kernels in 8 bits.
+_IN_8_BITS = 0.12
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,9 @@ class Legal:
         return f"legal_{self.seed}"
 
     def prepare(self) -> list[Prepared]:
-        """Return its kernels, planned and rendered."""
-        return prepare(load_spec_text(self.text, f"{self.name}.yaml"))
+        """Return its kernels, planned and rendered, without those that all specs in 8 bits bring."""
+        every = prepare(load_spec_text(self.text, f"{self.name}.yaml"))
+        return [one for one in every if one.plan.direction != QUANTIZE]
 
 
 def legal(seed: int, *, arch: str = "sm90a") -> Legal:
@@ -55,6 +60,9 @@ def legal(seed: int, *, arch: str = "sm90a") -> Legal:
     variant = _variant(chance, layout)
     kernel = {"variant": f"legal_{seed}", "layout": layout, **_element(chance)}
     passes = ["forward", "backward"] if chance.random() < 0.7 else ["forward"]
+    bits = random.Random(f"{seed} in 8 bits")  # of its own: other specs stay what they were
+    if arch == "sm90a" and "dropout" not in variant and bits.random() < _IN_8_BITS:
+        return _in_8_bits(bits, seed, variant, kernel)
     if chance.random() < 0.5:
         return _written(seed, arch, variant, kernel | {"passes": passes}, ())
     for _ in range(_DRAWS):
@@ -63,6 +71,37 @@ def legal(seed: int, *, arch: str = "sm90a") -> Legal:
         if _fits(found):
             return found
     return _written(seed, arch, variant, kernel | {"passes": passes}, ())
+
+
+def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields) -> Legal:
+    """Return a spec of a kernel with quantized q, k and v."""
+    dims = [chance.choice((64, 128, 128, 256, 32, 96, 80, 192)) for _ in ("qk", "v")]
+    names = ("fp8_e4m3", "fp8_e4m3", "fp8_e4m3", "fp8_e5m2")
+    kernel = kernel | {
+        "head_dim": dims[0] if chance.random() < 0.7 else {"qk": dims[0], "v": dims[1]},
+        "dtype": chance.choice(names),
+        "passes": ["forward"],
+    }
+    fields: Fields = {
+        "kv_dtype": _some(chance, 0.3, *names),
+        "out_dtype": _some(chance, 0.3, "bf16", "fp16"),
+        "descale": _some(chance, 0.5, "head", 64, 128, "token"),
+        "softmax": _some(chance, 0.4, "exact_max", "lazy", "fixed_reference"),
+        "epilogue": _some(chance, 0.3, "staged", "direct"),
+        "persistent": _some(chance, 0.3, False, True),
+        "order": _some(chance, 0.3, "longest_first", "natural"),
+        "fast_math": _some(chance, 0.2, True),
+        "pack_gqa": _some(chance, 0.2, True),
+        "tile": _some(chance, 0.3, {"n": 64}, {"n": 128}, {"n": 192}),
+        "warps": _some(chance, 0.3, {"consumer": 1}, {"consumer": 2}, {"consumer": 3}, {"overlap": False}),
+    }
+    if fields["descale"] not in (None, "head"):
+        fields["pack_gqa"] = None
+        if fields["descale"] != "token" and fields["tile"] is not None:
+            fields["tile"] = {"n": 64}
+    given = {name: value for name, value in fields.items() if value is not None}
+    found = _written(seed, "sm90a", variant, kernel | given, tuple(given))
+    return found if _fits(found) else _written(seed, "sm90a", variant, kernel, ())
 
 
 def _fits(found: Legal) -> bool:

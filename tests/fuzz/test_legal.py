@@ -61,6 +61,7 @@ def test_specs_are_of_all_kinds() -> None:
         "exp(",
         "log(", "sqrt(", " / ", "** 3", "pack_gqa: true", "persistent: false", "producer: 0", "pingpong", "cooperative",
         "softmax: lazy", "softmax: exact_max", "order: natural", "epilogue: direct", "deterministic: true",
+        "fp8_e4m3", "kv_dtype: fp8_e5m2", "out_dtype: fp16", "descale: token", "descale: 64",
         "fast_math: false", "alignment: element", "tile_map: always", "loads: pointer", "backend: cuda",
         "backend: triton", "registers:", "overlap: false", "stages:", " or ", " ^ ", "not ", "abs(", "% ", "// ", ">> ",
     )  # fmt: skip

@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 #: Scripts, and the spec that the documentation says to build for each.
 SCRIPTS = {
     "route_sdpa": "sdpa", "ship_a_package": None, "train_gpt": None, "transformers_model": "transformers",
-    "use_flash_attn": "flash_attn", "serve_llama": "flash_attn_kvcache",
+    "port_flex_attention": None, "use_flash_attn": "flash_attn", "serve_llama": "flash_attn_kvcache",
 }  # fmt: skip
 ARGUMENTS = {
+    "port_flex_attention": ["--steps", "20"],
     "train_gpt": ["--tiny", "--steps", "3"],
     "serve_llama": ["--layers", "2", "--heads", "8", "--requests", "8", "--prompt", "200", "--new-tokens", "8"],
 }

@@ -72,3 +72,34 @@ def test_nothing_is_compiled_inside_a_capture() -> None:
         out = attngen.attention(q, q, q, variant="causal")
     graph.replay()
     assert torch.equal(out, wanted)
+
+
+def test_a_compiled_program_finds_its_kernels_when_it_first_runs() -> None:
+    """They are compiled while it is traced, so that its first run may be the capture of a CUDA graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    there: list[int] = []
+
+    def watched(graph: Any, inputs: Any) -> Any:
+        there.append(len(registry._compiled))
+        return compile_fx(graph, inputs)
+
+    def program(q: torch.Tensor) -> torch.Tensor:
+        return attngen.attention(q * 2, q, q, variant="causal").square()
+
+    torch._dynamo.reset()
+    q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with torch.no_grad():
+        found = torch.compile(program, fullgraph=True, backend=watched)(q)
+    assert there == [1]
+    torch._dynamo.reset()
+    trained = torch.compile(program, fullgraph=True, mode="reduce-overhead")
+    trained(q).sum().backward()
+    assert q.grad is not None
+    assert len(registry._compiled) == 2
+    wanted = q.detach().requires_grad_()
+    out = attngen.attention(wanted * 2, wanted, wanted, variant="causal", backend="reference").square()
+    out.sum().backward()
+    close(found, out)
+    assert wanted.grad is not None
+    torch.testing.assert_close(q.grad.float(), wanted.grad.float(), rtol=5e-2, atol=5e-2)

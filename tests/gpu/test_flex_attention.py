@@ -60,3 +60,25 @@ def test_functions_and_gradients(name: str) -> None:
     plain = run(lambda q, k, v: dense(q, k, v, mask_mod, score_mod)[0], torch.bfloat16)
     for one, other, third in zip(found, exact, plain, strict=True):
         _close(one, other, third)
+
+
+@pytest.mark.parametrize("name", ["causal", "causal_document", "alibi_slopes", "relative_bias", "softcap"])
+def test_a_compiled_program_keeps_it_in_its_graph(name: str) -> None:
+    """What a score_mod's tensors hold is not taken for granted in a program, whose kernel may then be another one."""
+    import attngen
+
+    mask_mod, score_mod = _MADE[name]
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    q.requires_grad_()
+    mask = None if mask_mod is None else ours.create_block_mask(mask_mod, BATCH, HEADS, LENGTH, LENGTH, DEVICE)
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ours.flex_attention(q * 2, k, v, score_mod, mask).square()
+
+    torch._dynamo.reset()
+    with attngen.jit():
+        wanted, found = program(q, k, v), torch.compile(program, fullgraph=True)(q, k, v)
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+        for one, other in zip(*(torch.autograd.grad(t.sum(), [q]) for t in (found, wanted)), strict=True):
+            torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)

@@ -1,6 +1,7 @@
 // A kernel whose blocks know nothing of each other on the host, as a library: `run_blocks` takes what the driver would be
 // given.
 #include <functional>
+#include <memory>
 #include <utility>
 
 #include "threads.h"
@@ -27,10 +28,28 @@ jmp_buf scheduler;
 static std::function<void()> kernel;
 constexpr int kStackBytes = 64 << 10;
 
+// A fiber is used again and again: to begin one costs more than most of what it runs.
 static void run_thread() {
-  kernel();
-  current->done = moved = true;
-  yield();
+  for (;;) {
+    kernel();
+    current->done = moved = true;
+    yield();
+  }
+}
+static std::vector<Thread>& fibers(int count) {
+  static std::vector<Thread> all;
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  if (static_cast<int>(all.size()) < count) {  // never with others running: their contexts move
+    all = std::vector<Thread>(count);
+    while (static_cast<int>(stacks.size()) < count) stacks.emplace_back(new char[kStackBytes]);
+    for (int i = 0; i < count; ++i) {
+      getcontext(&all[i].context);
+      all[i].context.uc_stack.ss_sp = stacks[i].get();
+      all[i].context.uc_stack.ss_size = kStackBytes;
+      makecontext(&all[i].context, run_thread, 0);
+    }
+  }
+  return all;
 }
 
 template <typename... Arguments, size_t... kIndices>
@@ -49,29 +68,25 @@ extern "C" void run_blocks(int grid, int threads_of_block, void** parameters) {
   threads_in_block = threads_of_block;
   take(KERNEL, parameters);
   blocks_of_grid = grid;
-  std::vector<char> stacks(static_cast<size_t>(threads_of_block) * kStackBytes);
+  std::vector<Thread>& threads = fibers(threads_of_block);
   for (int index = grid - 1; index >= 0; --index) {
     Cluster cluster{{}, threads_of_block};
     Block block{index, 0, &cluster, nullptr};
     block.warps.resize(threads_of_block / 32);
-    std::vector<Thread> threads(threads_of_block);
     for (int i = 0; i < threads_of_block; ++i) {
       Thread& thread = threads[i];
       thread.index = {i, 0, 0};
       thread.block = &block;
       thread.warp = &block.warps[i / 32];
       thread.lane = i % 32;
-      getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = stacks.data() + static_cast<size_t>(i) * kStackBytes;
-      thread.context.uc_stack.ss_size = kStackBytes;
-      makecontext(&thread.context, run_thread, 0);
+      thread.done = false;
     }
     for (bool all_done = false; !all_done;) {
       moved = false;
       all_done = true;
-      for (Thread& thread : threads) {
-        if (!thread.done) resume(&thread);
-        all_done = all_done && thread.done;
+      for (int i = 0; i < threads_of_block; ++i) {
+        if (!threads[i].done) resume(&threads[i]);
+        all_done = all_done && threads[i].done;
       }
       if (!all_done && !moved) fail("all threads wait for others");
     }

@@ -11,12 +11,32 @@ jmp_buf scheduler;
 static std::function<void()> kernel;
 constexpr int kStackBytes = 96 << 10;
 
+// A fiber is used again and again: to begin one costs more than to run a small kernel.
 static void run_thread() {
-  kernel();
-  current->done = moved = true;
-  --current->block->cluster->threads;
-  settle_cluster(*current->block->cluster);
-  yield();
+  for (;;) {
+    kernel();
+    current->done = moved = true;
+    --current->block->cluster->threads;
+    settle_cluster(*current->block->cluster);
+    yield();
+  }
+}
+static Thread* fiber(size_t index) {
+  static std::vector<Thread*> all;
+  if (index == all.size()) {
+    Thread* thread = new Thread{};
+    getcontext(&thread->context);
+    thread->context.uc_stack.ss_sp = std::malloc(kStackBytes);
+    thread->context.uc_stack.ss_size = kStackBytes;
+    makecontext(&thread->context, run_thread, 0);
+    all.push_back(thread);
+  }
+  return all[index];
+}
+static char* shared_memory_of(size_t rank) {
+  static std::vector<char*> all;
+  if (rank == all.size()) all.push_back(static_cast<char*>(std::aligned_alloc(1024, kSharedBytes)));
+  return static_cast<char*>(std::memset(all[rank], 0xff, kSharedBytes));
 }
 
 // Runs clusters one after the other, and their threads until all are done; a warp goes on as long as any lane can.
@@ -26,17 +46,16 @@ static void launch(int grid, int cluster_blocks) {
     Cluster cluster{{}, cluster_blocks * kThreads};
     std::vector<Thread*> threads;
     for (int rank = 0; rank < cluster_blocks; ++rank) {
-      Block* block = new Block{first + rank, rank, &cluster, static_cast<char*>(std::aligned_alloc(1024, kSharedBytes))};
-      std::memset(block->memory, 0xff, kSharedBytes);
+      Block* block = new Block{first + rank, rank, &cluster, shared_memory_of(rank)};
       block->warps.resize(kThreads / 32);
       cluster.blocks.push_back(block);
       for (int i = 0; i < kThreads; ++i) {
-        Thread* thread = new Thread{{i, 0, 0}, block, &block->warps[i / 32], i % 32};
-        getcontext(&thread->context);
-        thread->stack = static_cast<char*>(std::malloc(kStackBytes));
-        thread->context.uc_stack.ss_sp = thread->stack;
-        thread->context.uc_stack.ss_size = kStackBytes;
-        makecontext(&thread->context, run_thread, 0);
+        Thread* thread = fiber(threads.size());
+        thread->index = {i, 0, 0};
+        thread->block = block;
+        thread->warp = &block->warps[i / 32];
+        thread->lane = i % 32;
+        thread->done = false;
         threads.push_back(thread);
       }
     }
@@ -59,12 +78,7 @@ static void launch(int grid, int cluster_blocks) {
       for (auto& [address, barrier] : block->barriers) {
         if (barrier.bytes != 0) fail("a copy that nobody waited for", address);
       }
-      std::free(block->memory);
       delete block;
-    }
-    for (Thread* thread : threads) {
-      std::free(thread->stack);
-      delete thread;
     }
   }
 }

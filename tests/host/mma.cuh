@@ -3,7 +3,7 @@
 
 #include "types.cuh"
 
-struct Operands { const uint32_t* a; uint32_t b[2]; };
+struct Product { float* d; const uint32_t* a; uint32_t b[2]; };
 
 template <typename Element>
 inline float half_of(uint32_t pair, int upper) { return to_float(Element{static_cast<uint16_t>(pair >> 16 * upper)}); }
@@ -11,34 +11,43 @@ constexpr int kMmaN = 8, kMmaK = 16;
 
 template <typename Element>
 inline void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  const Operands own = {a, {b0, b1}};
-  uint64_t all[32];
-  exchange(&own, all);
-  for (int i = 0; i < 4; ++i) {
-    const int row = current->lane / 4 + 8 * (i / 2), column = 2 * (current->lane % 4) + i % 2;
-    double sum = d[i];
-    for (int k = 0; k < 16; ++k) {
-      const Operands& of_a = *reinterpret_cast<const Operands*>(all[row % 8 * 4 + k % 8 / 2]);
-      const Operands& of_b = *reinterpret_cast<const Operands*>(all[column * 4 + k % 8 / 2]);
-      sum += static_cast<double>(half_of<Element>(of_a.a[row / 8 + 2 * (k / 8)], k % 2)) * half_of<Element>(of_b.b[k / 8], k % 2);
+  const Product own = {d, a, {b0, b1}};
+  meet(&own, [](const uint64_t(&all)[32]) {
+    float left[16][kMmaK], right[kMmaK][kMmaN];
+    for (int lane = 0; lane < 32; ++lane) {
+      const Product& of = *reinterpret_cast<const Product*>(all[lane]);
+      const int row = lane / 4, pair = 2 * (lane % 4);
+      for (int i = 0; i < 8; ++i) left[row + i / 2 % 2 * 8][pair + i / 4 * 8 + i % 2] = half_of<Element>(of.a[i / 2], i % 2);
+      for (int i = 0; i < 4; ++i) right[pair + i / 2 * 8 + i % 2][row] = half_of<Element>(of.b[i / 2], i % 2);
     }
-    d[i] = static_cast<float>(sum);
-  }
-  exchange(0, all);  // nobody changes operands that others still read
+    for (int row = 0; row < 16; ++row) {
+      const auto at = [&](int column) -> float& {
+        const int lane = row % 8 * 4 + column / 2;
+        return reinterpret_cast<const Product*>(all[lane])->d[row / 8 * 2 + column % 2];
+      };
+      double sums[kMmaN];
+      for (int column = 0; column < kMmaN; ++column) sums[column] = at(column);
+      for (int k = 0; k < kMmaK; ++k) {
+        for (int column = 0; column < kMmaN; ++column) sums[column] += static_cast<double>(left[row][k]) * right[k][column];
+      }
+      for (int column = 0; column < kMmaN; ++column) at(column) = static_cast<float>(sums[column]);
+    }
+  });
 }
 inline void load_blocks(uint32_t (&blocks)[4], uint32_t from, bool transposed = false) {
-  uint64_t all[32];
-  exchange(from, all);
-  for (int block = 0; block < 4; ++block) {
-    uint32_t pair = 0;
-    for (int upper = 0; upper < 2; ++upper) {
-      int row = current->lane / 4, column = 2 * (current->lane % 4) + upper;
-      if (transposed) std::swap(row, column);
-      const char* place = place_of_address(static_cast<uint32_t>(all[8 * block + row])) + 2 * column;
-      pair |= static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(place)) << 16 * upper;
+  auto& results = current->warp->blocks[current->warp->meetings & 1];
+  meet(from, [&](const uint64_t(&all)[32]) {
+    for (int block = 0; block < 4; ++block) {
+      uint16_t elements[8][8];
+      for (int row = 0; row < 8; ++row) std::memcpy(elements[row], place_of_address(static_cast<uint32_t>(all[8 * block + row])), 16);
+      for (int lane = 0; lane < 32; ++lane) {
+        const int row = lane / 4, column = 2 * (lane % 4);
+        const uint32_t low = transposed ? elements[column][row] : elements[row][column];
+        const uint32_t high = transposed ? elements[column + 1][row] : elements[row][column + 1];
+        results[lane][block] = low | high << 16;
+      }
     }
-    blocks[block] = pair;
-  }
-  exchange(0, all);
+  });
+  std::memcpy(blocks, results[current->lane], sizeof(blocks));
 }
 inline void load_blocks_transposed(uint32_t (&blocks)[4], uint32_t from) { load_blocks(blocks, from, true); }

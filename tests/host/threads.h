@@ -44,7 +44,13 @@ struct Dim { int x, y, z; };
 constexpr int kSharedBytes = 228 * 1024, kSharedStart = 1024, kRankBits = 24;
 
 struct Barrier { int expected = 0, pending = 0, phase = 0; long long bytes = 0; };
-struct Warp { int arrived = 0; long long meetings = 0; uint64_t values[2][32]; };
+// What lanes bring to a meeting stays until all have come to the next, so that two places are enough.
+struct Warp {
+  int arrived = 0;
+  long long meetings = 0;
+  uint64_t values[2][32];
+  uint32_t blocks[2][32][4];
+};
 struct Block;
 struct Meeting {
   int arrived = 0;
@@ -59,7 +65,7 @@ struct Block {
   Meeting named[16];
   std::map<uint32_t, Barrier> barriers;
 };
-struct Thread { Dim index; Block* block; Warp* warp; int lane; long long cluster_meeting; bool done, started; ucontext_t context; jmp_buf place; char* stack; };
+struct Thread { Dim index; Block* block; Warp* warp; int lane; long long cluster_meeting; bool done, started; ucontext_t context; jmp_buf place; };
 
 extern Thread* current;
 extern int blocks_of_grid;
@@ -100,22 +106,29 @@ inline char* place_of_address(uint32_t address) {
   return current->block->cluster->blocks[address >> kRankBits]->memory + place;
 }
 
-// All lanes of a warp meet, and each gets what all have brought.
-template <typename Value>
-inline void exchange(Value own, uint64_t (&all)[32]) {
+// All lanes of a warp meet, each with a value. The last to come does for all what they have met for, given what each has
+// brought; what they have brought is returned, too.
+template <typename Value, typename Work>
+inline const uint64_t (&meet(Value own, Work work))[32] {
   Warp& warp = *current->warp;
   const long long meeting = warp.meetings;
+  uint64_t(&all)[32] = warp.values[meeting & 1];
   uint64_t raw = 0;
   std::memcpy(&raw, &own, sizeof(Value));
-  warp.values[meeting & 1][current->lane] = raw;
+  all[current->lane] = raw;
   moved = true;
   if (++warp.arrived == 32) {
+    work(all);
     warp.arrived = 0;
     ++warp.meetings;
   } else {
     while (warp.meetings == meeting) yield();
   }
-  std::memcpy(all, warp.values[meeting & 1], sizeof(all));
+  return all;
+}
+template <typename Value>
+inline const uint64_t (&exchange(Value own))[32] {
+  return meet(own, [](const uint64_t*) {});
 }
 template <typename Value>
 inline Value value_of(uint64_t raw) {
@@ -123,15 +136,10 @@ inline Value value_of(uint64_t raw) {
   std::memcpy(&value, &raw, sizeof(Value));
   return value;
 }
-inline void __syncwarp() {
-  uint64_t all[32];
-  exchange(0, all);
-}
+inline void __syncwarp() { exchange(0); }
 template <typename Value>
 inline Value __shfl_sync(unsigned, Value own, int lane) {
-  uint64_t all[32];
-  exchange(own, all);
-  return value_of<Value>(all[lane & 31]);
+  return value_of<Value>(exchange(own)[lane & 31]);
 }
 template <typename Value>
 inline Value __shfl_xor_sync(unsigned, Value own, int mask) {
@@ -142,15 +150,13 @@ inline Value __shfl_up_sync(unsigned, Value own, int distance) {
   return __shfl_sync(~0u, own, current->lane >= distance ? current->lane - distance : current->lane);
 }
 inline unsigned __ballot_sync(unsigned, bool own) {
-  uint64_t all[32];
-  exchange(static_cast<int>(own), all);
+  const uint64_t(&all)[32] = exchange(static_cast<int>(own));
   unsigned bits = 0;
   for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(all[lane] != 0) << lane;
   return bits;
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned own) {
-  uint64_t all[32];
-  exchange(own, all);
+  const uint64_t(&all)[32] = exchange(own);
   return static_cast<unsigned>(*std::max_element(all, all + 32));
 }
 inline bool __any_sync(unsigned, bool own) { return __ballot_sync(~0u, own) != 0; }

@@ -20,19 +20,22 @@ inline void load_box_once(uint32_t to, const TensorMap& map, uint32_t full, Coor
   if (sizeof...(coordinates) != map.rank) fail("coordinates of another rank", map.rank);
   int elements = 1;
   for (int axis = 0; axis < map.rank; ++axis) elements *= map.box[axis];
-  for (int element = 0; element < elements; ++element) {
-    long long place = 0;
+  for (int row = 0; row < elements; row += map.box[0]) {  // elements of the first axis, which are next to each other
+    long long place = first[0];
     bool inside = true;
-    for (int axis = 0, rest = element; axis < map.rank; rest /= map.box[axis++]) {
+    for (int axis = 1, rest = row / map.box[0]; axis < map.rank; rest /= map.box[axis++]) {
       const long long at = first[axis] + rest % map.box[axis];
       inside = inside && at >= 0 && at < map.extent[axis];
       place += at * map.stride[axis];
     }
-    const uint32_t address = to + map.size * element;
-    const uint32_t swizzled = map.swizzle == 128 ? (address >> 7 & 7) << 4 : (address >> 7 & 3) << 4;
-    char* const at = place_of_address(address ^ swizzled);
-    std::memset(at, 0, map.size);
-    if (inside) std::memcpy(at, static_cast<const char*>(map.base) + place * map.size, map.size);
+    for (int column = 0; column < map.box[0]; ++column) {
+      const uint32_t address = to + map.size * (row + column);
+      const uint32_t swizzled = map.swizzle == 128 ? (address >> 7 & 7) << 4 : (address >> 7 & 3) << 4;
+      const bool there = inside && first[0] + column >= 0 && first[0] + column < map.extent[0];
+      char* const at = place_of_address(address ^ swizzled);
+      std::memset(at, 0, map.size);
+      if (there) std::memcpy(at, static_cast<const char*>(map.base) + (place + column) * map.size, map.size);
+    }
   }
   land(full, map.size * elements);
 }

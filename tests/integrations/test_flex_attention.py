@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -250,6 +251,8 @@ def test_calls_that_disagree_are_refused() -> None:
     mask = ours.create_block_mask(causal_mask, None, None, 8, 8, "cpu")
     with pytest.raises(CallError, match="block_mask is for 8 queries and 8 keys, but the call has 49 and 49"):
         ours.flex_attention(q, k, v, None, mask, enable_gqa=True)
+    with pytest.raises(CallError, match="nested tensors are not served"):
+        ours.flex_attention(torch.nested.nested_tensor([torch.randn(4, 5, 8)]), k, v, None, mask)
     with pytest.raises(CallError, match="must be made by attngen"):
         ours.flex_attention(q, k, v, None, theirs.create_block_mask(causal_mask, None, None, 8, 8, "cpu"))
 
@@ -261,3 +264,189 @@ def test_the_rest_runs_on_torch_where_the_caller_says_so() -> None:
         ours.flex_attention(q, k, v, None, mask)
     out = ours.flex_attention(q, k, v, None, mask, fallback=True)
     assert torch.allclose(out, dense(q, k, v, lambda b, h, q, kv: torch.minimum(q, kv) == kv, None)[0], atol=2e-5)
+
+
+# --- under torch.compile ------------------------------------------------------------------------------------
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", **{"fullgraph": True, **options})
+
+
+#: What a program cannot read, and its graph breaks for: a bound method.
+BREAKING = {"method"}
+SAMPLE = (
+    "causal",
+    "causal_document",
+    "prefix_by_sequence",
+    "nested_closures",
+    "alibi_slopes",
+    "relative_bias",
+    "gated",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODS if name not in SAMPLE)]
+)
+def test_a_program_is_compiled_without_a_graph_break(name: str) -> None:
+    mask_mod, score_mod = MODS[name]("cpu")
+    q, k, v = qkv()
+    mask = None if mask_mod is None else ours.create_block_mask(mask_mod, BATCH, HEADS, LENGTH, LENGTH, device="cpu")
+    learned = [t for t in ours.meaning(mask_mod, score_mod, torch.device("cpu")).tensors().values() if t.requires_grad]
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = ours.flex_attention(q * 2, k, v, score_mod, mask, return_lse=True)
+        return out + 1, lse
+
+    wanted, found = program(q, k, v), compiled(program, fullgraph=name not in BREAKING)(q, k, v)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    leaves = [q, k, v, *learned]
+    for one, other in zip(*(torch.autograd.grad(t[0].sum(), leaves) for t in (found, wanted)), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_program_notices_what_changes() -> None:
+    """Numbers that a closure holds, even where torch makes symbols of them; other tensors; masks with other facts."""
+    q, k, v = (t.detach() for t in qkv())
+
+    def capped(cap: float, table: Tensor) -> Any:
+        return lambda s, b, h, q, kv: cap * torch.tanh((s + table[h, kv - 1]) / cap)
+
+    program = compiled(lambda score: ours.flex_attention(q, k, v, score) * 1)
+    tables = [torch.randn(HEADS, LENGTH, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    for cap, table in ((3.0, tables[0]), (4.0, tables[0]), (5.0, tables[1]), (3.0, tables[1])):
+        score = capped(cap, table)
+        assert torch.allclose(program(score), ours.flex_attention(q, k, v, score), atol=1e-6)
+
+    program = compiled(lambda mask: ours.flex_attention(q, k, v, None, mask) * 1)
+    for doc in (torch.arange(LENGTH) // 7, torch.arange(LENGTH) // 9, torch.arange(LENGTH) % 5):
+        mask = ours.create_block_mask(
+            lambda b, h, q, kv, doc=doc: doc[q] == doc[kv], None, None, LENGTH, LENGTH, "cpu"
+        )  # fmt: skip
+        assert torch.allclose(program(mask), ours.flex_attention(q, k, v, None, mask), atol=1e-6)
+
+
+def test_masks_of_other_documents_need_no_other_program() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = (t.detach() for t in qkv())
+
+    def mask(doc: Tensor) -> Any:
+        return ours.create_block_mask(lambda b, h, q, kv: doc[q] == doc[kv], None, None, LENGTH, LENGTH, "cpu")
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    program = torch.compile(lambda mask: ours.flex_attention(q, k, v, None, mask) * 1, fullgraph=True, backend=counter)
+    for length in (7, 9, 20):
+        made = mask(torch.arange(LENGTH) // length)
+        assert torch.allclose(program(made), ours.flex_attention(q, k, v, None, made), atol=1e-6)
+    assert counter.frame_count == 1
+
+
+class _Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(2 * LENGTH))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found: Tensor = ours.flex_attention(q * 1, k, v, lambda s, b, h, q, kv: s + self.bias[q - kv + LENGTH])
+        return found * 2
+
+
+def test_a_function_made_inside_of_a_program_breaks_its_graph_and_is_right() -> None:
+    module, given = _Module(), qkv()
+    wanted, found = module(*given), compiled(module, fullgraph=False)(*given)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    for one, other in zip(*(torch.autograd.grad(t.sum(), [module.bias]) for t in (found, wanted)), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_what_is_refused_is_refused_in_a_program_too() -> None:
+    q, k, v = (t.detach() for t in qkv())
+    mask = ours.create_block_mask(causal_mask, None, None, 8, 8, "cpu")
+    with pytest.raises(Exception, match="block_mask is for 8 queries and 8 keys"):
+        compiled(lambda: ours.flex_attention(q, k, v, None, mask), fullgraph=False)()
+    with pytest.raises(CallError, match="decides by the value of an index"):
+        compiled(lambda: ours.flex_attention(q, k, v, lambda s, b, h, q, kv: s if h > 1 else s + 1), fullgraph=False)()
+
+
+# --- what a function does beside computing ------------------------------------------------------------------
+
+CALLS = 0
+SEEN: list[Any] = []
+
+
+def _assigns_a_global(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return q >= kv
+
+
+def _prints(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    print("called")
+    return q >= kv
+
+
+def _appends(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    SEEN.append(q)
+    return q >= kv
+
+
+def _assigns_around() -> Any:
+    count = 0
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return q >= kv
+
+    return mask
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def mask(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        self.calls += 1
+        return q >= kv
+
+
+EFFECTS = {
+    "assigns the global 'CALLS'": _assigns_a_global,
+    "it prints": _prints,
+    "changes the list 'SEEN'": _appends,
+    "assigns 'count' of the function around it": _assigns_around(),
+    "changes an attribute of 'self'": _Counts().mask,
+    "it assigns the global 'CALLS', which": ours.and_masks(causal_mask, _assigns_a_global),
+}
+
+
+@pytest.mark.parametrize("reason", EFFECTS)
+def test_an_effect_that_would_be_lost_is_refused_and_undone(reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CallError, match=reason) as caught:
+        ours.create_block_mask(EFFECTS[reason], None, None, 8, 8, "cpu")
+    assert "test_flex_attention.py:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (CALLS, SEEN, capsys.readouterr().out) == (0, [], "")
+
+
+def _line_of(function: Any, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(place for place, line in enumerate(lines) if text in line)
+
+
+def test_refusals_name_the_line() -> None:
+    for function, text in ((_decides, "if h > 1"), (_sorts, "torch.stack"), (_assigns_a_global, "CALLS += 1"),
+                           (_prints, "print(")):  # fmt: skip
+        with pytest.raises(CallError, match=rf"test_flex_attention\.py:{_line_of(function, text)}\)"):
+            ours.create_block_mask(function, None, None, 8, 8, "cpu")
+
+
+def test_a_captured_tensor_on_another_device_is_named() -> None:
+    doc = torch.zeros(8, dtype=torch.int32, device="meta")
+    with pytest.raises(CallError, match="the captured tensor 'doc' is on meta, the call on cpu"):
+        ours.create_block_mask(lambda b, h, q, kv: doc[q] == doc[kv], None, None, 8, 8, "cpu")

@@ -20,8 +20,9 @@ from attngen.errors import PackageError, SpecError
 from attngen.formats import VERSION
 from attngen.packaging.sizes import sizes_of
 from attngen.packaging.vendor import runtime_files
-from attngen.schema import preset_names
-from tests.packaging.support import INCLUDED, ROOT, SPEC, make, write_spec
+from attngen.schema import expand, load_spec, preset_names
+from attngen.schema.tuned import identity, tuned_text
+from tests.packaging.support import INCLUDED, OTHER, ROOT, SPEC, make, write_spec
 
 #: A kernel of each compiler, and a backward whose kernels have a cubin each, compiled for real.
 REAL = """
@@ -277,3 +278,22 @@ def test_a_date_that_no_archive_can_hold_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", date)
     with pytest.raises(PackageError, match="SOURCE_DATE_EPOCH is .*; allowed: seconds since 1970"):
         make(write_spec(tmp_path), tmp_path / "dist")
+
+
+@pytest.mark.parametrize("target", ["wheel", "sdist"])
+def test_measured_choices_go_into_a_package(tmp_path: Path, fake_compiler: None, target: str) -> None:
+    spec = write_spec(tmp_path, OTHER, "other.yaml")
+    (kernel,) = expand(load_spec(spec))
+    row = {"kernel": "causal", "of": identity(kernel), "speedup": 1.1, "tile": {"m": 128, "n": 32}}
+    tuned = tmp_path / "card.yaml"
+    tuned.write_text(tuned_text("NVIDIA H200", {}, [row]))
+    (made,) = make(spec, tmp_path / "dist", target, tuned=tuned).files
+    if target == "sdist":
+        with tarfile.open(made) as archive:
+            assert any(name.endswith("/tuned.yaml") for name in archive.getnames())
+        return
+    files = contents(made)
+    (row,) = json.loads(files["attngen_other/package.json"])["kernels"]
+    manifest = json.loads(files[f"attngen_other/kernels/{row['name']}/manifest.json"])
+    assert (manifest["tile_m"], manifest["tile_n"]) == (128, 32)
+    assert manifest["tuned"] == "tuned.yaml, measured on NVIDIA H200"

@@ -100,10 +100,14 @@ class _Recorder:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def __call__(self, asked: Any) -> None:
+    def __call__(self, *wanted: Any) -> None:
+        for asked in wanted:
+            self._take(asked)
+
+    def _take(self, asked: Any) -> None:
         self.asked.append(asked)
         fields = {"dtype": asked.dtype, "head_dim": (asked.head_dim_qk, asked.head_dim_v), "layout": asked.layout,
-                  "align": asked.alignment or 16}  # fmt: skip
+                  "align": asked.alignment or 16, "direction": asked.direction}  # fmt: skip
         backend = asked.backend or "triton"
         registry.add_compiled(kernel(asked.variant, package="compiled_on_call", backend=backend, **fields))
 
@@ -189,6 +193,81 @@ def test_a_compiled_program_has_its_kernels_compiled(asked: list[Any]) -> None:
     assert [each.variant.name for each in asked] == ["causal", "custom"]
 
 
+@pytest.mark.parametrize(("dynamic", "learns"), [(False, False), (True, True)])
+def test_kernels_are_compiled_while_a_program_is_traced(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch, *, dynamic: bool, learns: bool
+) -> None:
+    """Before anything runs: from fake tensors, of the sizes that the trace begins with; what is lacking alone."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    from attngen.integrations import flash_attn
+
+    at_trace: list[Any] = []
+
+    def traced(graph: Any, inputs: Any) -> Any:
+        at_trace[:] = [(each.variant.name, each.direction, each.head_dim_qk, each.dtype) for each in asked]
+        return graph
+
+    def program(q: Any, starts: Any) -> Any:
+        out = attngen.attention(q, q, q, variant="sliding_window", window=q.shape[1] // 2)
+        packed = attngen.attention_varlen(*[q.flatten(0, 1)] * 3, starts, starts, q.shape[1], q.shape[1])
+        return out + packed.unflatten(0, (q.shape[0], q.shape[1])) + flash_attn.flash_attn_func(q, q, q, softcap=9.0)
+
+    torch._dynamo.reset()
+    q = torch.randn(3, 24, 2, 80).half().requires_grad_(learns)
+    backend = aot_autograd(fw_compiler=traced, bw_compiler=traced)
+    compiled = torch.compile(program, fullgraph=True, backend=backend, dynamic=dynamic)
+    starts = torch.tensor([0, 24, 48, 72], dtype=torch.int32)
+    monkeypatch.setattr("attngen.integrations.choice.on_gpu", lambda tensor: True)
+    with attngen.jit():
+        found = compiled(q, starts)
+    directions = ("forward", "backward") if learns else ("forward",)
+    assert sorted(at_trace) == sorted(
+        (name, direction, 80, "fp16")
+        for name in ("sliding_window", "full", "window_softcap")
+        for direction in directions
+    )
+    assert len(asked) == len(at_trace)
+    torch._dynamo.reset()
+    torch.testing.assert_close(found, program(q.detach(), starts), check_device=False)
+
+
+def test_what_cannot_be_compiled_at_trace_time_is_told_when_it_runs(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def broken(what: Any, *soon: Any) -> None:
+        tried.append(what)
+        raise KeyError("tile")
+
+    monkeypatch.setattr(attngen.jit._maker, "_compile", broken)
+    torch._dynamo.reset()
+    call = torch.compile(lambda q: attngen.attention(q, q, q), backend="aot_eager", fullgraph=True)
+    with attngen.jit(), pytest.raises(NoKernelError, match="full, forward.*this is a fault of attngen"):
+        call(tensors())
+    assert len(tried) == 2  # once by the trace, however often it asks, and once by the call
+
+
+def test_fake_tensors_alone_compile_nothing(asked: list[Any]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with attngen.jit(), FakeTensorMode():
+        q = tensors()
+        assert attngen.attention(q, q, q).shape == q.shape
+    assert not asked
+
+
+def test_a_backward_is_compiled_along_with_its_forward(asked: list[Any]) -> None:
+    q = tensors()
+    with attngen.jit():
+        attngen.attention(q, q, q, variant="causal")
+        attngen.attention(q.requires_grad_(), q, q, variant="softcap", cap=5.0)
+    assert [(each.variant.name, each.direction) for each in asked] == [
+        ("causal", "forward"), ("softcap", "forward"), ("softcap", "backward"),
+    ]  # fmt: skip
+
+
 def test_nothing_is_compiled_in_a_capture(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attngen.first_call._capturing", lambda: True)
     with attngen.jit(), pytest.raises(NoKernelError, match="compiles nothing while a CUDA graph is captured"):
@@ -204,7 +283,7 @@ def test_a_compile_that_fails_is_the_reason(gpu: FakeDriver, monkeypatch: pytest
 
 
 def test_a_fault_of_attngen_is_no_traceback(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(asked: Any) -> None:
+    def broken(asked: Any, *soon: Any) -> None:
         raise KeyError("tile")
 
     monkeypatch.setattr(attngen.jit._maker, "_compile", broken)

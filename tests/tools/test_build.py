@@ -18,7 +18,8 @@ from attngen.compile import toolchain
 from attngen.errors import AttngenError, InternalError, SpecError, StoreError
 from attngen.plan import Plan
 from attngen.plan.model import Refused
-from attngen.schema import KernelSpec
+from attngen.schema import KernelSpec, expand, load_spec
+from attngen.schema.tuned import identity, tuned_text
 from attngen.store import Store
 from attngen.store import receipt as receipts
 from attngen.store.index import read_index
@@ -172,6 +173,54 @@ def test_a_compiler_that_only_a_later_attempt_needs_may_be_missing(
     assert [kernel.manifest["backend"] for kernel in report.kernels] == ["cuda"]
     (failure,) = report.failures
     assert re.search(r"no triton\nTried before it:\n.*1280 B of spills", str(failure.error))
+
+
+def choices(path: Path, spec: Path, choice: dict[str, object]) -> Path:
+    """A file with one choice for the first kernel of a spec."""
+    first = expand(load_spec(spec))[0]
+    row = {"kernel": "the first", "of": identity(first), "speedup": 1.2, **choice}
+    path.write_text(tuned_text("a card", {}, [row]))
+    return path
+
+
+def test_measured_choices_are_taken_and_named(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
+    spec.write_text(OPEN)
+    plain = build(spec, jobs=1, store=store, compiler=FAKE)
+    tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}, "warps": {"consumer": 2}})
+    report = build(spec, tuned=tuned, jobs=1, store=store, compiler=FAKE)
+    assert origins(report) == {"built": 1, "cached": 1}
+    assert report.kernels[0].name == "fwd_sm90a_wgmma_bf16_d64_causal_m128n64s2c2"
+    assert report.kernels[0].manifest["tuned"] == "card.yaml, measured on a card"
+    assert "tuned" not in report.kernels[1].manifest
+    # each is up to date by itself; another choice is built
+    assert build(spec, tuned=tuned, store=store, compiler=FAKE).up_to_date
+    choices(tuned, spec, {"tile": {"n": 96}, "warps": {"consumer": 2}})
+    assert origins(build(spec, tuned=tuned, jobs=1, store=store, compiler=FAKE)) == {"built": 1, "cached": 1}
+    assert build(spec, jobs=1, store=store, compiler=FAKE).kernels[0].key == plain.kernels[0].key
+
+
+@pytest.mark.parametrize(
+    "choice", [{"tile": {"n": 250}}, {"tile": {"n": 128}, "warps": {"consumer": 3, "overlap": True}}], ids=str
+)
+def test_a_choice_that_does_not_fit_is_passed_over(
+    spec: Path, store: Store, log: Path, tmp_path: Path, choice: dict[str, object]
+) -> None:
+    """Refused by the plan, or by the compiler: nobody asked for it, so that the kernel is built all the same."""
+    spec.write_text(OPEN)
+    expected = [kernel.name for kernel in narrow(spec, store).kernels]
+    report = build(
+        spec, tuned=choices(tmp_path / "card.yaml", spec, choice), jobs=1, store=store,
+        compiler="tests.store.fakes:compile_narrow",
+    )  # fmt: skip
+    assert report.failures == ()
+    assert [kernel.name for kernel in report.kernels] == expected
+
+
+def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
+    tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}})
+    spec.write_text(OPEN)
+    (warning,) = build(spec, tuned=tuned, jobs=1, store=store, compiler=FAKE).warnings
+    assert warning == f"{tuned} has no choice for a kernel of this spec that leaves it open"
 
 
 def test_kernels_that_come_to_be_one_are_one(spec: Path, store: Store, log: Path) -> None:

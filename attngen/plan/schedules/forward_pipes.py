@@ -11,7 +11,7 @@ _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES = 4
-_TILE_SCALES_BYTES = 8
+_TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
 _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
@@ -36,7 +36,8 @@ def forward_pipes(
         by_k, by_v = "the loader of K", "the loader of V"
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
-    scales = (("tile_scales", _TILE_SCALES_BYTES),) if scale_block else ()
+    scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
+    scales = (("tile_scales", scale_bytes),) if scale_block else ()
     told = ", and what each consumer does with it is written" if roles.specialized else ""
     scheduler = roles.consumers + 1 if driver == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"

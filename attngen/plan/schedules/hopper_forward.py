@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES, SWIZZLE_BYTES, DType
@@ -77,6 +78,9 @@ TABLE = (
     Choice("any", 192, 2, 96, "pingpong"),
     Choice("any", 256, 2, 64, "pingpong"),
 )
+
+#: Keys of a tile and stages among which the fastest are looked for.
+_TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
 
 #: Keys of a tile that are tried where those of the table take too many registers, or too much memory.
 _FEWER_KEYS = (64, 32, 16)
@@ -188,7 +192,8 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
-            *([f"scale{spec.scale_block}"] if spec.scale_block else []),
+            *(["transposedv"] if spec.transposed_v else []),
+            *([_scale_label(spec.scale_block)] if spec.scale_block else []),
         ),
         columns_qk=columns[:1],
         columns_v=columns[1:],
@@ -220,13 +225,22 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     )
 
 
+def _scale_label(block: int) -> str:
+    """Return how names of kernels say what shares a scale."""
+    return "tokenscales" if block == 1 else f"scale{block}"
+
+
 def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
     staged = [boxes("out", _ROWS, packed=plan.pack_gqa)] if roles.boxes_out else []
+    v_map = boxes("v", plan.tile_n, window=plan.tile_n)
+    if plan.transposed_v:
+        box_bytes = widest_box(plan.tile_n * plan.operands.v.bytes)
+        v_map = arguments.tensor_map(plan, "v", plan.columns_v[0].width, box_bytes=box_bytes)
     operands = (
-        boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n),
-        boxes("v", plan.tile_n, window=plan.tile_n), *staged, arguments.pointer(plan, "out"),
+        boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n), v_map, *staged,
+        arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"), *arguments.descales(plan),
     )  # fmt: skip
     return arguments.signature(
@@ -258,7 +272,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
     step = _key_step(operands_of(spec), transposes=form.transposes)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
-    usual = min(choice.tile_n, spec.scale_block or choice.tile_n)
+    usual = min(choice.tile_n, spec.scale_block) if spec.scale_block > 1 else choice.tile_n
     *larger, least = spec.tile_n or usual, *fewer
     for tile_n in larger:
         with suppress(PlanError):
@@ -269,13 +283,13 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
 def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int) -> HopperTile:
     """Return the tile of ``tile_n`` keys."""
     operands = operands_of(spec)
-    element = operands.shared("q", "k", "v", "p")
+    size = operands.bytes_of("q", "k", "v", "p")
     qk, v = (columns.width for columns in _widths(spec, operands))
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
     step = _key_step(operands, transposes=form.transposes)
-    if spec.scale_block % tile_n:
+    if spec.scale_block > 1 and spec.scale_block % tile_n:
         raise refuse(
             spec,
             "tile.n",
@@ -294,7 +308,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     stages = spec.stages or 2
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
-    box = widest_box(qk * element.bytes, v * element.bytes)
+    box = widest_box(qk * size, v * size)
     softmax, numbers = spec.softmax or _SOFTMAXES[0], form.numbers[spec.dtype]
     draft = HopperForward(
         specialized=specialized,
@@ -312,12 +326,15 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
         value_loader=_is_paged(spec) and not form.transposes,  # pages take many small copies
-        transposes=form.transposes,
+        v_by_columns=form.transposes,
+        transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,
         redo_growth="4.0f",
         raise_above=numbers.raise_above,
         peak=numbers.peak,
-        ahead=(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 2) if form.transposes else 0,
+        ahead=(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 2)
+        if form.transposes and not spec.transposed_v
+        else 0,
         softmax=softmax,
         shared=(),
     )
@@ -332,7 +349,7 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     given, most = spec.roles or Roles(), first.structure.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
     assert isinstance(first.structure, HopperForward)
-    step = _key_step(first.operands, transposes=first.structure.transposes)
+    step = _key_step(first.operands, transposes=first.structure.v_by_columns)
     narrower = [n for n in _FEWER_KEYS if n < first.tile_n and n % step == 0] if spec.tile_n is None else []
     tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
     if not fixed:
@@ -343,6 +360,16 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
         yield replace(spec, tile_n=tiles[-1][1], roles=replace(given, consumer=tiles[-1][0], overlap=False))
     elif given.overlap is None:
         yield replace(spec, roles=replace(given, overlap=False))
+
+
+def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with each tile, depth and order of consumers that may be the fastest."""
+    assert isinstance(first.structure, HopperForward)
+    step = _key_step(first.operands, transposes=first.structure.transposes)
+    consumers = (1, 2) if spec.pack_gqa else (2, 3)
+    keys = [n for n in _TUNED_KEYS if n % step == 0]
+    for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, ("pingpong", "cooperative")):
+        yield replace(spec, tile_n=tile_n, stages=stages, roles=Roles(consumer=count, schedule=schedule, overlap=True))
 
 
 def _families(spec: KernelSpec) -> frozenset[str]:
@@ -359,7 +386,7 @@ def _families(spec: KernelSpec) -> frozenset[str]:
     if reads_data_per_key(spec.variant):
         found.add("listed")
     if spec.scale_block:
-        found.add("blocks")
+        found.add("tokens" if spec.scale_block == 1 else "blocks")
     return frozenset(found)
 
 
@@ -445,8 +472,9 @@ def warp_roles(
             f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
             f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
         )
+    turns = transposes and not spec.transposed_v
     pages = _is_paged(spec) and not transposes
-    return forward_roles(consumers, producer, consumer, value_loader=pages, transposes=transposes)
+    return forward_roles(consumers, producer, consumer, value_loader=pages, transposes=turns)
 
 
 def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:
@@ -545,6 +573,7 @@ SCHEDULE = Schedule(
     suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES and (spec.roles is None or spec.roles.producer != 0),
     plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,
+    tunable=tunable,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
     explanation="attngen.tools.explain.hopper_forward:explain",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from attngen.arch import Arch
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
@@ -23,16 +24,20 @@ from attngen.plan.schedules.hopper_forward import (
     keep_promises,
     plan_forward,
     products_with_roles,
+    tunable,
     warp_roles,
 )
 from attngen.schema.expand import KernelSpec, Roles
 
 #: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the reference is set, and may
 #: grow until a lane's sum, and so each of its terms, could exceed 448.
-PROBABILITIES = {"fp8_e4m3": Probabilities("448.0f", raise_above="4.0f", peak=4)}
+#: They are e4m3 whatever q, k and v are.
+PROBABILITIES = dict.fromkeys(QUANTIZED_DTYPES, Probabilities("448.0f", raise_above="4.0f", peak=4))
 
-#: As in ``hopper_forward``; "blocks" have scales of their own. Measured on an H200: docs/notebook/hopper_fp8.md.
+#: As in ``hopper_forward``; "blocks", or "tokens", have scales of their own. Measured on an H200: docs/notebook/hopper_fp8.md.
 TABLE = (
+    Choice("tokens", 128, 3, 64, "cooperative"),
+    Choice("tokens", 256, 2, 64, "cooperative"),
     Choice("any", 64, 3, 128, "pingpong"),
     Choice("blocks", 128, 3, 64, "cooperative"),
     Choice("window", 128, 3, 64, "cooperative"),
@@ -85,6 +90,7 @@ SCHEDULE = Schedule(
     suits=lambda spec: spec.dtype in PROBABILITIES,
     plan=_plan,
     alternatives=alternatives,
+    tunable=tunable,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
     layouts=("dense", "varlen", "paged"),

@@ -1,8 +1,9 @@
 """The kernel that quantizes queries, keys and values, with rotation and Hadamard transform on the way.
 
-Memory binds, as long as a number costs few instructions. Head dims, strides and what a scale is of are arguments: one
-kernel of a dtype serves all calls. A call launches it once, or twice where a scale is of more than a block sees: first
-to find the largest magnitudes, then to round.
+Memory binds, as long as a number costs few instructions, and loads are always on their way: blocks stay, and load rows
+while they work on those before. Head dims, strides and what a scale is of are arguments: one kernel of a dtype serves
+all calls. A call launches it once, or twice where a scale is of more than a block sees: first to find the largest
+magnitudes, then to round.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule
 from attngen.schema.expand import KernelSpec
 
-#: What a block is: some rows of a head, which a block of threads holds in registers.
+#: What a unit of work is: some rows of a head, which a block of threads holds in registers.
 GRID = "row_tiles"
 
-#: The most warps of a block; a call chooses how many.
-_WARPS = 32
+#: The most warps of a block; a call chooses how many. Each thread has 128 registers, half of them for its numbers.
+_WARPS = 16
 
 #: The least device that rounds to 8 bits. PTX ISA, "cvt": .e4m3x2 needs sm_89.
 _LEAST_CAPABILITY = 89
@@ -37,9 +38,9 @@ _UNTYPED = ("rotary_cos", "rotary_sin")
 
 #: Numbers of a call. Those of v differ from those of q and k where its head_dim does.
 _SIZES = (
-    "batch", "seqlen_q", "seqlen_k", "blocks_q", "blocks_k", "rows_qk", "rows_v", "vectors_qk", "vectors_v",
-    "slot_bits_qk", "slot_bits_v", "lane_bits_qk", "lane_bits_v", "scales_qk", "scales_v", "rounds", "hadamard",
-    "positions", "rotary_half", "rotary_form", "interleaved", "whole_vectors", "e5m2_out",
+    "batch", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "run", "rows_qk", "rows_v", "far_row_qk",
+    "far_row_v", "vectors_qk", "vectors_v", "slot_bits", "lane_bits_qk", "lane_bits_v", "scales_qk", "scales_v", "rounds",
+    "hadamard", "positions", "rotary_half", "rotary_form", "rotary_step", "interleaved", "whole_vectors", "e5m2_out",
 )  # fmt: skip
 
 #: Numbers by which the kernel divides.

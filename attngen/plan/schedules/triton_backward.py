@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from attngen.arch import Arch
 from attngen.lang.ir import names
@@ -190,6 +191,17 @@ def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     for dkdv, dq in _SMALLER_GRADIENTS:
         tiles = Backward(_fixed(completed(given.dkdv, dkdv)), _fixed(completed(given.dq, dq)))
         yield replace(spec, backward=tiles)
+
+
+def _tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a backward with each tile, depth and number of warps of one of its kernels that may be the
+    fastest, the other one being as it is planned."""
+    del first
+    given = spec.backward or Backward()
+    for m, n, stages, warps in product((32, 64, 128), (64, 128), (1, 2, 3), (4, 8)):
+        of_keys, of_queries = Gradient(m, n, stages, warps), Gradient(n, m, stages, warps)
+        yield replace(spec, backward=replace(given, dkdv=of_keys))
+        yield replace(spec, backward=replace(given, dq=of_queries))
 
 
 def _fixed(tile: Tile) -> Gradient:
@@ -379,5 +391,6 @@ SCHEDULE = Schedule(
     supports=lambda arch: True,
     plan=_plan,
     alternatives=_alternatives,
+    tunable=_tunable,
     explanation="attngen.tools.explain.backward:BackwardExplanation",
 )

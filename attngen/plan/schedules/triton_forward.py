@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from attngen.arch import Arch
 from attngen.plan import arguments, budget
@@ -136,6 +137,13 @@ def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
         yield replace(spec, tile_m=tile.m, tile_n=tile.n, stages=tile.stages, num_warps=tile.warps)
 
 
+def _tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with each tile, depth and number of warps that may be the fastest."""
+    del first
+    for m, n, stages, warps in product((64, 128), (32, 64, 128), (2, 3, 4), (4, 8)):
+        yield replace(spec, tile_m=m, tile_n=n, stages=stages, num_warps=warps)
+
+
 def _default_tile(family: str, head_dim: int) -> Tile:
     """Return the table's tile for a kernel, before its budget is checked."""
     return next(tile for name, largest, tile in _TABLE if name == family and head_dim <= largest)
@@ -200,4 +208,5 @@ SCHEDULE = Schedule(
     supports=lambda arch: True,
     plan=_plan,
     alternatives=_alternatives,
+    tunable=_tunable,
 )

@@ -62,7 +62,9 @@ class CudaView:
     command: str
     summary: str
     uses_expressions: bool
-    element: DType  # of q, k, v and p
+    element: DType  # of p, and mostly of q, k and v
+    qk_product: str  # what multiplies Q and K,
+    pv_product: str  # and P and V
     width_qk: int
     padding_qk: str
     width_v: int
@@ -142,14 +144,17 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
     kv_first = f"{tile} * kBlockN + 2 * (lane % 4)"
-    v_box = widest_box(plan.tile_n * plan.operands.v.bytes) if hopper.transposes else hopper.box_bytes
+    v_box = widest_box(plan.tile_n * plan.operands.v.bytes) if hopper.v_by_columns else hopper.box_bytes
+    alike = plan.operands.alike("q", "k", "v", "p")
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     return CudaView(
         template=template,
         command=command(plan),
         summary=summary(plan),
         uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
-        element=plan.operands.shared("q", "k", "v", "p"),
+        element=plan.operands.p,
+        qk_product="Product<Element, kBlockN>" if alike else "Product<QElement, kBlockN, KvElement>",
+        pv_product="Product<Element, kHeadDimV>" if alike else "Product<Element, kHeadDimV, KvElement>",
         width_qk=plan.columns_qk[0].width,
         padding_qk=padding(plan.columns_qk[0]),
         width_v=plan.columns_v[0].width,
@@ -207,7 +212,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
         logit_partial=masked,
         logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
-        multiplier=leaf("multiplier") if plan.scale_block and plan.variant.score is None else code.multiplier,
+        multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
+from attngen.runtime.arguments import TORCH_DTYPES
 from attngen.runtime.calls import attention
 from attngen.runtime.dispatch import tile_map
 from attngen.runtime.module import Kernel
@@ -119,10 +121,19 @@ def enter(
     keywords = {"variant": kernel.variant_name, "package": kernel.name, **work.arguments}
     if kernel.dtype in QUANTIZED_DTYPES:  # numbers of about 1, whose scale is 1
         keywords |= dict.fromkeys(DESCALES, torch.ones((), device=one.q.device))
+        keywords["out_dtype"] = TORCH_DTYPES[kernel.dtype_of("out").name]
     if kernel.needs_tile_map:
         keywords["tile_map"] = tile_map(one.q, one.k, v=one.v, **keywords)
     leaves = [each.bshd for each in inputs]
-    return Contestant(label, [partial(attention, *each, **keywords) for each in leaves], leaves=leaves)
+    given = [_as_read(kernel, *each) for each in leaves]
+    return Contestant(label, [partial(attention, *each, **keywords) for each in given], leaves=leaves)
+
+
+def _as_read(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs as a kernel reads them: some want the keys of v side by side, or k and v in other 8 bits than q."""
+    kv_dtype = TORCH_DTYPES[kernel.dtype_of("k").name]
+    k, v = (tensor if tensor.dtype == kv_dtype else tensor.float().to(kv_dtype) for tensor in (k, v))
+    return q, k, v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if kernel.transposed_v else v
 
 
 def _reader(kernel: Kernel) -> Callable[[], Kernel]:

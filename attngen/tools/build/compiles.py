@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attngen.plan.model import Plan, Refused
     from attngen.render import Source
     from attngen.schema import KernelSpec
+    from attngen.store.jobs import Workers
 
 #: The function that compiles, by name, since it runs in other processes.
 COMPILER = "attngen.compile:compile_source"
@@ -154,8 +155,16 @@ class Compiles:
             for backend in dict.fromkeys(task.prepared.plan.backend for task in missing):
                 if lacking := toolchain.missing(backend):
                     raise CompileError(lacking)
-        while missing:
-            missing = [task for task in self._round(missing, jobs) if self._can_compile(task)]
+        if missing:
+            self._compile(missing, jobs)
+
+    def _compile(self, tasks: Sequence[Task], jobs: int | None) -> None:
+        """Compile kernels, and what is to be tried where an attempt is refused."""
+        from attngen.store.jobs import worker_processes
+
+        with worker_processes() as workers:
+            while tasks:
+                tasks = [task for task in self._round(tasks, jobs, workers) if self._can_compile(task)]
 
     def _can_compile(self, task: Task) -> bool:
         """Whether the compiler of an attempt is installed, which nobody asked for; if not, the kernel has failed."""
@@ -180,7 +189,7 @@ class Compiles:
                 return None
             task = following
 
-    def _round(self, tasks: Sequence[Task], jobs: int | None) -> list[Task]:
+    def _round(self, tasks: Sequence[Task], jobs: int | None, workers: Workers) -> list[Task]:
         """Compile one attempt at each kernel; return what is to be compiled next where that was refused."""
         from attngen.store.jobs import Job, run_jobs
         from attngen.store.limits import job_limit
@@ -195,7 +204,9 @@ class Compiles:
             )
             for task in tasks
         ]
-        for result in run_jobs(calls, job_limit(jobs), on_start=lambda index: self.observer.started(names[index])):
+        for result in run_jobs(
+            calls, job_limit(jobs), on_start=lambda index: self.observer.started(names[index]), shared=workers
+        ):
             task, error = tasks[result.index], result.error
             self.warnings.extend(result.warnings)
             if error is not None:

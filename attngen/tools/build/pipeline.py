@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +40,7 @@ from attngen.tools.build.compiles import (
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
     from attngen.schema import KernelSpec, Spec
+    from attngen.schema.tuned import Tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ def build(
     spec: str | Path,
     *,
     arches: Sequence[str] = (),
+    tuned: str | Path | None = None,
     jobs: int | None = None,
     store: Store | None = None,
     observer: Observer | None = None,
@@ -87,8 +89,9 @@ def build(
 ) -> BuildReport:
     """Build the kernels of a spec that the cache lacks, and index all of them under the spec's package.
 
-    ``arches`` restricts the build to kernels for these. ``jobs`` is how many compiles run at once, as many as
-    there are cores by default; fewer if memory does not suffice. Needs neither a GPU nor torch.
+    ``arches`` restricts the build to kernels for these. ``tuned`` is a file of choices (``attngen.schema.tuned``) for
+    kernels whose spec leaves them open. ``jobs`` is how many compiles run at once, as many as there are cores by
+    default; fewer if memory does not suffice. Needs neither a GPU nor torch.
 
     Raises SpecError before anything is compiled if the spec is wrong or none of its kernels can be planned, and
     StoreError if the cache cannot be written. A kernel that cannot be planned, or whose compile fails, does not stop
@@ -97,16 +100,19 @@ def build(
     start = time.perf_counter()
     path, store = Path(spec), store or Store()
     store.require_trusted()
-    known = _known(path, arches, store)
+    chosen = None if tuned is None else Path(tuned)
+    known = _known(path, arches, store, chosen)
     if known is not None:
         kernels = known[1]
         return BuildReport(known[0], str(path), kernels, time.perf_counter() - start, up_to_date=True)
-    return _build(path, arches, jobs, store, observer or Silent(), compiler or COMPILER, start)
+    return _build(path, arches, chosen, jobs, store, observer or Silent(), compiler or COMPILER, start)
 
 
-def _known(path: Path, arches: Sequence[str], store: Store) -> tuple[str, tuple[BuiltKernel, ...]] | None:
+def _known(
+    path: Path, arches: Sequence[str], store: Store, tuned: Path | None
+) -> tuple[str, tuple[BuiltKernel, ...]] | None:
     """Return package and kernels of a build that need not run again, or None."""
-    receipt = read_receipt(store, path, arches)
+    receipt = read_receipt(store, path, arches, tuned)
     index = read_index(store, receipt.package) if receipt else None
     if receipt is None or index is None:
         return None
@@ -123,6 +129,7 @@ def _known(path: Path, arches: Sequence[str], store: Store) -> tuple[str, tuple[
 def _build(
     path: Path,
     arches: Sequence[str],
+    tuned: Path | None,
     jobs: int | None,
     store: Store,
     observer: Observer,
@@ -130,10 +137,12 @@ def _build(
     start: float,
 ) -> BuildReport:
     from attngen.schema import load_spec, spec_hash
+    from attngen.schema.tuned import load_tuned
 
     generator = generator_digest()  # before anything is read: what changes from now on is for the next build
     loaded = load_spec(path)
-    prepared, failures = prepare_each(loaded, arches)
+    choices = None if tuned is None else load_tuned(tuned)
+    prepared, failures = prepare_each(loaded, arches, tuned=choices)
     if failures and not prepared:
         raise _together([failure.error for failure in failures])
     outcome = Compiles(store, observer, compiler)
@@ -152,9 +161,11 @@ def _build(
     if built:  # a spec of which nothing compiles leaves what an earlier build made of it
         write_index(store, _with_other_arches(store, index, arches))
     if not failures:
+        if choices is not None:
+            inputs |= {str(Path(choices.file).resolve()): choices.sha256}
         receipt = Receipt(inputs, generator, loaded.package, tuple((kernel.name, kernel.key) for kernel in built))
         with contextlib.suppress(StoreError):  # without it, the next build takes a little longer
-            write_receipt(store, path, arches, receipt)
+            write_receipt(store, path, arches, receipt, tuned)
     store.sweep()
     return BuildReport(
         loaded.package,
@@ -162,8 +173,14 @@ def _build(
         tuple(built),
         time.perf_counter() - start,
         failures=tuple(failures),
-        warnings=tuple(dict.fromkeys(outcome.warnings)),
+        warnings=tuple(dict.fromkeys((*outcome.warnings, *_unused(choices, prepared)))),
     )
+
+
+def _unused(choices: Tuned | None, prepared: Sequence[Prepared]) -> Iterable[str]:
+    """Yield a warning if a file of choices has none for any kernel of a spec."""
+    if choices is not None and not any(kernel.plan.tuned for kernel in prepared):
+        yield f"{choices.file} has no choice for a kernel of this spec that leaves it open"
 
 
 def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
@@ -176,25 +193,26 @@ def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
     return list(found.values())
 
 
-def prepare(spec: Spec, arches: Sequence[str] = ()) -> list[Prepared]:
+def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Tuned | None = None) -> list[Prepared]:
     """Return the kernels of a spec, planned and rendered, each once, in its order; raises what ``plans`` does."""
-    prepared, failures = prepare_each(spec, arches)
+    prepared, failures = prepare_each(spec, arches, tuned=tuned)
     if failures:
         raise _together([failure.error for failure in failures])
     return prepared
 
 
 def prepare_each(
-    spec: Spec, arches: Sequence[str] = (), *, repeated: list[Repeated] | None = None
+    spec: Spec, arches: Sequence[str] = (), *, tuned: Tuned | None = None, repeated: list[Repeated] | None = None
 ) -> tuple[list[Prepared], list[Failure]]:
     """Return the kernels of a spec that can be planned and rendered, and why the others cannot.
 
-    ``repeated`` takes what ``plan_each`` says of kernels that are asked for again.
+    ``tuned`` has choices for kernels that leave them open. ``repeated`` takes what ``plan_each`` says of kernels that
+    are asked for again.
     Raises SpecError for an arch that the spec does not build for.
     """
     from attngen.render import render
 
-    planned, failures = plan_each(spec, arches, repeated=repeated)
+    planned, failures = plan_each(spec, arches, tuned=tuned, repeated=repeated)
     prepared = []
     for kernel, chosen in planned:
         source = _attempt(kernel, partial(render, chosen))
@@ -218,12 +236,12 @@ def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan
 
 
 def plan_each(
-    spec: Spec, arches: Sequence[str] = (), *, repeated: list[Repeated] | None = None
+    spec: Spec, arches: Sequence[str] = (), *, tuned: Tuned | None = None, repeated: list[Repeated] | None = None
 ) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
     """Return the kernels of a spec that can be planned, with their plans, each once, and why the others cannot.
 
     The kernels that append to the caches of paged ones, and those that quantize for ones that read 8 bits, follow those
-    that its entries ask for.
+    that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
     Kernels that become what another one is already are left out, and appended to ``repeated``.
     Raises SpecError for an arch that the spec does not build for.
     """
@@ -245,10 +263,10 @@ def plan_each(
     for kernel in kernel_specs:
         if arches and kernel.arch not in arches:
             continue
-        planned = _attempt(kernel, partial(plan, kernel))
+        planned = _attempt(kernel, partial(_plan, kernel, tuned))
         if not isinstance(planned, AttngenError):
             first = found.setdefault(planned.name, (kernel, planned))
-            if first[1] is planned or first[1].to_dict() == planned.to_dict():
+            if first[1] is planned or _chosen_alike(first[1]) == _chosen_alike(planned):
                 if repeated is not None and first[0] is not kernel:
                     repeated.append(Repeated(planned.name, first[0], kernel))
                 continue
@@ -262,6 +280,22 @@ def plan_each(
         else:
             found[planned.name] = kernel, planned
     return list(found.values()), failures
+
+
+def _plan(kernel: KernelSpec, tuned: Tuned | None) -> Plan:
+    """Return the plan of a kernel, with the choices that were measured for it, if there are any and it takes them."""
+    from attngen.plan import plan
+
+    chosen = None if tuned is None else tuned.applied(kernel)
+    if tuned is not None and chosen is not None:
+        with contextlib.suppress(PlanError):
+            return replace(plan(chosen), tuned=tuned.told)
+    return plan(kernel)
+
+
+def _chosen_alike(planned: Plan) -> dict[str, Any]:
+    """Return a plan as JSON, whoever made its choices."""
+    return replace(planned, tuned="").to_dict()
 
 
 _T = TypeVar("_T")

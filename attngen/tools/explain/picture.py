@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,23 @@ class Picture:
 
     def save(self, file: str | Path | io.BytesIO) -> None:
         """Write an image, PNG unless the name says otherwise. Raises LoadError without matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise LoadError("an image needs matplotlib, which is not installed; str() of the picture is text") from None
-        figure: Any = Figure(figsize=(5, 5), layout="constrained")
-        axes = figure.add_subplot()
-        axes.imshow(self.mask.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
-        axes.set(title=self.title, xlabel="kv", ylabel="q")
-        figure.savefig(file, **({"format": "png"} if isinstance(file, io.BytesIO) else {}))
+
+        def draw(figure: Any, axes: Any) -> None:
+            axes.imshow(self.mask.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+            axes.set(title=self.title, xlabel="kv", ylabel="q")
+
+        written(file, draw)
+
+
+def written(file: str | Path | io.BytesIO, draw: Callable[[Any, Any], None]) -> None:
+    """Write an image that ``draw`` makes of a figure and its axes. Raises LoadError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise LoadError("an image needs matplotlib, which is not installed; str() of the picture is text") from None
+    figure: Any = Figure(figsize=(5, 5), layout="constrained")
+    draw(figure, figure.add_subplot())
+    figure.savefig(file, **({"format": "png"} if isinstance(file, io.BytesIO) else {}))
 
 
 def picture(name: str, mask: Tensor, b: int, h: int) -> Picture:

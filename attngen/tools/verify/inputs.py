@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import Call, Packing, bind
@@ -50,6 +50,7 @@ class Inputs:
     page_layout: str = "NHD"
     packed: Inputs | None = None  # of a call over pages: the same sequences, one after the other
     descales: Mapping[str, Tensor] = field(default_factory=dict)  # of quantized q, k and v
+    out_dtype: torch.dtype | None = None  # of their output
     by_token: bool = False  # of keys and values alike, which no call has: those of pages, token by token
 
     def bind(self, variant: Variant) -> Call:
@@ -59,6 +60,7 @@ class Inputs:
             call.descales, call.scale_blocks = dict(self.descales), (1,)
         else:
             check_descales(call, self.descales)
+        call.asked_out = self.out_dtype
         return call
 
     def _bind(self, variant: Variant) -> Call:
@@ -73,6 +75,13 @@ class Inputs:
         )  # fmt: skip
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return a dtype as torch knows it, by its name in specs."""
+    found = getattr(torch, dtype_row(name).torch)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Element:
     """What q, k and v are made of: their dtype (its name in specs) and head dims; k and v may have a ``kv_dtype``."""
@@ -81,7 +90,14 @@ class Element:
     head_dim_qk: int
     head_dim_v: int
     scale_block: int = 0  # tokens that share a scale of a quantized dtype; 0: all of a head, -1: those of a page
-    kv_dtype: str = ""
+    kv_dtype: str = ""  # of k and v, where another than that of q
+    out_dtype: str = ""  # of the output of a quantized q, where it is not the usual one
+    transposed_v: bool = False  # keys lie side by side in v
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The dtype as torch knows it."""
+        return torch_dtype(self.dtype)
 
     def of(self, name: str) -> str:
         """Return the dtype of q, k or v."""
@@ -95,9 +111,7 @@ class Element:
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
         """Return random numbers in the dtype of q, k or v: one of 8 bits holds them larger, so that they use its
         range."""
-        found = getattr(torch, dtype_row(self.of(name)).torch)
-        assert isinstance(found, torch.dtype)
-        return (tensor * _QUANTIZED_SCALE if name in self.quantized else tensor).to(found)
+        return (tensor * _QUANTIZED_SCALE if name in self.quantized else tensor).to(torch_dtype(self.of(name)))
 
 
 def make_inputs(
@@ -124,6 +138,8 @@ def make_inputs(
     filled = {name: fill(*rows[name], shapes[name], generator) for name in shapes}
     tensors = {name: element.rounded(name, tensor).to(device) for name, tensor in filled.items()}
     cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}
+    if element.transposed_v:
+        cut["v"] = by_columns(cut["v"])
     arguments = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in arguments_of(variant, case, layout, generator, calm).items()
@@ -134,7 +150,18 @@ def make_inputs(
         seqused_k=None if case.used is None else torch.tensor(case.used, dtype=torch.int32, device=device),
         arguments=arguments,
         descales=_descales(case, element, generator, device),
+        out_dtype=torch_dtype(element.out_dtype) if element.out_dtype else None,
     )
+
+
+def by_columns(v: Tensor) -> Tensor:
+    """Return a tensor (batch, seqlen, heads, head_dim) with the same numbers, whose rows lie side by side. Memory after
+    the last one is NaN."""
+    batch, seqlen, heads, width = v.shape
+    room = -(-seqlen // CHUNK_BYTES) * CHUNK_BYTES + CHUNK_BYTES
+    found = torch.full((batch, heads, width, room), torch.nan, device=v.device).to(v.dtype)
+    found[..., :seqlen] = v.permute(0, 2, 3, 1)
+    return found[..., :seqlen].permute(0, 3, 1, 2)
 
 
 def _descales(

@@ -27,6 +27,7 @@ from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import Parameter
 from attngen.runtime.pinned import Buffers
 from attngen.runtime.tensormap import windowed
+from attngen.tools.verify.quick_interpreter import quicken
 
 
 def prepare_process() -> None:
@@ -58,6 +59,7 @@ class Interpreted:
 
     def __init__(self, plan: Plan, text: str) -> None:
         """Import the source; ``prepare_process`` must have been called."""
+        quicken()
         self.kernel = kernel_of(plan)
         self._module = _import(plan.name, text)
 

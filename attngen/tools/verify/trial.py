@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import AttngenError
 from attngen.lang.variant import Bound, Variant
 from attngen.runtime import debug
@@ -167,13 +168,24 @@ def in_rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Ten
     return out, lse
 
 
+def element_of(kernel: Kernel) -> Element:
+    """Return what q, k and v of a kernel are made of."""
+    out = kernel.dtype_of("out").name if kernel.dtype in QUANTIZED_DTYPES else ""
+    return Element(
+        kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block, kernel.dtype_of("k").name, out,
+        kernel.transposed_v,
+    )  # fmt: skip
+
+
 def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call, Expected]:
     """Return inputs that keep every declared fact, the call, and what it should give.
 
     Raises IndexError if mask or score read a tensor out of its extent, however its integers are chosen.
     """
+    element = element_of(kernel)
+    if kernel.transposed_v:
+        case = replace(case, used=None)
     kv_dtype, p = kernel.dtype_of("k"), kernel.dtype_of("p")
-    element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block, kv_dtype.name)
     probabilities = TORCH_DTYPES[p.name] if p.bytes > kv_dtype.bytes else None  # products widen k and v
     raised: IndexError | None = None
     for calm in _CALM:

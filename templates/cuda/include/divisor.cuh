@@ -9,6 +9,7 @@ struct Divisor {
   uint32_t multiplier;
   int shift;
 
+  Divisor() = default;
   // `reciprocal` is ceil(2^31 * 2^shift / value), which the host has found, with the least shift of 2^shift >= value.
   __device__ __forceinline__ Divisor(int value, int reciprocal)
       : value(value), multiplier(reciprocal), shift(32 - __clz(value - 1)) {}

@@ -6,7 +6,7 @@
 
 #include "rotary.cuh"
 
-constexpr int kSlots = 4;   // vectors of 16 bytes of a row that a thread has at most
+constexpr int kSlots = 8;    // vectors of 16 bytes that a thread has at most, of one row or four of each of two rows
 constexpr int kNumbers = 8;  // of a vector: elements of 16 bits
 
 // 16 bytes of a row, two elements in each word.
@@ -16,21 +16,76 @@ struct alignas(16) Words {
   static __device__ __forceinline__ Words load(const void* from) { return *static_cast<const Words*>(from); }
 };
 
-// Eight elements as floats; element i changes its sign if bit i of `flips` is set.
-template <typename Element>
-__device__ __forceinline__ void to_floats(float (&to)[kNumbers], const Words& words, uint32_t flips) {
+// The signs that two neighbours change, as bits 15 and 31 of a word: bits 2 i and 2 i + 1 of a vector's `flips`.
+__device__ __forceinline__ uint32_t signs_of_pair(uint32_t flips, int i) {
+  return (flips >> 2 * i & 1) << 15 | (flips >> 2 * i + 1 & 1) << 31;
+}
+
+// Where the angles of a vector begin: row and column of the tables.
+struct Angle {
+  int row, first;
+};
+
+__device__ __forceinline__ void flip(Words& words, const Words& signs) {
+#pragma unroll
+  for (int i = 0; i < kNumbers / 2; ++i) words.pairs[i] ^= signs.pairs[i];
+}
+
+__device__ __forceinline__ void flip(float (&x)[kNumbers], const Words& signs) {
 #pragma unroll
   for (int i = 0; i < kNumbers / 2; ++i) {
-    // Bits 2 i and 2 i + 1 of the flips go to the signs of the two elements, bits 15 and 31 of a word.
-    const float2 both = unpack<Element>(words.pairs[i] ^ flips * (0x40008000u >> 2 * i) & 0x80008000u);
+    x[2 * i] = __uint_as_float(__float_as_uint(x[2 * i]) ^ signs.pairs[i] << 16);
+    x[2 * i + 1] = __uint_as_float(__float_as_uint(x[2 * i + 1]) ^ signs.pairs[i] & 0xffff0000);
+  }
+}
+
+template <typename Element>
+__device__ __forceinline__ void to_floats(float (&to)[kNumbers], const Words& words) {
+#pragma unroll
+  for (int i = 0; i < kNumbers / 2; ++i) {
+    const float2 both = unpack<Element>(words.pairs[i]);
     to[2 * i] = both.x;
     to[2 * i + 1] = both.y;
   }
 }
 
-__device__ __forceinline__ void flip(float (&x)[kNumbers], uint32_t flips) {
+// Slot 1 becomes slot 0, and so on; slot 0 becomes the last.
+__device__ __forceinline__ void next_slot_first(float (&x)[kSlots][kNumbers]) {
 #pragma unroll
-  for (int i = 0; i < kNumbers; ++i) x[i] = __uint_as_float(__float_as_uint(x[i]) ^ flips << 31 - i & 0x80000000u);
+  for (int i = 0; i < kNumbers; ++i) {
+    const float first = x[0][i];
+#pragma unroll
+    for (int slot = 0; slot < kSlots - 1; ++slot) x[slot][i] = x[slot + 1][i];
+    x[kSlots - 1][i] = first;
+  }
+}
+
+// Rotates vectors as a whole: in slots that differ in bit `kStep` lie numbers and their partners, or in one with 0 as
+// neighbours. `place_of` gives the first angle of a slot in both tables, or -1 where nothing is to be rotated.
+template <int kStep, typename Place>
+__device__ __forceinline__ void rotate_slots(
+    float (&x)[kSlots][kNumbers], const Place& place_of, const void* cos_table, long long cos_stride,
+    const void* sin_table, long long sin_stride, int form) {
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const Angle angle = place_of(slot);
+    if ((slot & kStep) != 0 || angle.first < 0) continue;
+    constexpr int kAngles = kStep == 0 ? kNumbers / 2 : kNumbers;
+#pragma unroll
+    for (int part = 0; part < kAngles; part += 4) {
+      float cos[4], sin[4];
+      four_table_numbers(cos, cos_table, angle.row * cos_stride + angle.first + part, form);
+      four_table_numbers(sin, sin_table, angle.row * sin_stride + angle.first + part, form);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& first = kStep == 0 ? x[slot][2 * i] : x[slot][part + i];
+        float& second = kStep == 0 ? x[slot][2 * i + 1] : x[slot + kStep][part + i];
+        const float a = first, b = second;
+        first = rotated(a, b, cos[i], sin[i], true);
+        second = rotated(b, a, cos[i], sin[i], false);
+      }
+    }
+  }
 }
 
 __device__ __forceinline__ void add_and_subtract(float& a, float& b) {
@@ -39,14 +94,35 @@ __device__ __forceinline__ void add_and_subtract(float& a, float& b) {
   a = sum;
 }
 
-__device__ __forceinline__ void add_and_subtract(float (&a)[kNumbers], float (&b)[kNumbers]) {
+// The stage of vectors whose slots differ in one bit.
+template <int kStep>
+__device__ __forceinline__ void add_and_subtract_slots(float (&x)[kSlots][kNumbers]) {
 #pragma unroll
-  for (int i = 0; i < kNumbers; ++i) add_and_subtract(a[i], b[i]);
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      if ((slot & kStep) == 0) add_and_subtract(x[slot][i], x[slot + kStep][i]);
+    }
+  }
 }
 
-// All stages. A thread has four vectors: two neighbours, and two more that come after those of all 2^lane_bits lanes which
-// share a transform; of transforms of one vector or two it has several. 2^slot_bits: its vectors of one transform.
-__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers], int slot_bits, int lane_bits) {
+// The stage of numbers in lanes that differ in one bit.
+template <int kBit>
+__device__ __forceinline__ void add_and_subtract_lanes(float (&x)[kSlots][kNumbers]) {
+  const float sign = threadIdx.x & kBit ? -1.0f : 1.0f;
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      x[slot][i] = fmaf(sign, x[slot][i], __shfl_xor_sync(~0u, x[slot][i], kBit));  // the product is exact
+    }
+  }
+}
+
+// All stages. Slots 0 and 1 are neighbours; those that differ in bit 1 or 2 are apart by all 2^kLaneBits lanes which share
+// a transform, and twice as far. 2^kSlotBits: vectors of one transform in a thread, which may have several transforms.
+template <int kSlotBits, int kLaneBits>
+__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers]) {
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
@@ -57,44 +133,45 @@ __device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers],
       }
     }
   }
-  if (slot_bits > 0) {
-    add_and_subtract(x[0], x[1]);
-    add_and_subtract(x[2], x[3]);
-  }
-  for (int bit = 1; bit < 1 << lane_bits; bit *= 2) {
-    const float sign = threadIdx.x & bit ? -1.0f : 1.0f;
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-#pragma unroll
-      for (int i = 0; i < kNumbers; ++i) {
-        x[slot][i] = fmaf(sign, x[slot][i], __shfl_xor_sync(~0u, x[slot][i], bit));  // the product is exact
-      }
-    }
-  }
-  if (slot_bits > 1) {
-    add_and_subtract(x[0], x[2]);
-    add_and_subtract(x[1], x[3]);
+  if constexpr (kSlotBits > 0) add_and_subtract_slots<1>(x);
+  if constexpr (kLaneBits > 0) add_and_subtract_lanes<1>(x);
+  if constexpr (kLaneBits > 1) add_and_subtract_lanes<2>(x);
+  if constexpr (kSlotBits > 1) add_and_subtract_slots<2>(x);
+  if constexpr (kSlotBits > 2) add_and_subtract_slots<4>(x);
+}
+
+// The same where bits are those of a call. A form for each size, so that registers need not agree between stages.
+__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers], int slot_bits, int lane_bits) {
+  switch (4 * slot_bits + lane_bits) {
+    case 0: return hadamard_transform<0, 0>(x);
+    case 4: return hadamard_transform<1, 0>(x);
+    case 8: return hadamard_transform<2, 0>(x);
+    case 9: return hadamard_transform<2, 1>(x);
+    case 12: return hadamard_transform<3, 0>(x);
+    case 13: return hadamard_transform<3, 1>(x);
+    case 14: return hadamard_transform<3, 2>(x);
   }
 }
 
-// The largest finite magnitude; 0 if there is none.
-__device__ __forceinline__ float largest_of(const float (&x)[kSlots][kNumbers]) {
-  float largest = 0.0f;
+// The largest finite magnitudes of both halves of the slots; 0 if there is none.
+__device__ __forceinline__ void find_largest(const float (&x)[kSlots][kNumbers], float (&largest)[2]) {
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
+    float& own = largest[slot / (kSlots / 2)];
+    if (slot % (kSlots / 2) == 0) own = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kNumbers; ++i) largest = fmaxf(largest, fabsf(x[slot][i]));  // drops NaN
+    for (int i = 0; i < kNumbers; ++i) own = fmaxf(own, fabsf(x[slot][i]));  // drops NaN
   }
   const float infinity = __uint_as_float(0x7f800000);
-  if (largest < infinity) return largest;
-  largest = 0.0f;
+  if (fmaxf(largest[0], largest[1]) < infinity) return;
+  largest[0] = largest[1] = 0.0f;
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
     for (int i = 0; i < kNumbers; ++i) {
       const float magnitude = fabsf(x[slot][i]);
-      if (magnitude < infinity) largest = fmaxf(largest, magnitude);
+      float& own = largest[slot / (kSlots / 2)];
+      if (magnitude < infinity) own = fmaxf(own, magnitude);
     }
   }
-  return largest;
 }

@@ -57,6 +57,25 @@ __device__ __forceinline__ void table_numbers(float (&to)[kCount], const void* t
   }
 }
 
+// Four numbers of a table, which begin at a multiple of their bytes.
+__device__ __forceinline__ void four_table_numbers(float (&to)[4], const void* table, long long place, int form) {
+  if (form == kFloat32) {
+    const float4 all = *reinterpret_cast<const float4*>(static_cast<const float*>(table) + place);
+    to[0] = all.x;
+    to[1] = all.y;
+    to[2] = all.z;
+    to[3] = all.w;
+  } else {
+    const uint2 all = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(table) + place);
+    const float2 low = form == kBfloat16 ? unpack<bf16>(all.x) : unpack<fp16>(all.x);
+    const float2 high = form == kBfloat16 ? unpack<bf16>(all.y) : unpack<fp16>(all.y);
+    to[0] = low.x;
+    to[1] = low.y;
+    to[2] = high.x;
+    to[3] = high.y;
+  }
+}
+
 // A number, rotated with its partner: the first of a pair (a, b) becomes a cos - b sin, the second a sin + b cos. Each
 // operation is rounded by itself, so that these are the bits which float32 gives anywhere.
 __device__ __forceinline__ float rotated(float own, float partner, float cos, float sin, bool first) {

@@ -20,26 +20,14 @@ __device__ __forceinline__ float scale_of(float largest, float limit) {
 // Maxima of magnitudes as bits, which compare as the numbers do.
 __device__ __forceinline__ void raise(uint32_t* largest, uint32_t magnitude) { atomicMax(largest, magnitude); }
 
-// Numbers of a thread times `factor`, in 8 bits, to a row: two vectors from vector `first` on, and two `apart` from these,
-// as far as the row has them. `single`: rows begin between two vectors, and have an odd number of them.
+// Two neighbouring vectors times `factor`, in 8 bits.
 template <typename Rounded>
-__device__ __forceinline__ void store_rounded(
-    unsigned char* row, const float (&x)[kSlots][kNumbers], float factor, int vectors, int first, int apart, bool single) {
+__device__ __forceinline__ uint4 in_8_bits(const float (&a)[kNumbers], const float (&b)[kNumbers], float factor) {
+  uint32_t words[4];
 #pragma unroll
-  for (int slot = 0; slot < kSlots; slot += 2) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* const four = x[slot + i / 2] + 4 * (i % 2);
-      words[i] = pack<Rounded>(four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor);
-    }
-    const int vector = first + slot / 2 * apart;
-    unsigned char* const to = row + kNumbers * vector;
-    if (!single && vector < vectors) {
-      *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
-    } else {
-      if (vector < vectors) *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
-      if (vector + 1 < vectors) *reinterpret_cast<uint2*>(to + kNumbers) = {words[2], words[3]};
-    }
+  for (int i = 0; i < 4; ++i) {
+    const float* const four = (i < 2 ? a : b) + 4 * (i % 2);
+    words[i] = pack<Rounded>(four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor);
   }
+  return {words[0], words[1], words[2], words[3]};
 }

@@ -21,9 +21,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Row of the element i of a thread: 0 is the upper one, 1 lies 8 rows below.
 constexpr int row_of(int i) { return i / 2 % 2; }
 
+// A scale that all rows share, or that of one of two.
+__device__ __forceinline__ float of_row(float scale, int) { return scale; }
+__device__ __forceinline__ float of_row(const float (&scale)[2], int row) { return scale[row]; }
+
 // The largest logit of each row, in units of log2.
-template <int kCount>
-__device__ __forceinline__ void find_maximum(const float (&s)[kCount], float scale, float (&maximum)[2]) {
+template <int kCount, typename Scale>
+__device__ __forceinline__ void find_maximum(const float (&s)[kCount], const Scale& scale, float (&maximum)[2]) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     float largest = s[2 * row];
@@ -32,7 +36,7 @@ __device__ __forceinline__ void find_maximum(const float (&s)[kCount], float sca
       if (row_of(i) == row) largest = fmaxf(largest, s[i]);
     }
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    maximum[row] = scale * fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    maximum[row] = of_row(scale, row) * fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
   }
 }
 
@@ -76,9 +80,10 @@ __device__ __forceinline__ void exponentiate(
 
 // The same in 8 bits. A register holds the two columns of a lane in one block of 8, and those in the next: V has its keys
 // in that order (transpose.cuh).
-template <typename Element, int kCount>
+template <typename Element, int kCount, typename Scale>
 __device__ __forceinline__ void exponentiate(
-    const float (&s)[kCount], float scale, const float (&reference)[2], uint32_t (&p)[kCount / 4], float (&sum)[2]) {
+    const float (&s)[kCount], const Scale& scale, const float (&reference)[2], uint32_t (&p)[kCount / 4],
+    float (&sum)[2]) {
   static_assert(sizeof(Element) == 1);
 #pragma unroll
   for (int i = 0; i < kCount; i += 8) {
@@ -87,7 +92,7 @@ __device__ __forceinline__ void exponentiate(
       float x[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        x[j] = exp2_approx(fmaf(s[i + 2 * row + j % 2 + j / 2 * 4], scale, -reference[row]));
+        x[j] = exp2_approx(fmaf(s[i + 2 * row + j % 2 + j / 2 * 4], of_row(scale, row), -reference[row]));
       }
       sum[row] += (x[0] + x[1]) + (x[2] + x[3]);
       p[i / 4 + row] = pack<Element>(x[0], x[1], x[2], x[3]);

@@ -40,7 +40,7 @@ struct Matrix {
   }
 };
 
-// Product<Element, N>::ss and rs for each N, from macros: PTX needs every operand by its number.
+// Product<Element, N>::ss and rs for each N, from macros: PTX needs every operand by its number. B may be of other 8 bits.
 
 #define D1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define D2 D1 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -75,7 +75,7 @@ struct Matrix {
 #define OUT15(d) OUT14(d), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
 #define OUT16(d) OUT15(d), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-template <typename Element, int kN>
+template <typename Element, int kN, typename BElement = Element>
 struct Product;
 
 // X0 to X6 are the numbers of the operands that follow D.
@@ -103,16 +103,16 @@ struct Product;
     }                                                                                                             \
   };
 // The same of operands of 8 bits, which are K-major alone.
-#define DEFINE_PRODUCT_OF_BYTES(Element, TYPE, N, D, OUT, X0, X1, X2, X3, X4, X5)                                 \
+#define DEFINE_PRODUCT_OF_BYTES(Element, BElement, TYPE, N, D, OUT, X0, X1, X2, X3, X4, X5)                       \
   template <>                                                                                                     \
-  struct Product<Element, N> {                                                                                    \
+  struct Product<Element, N, BElement> {                                                                                    \
     static constexpr int kK = 32;                                                                                 \
     template <int kTransposeB, int kTransposeA = 0>                                                               \
     static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {        \
       static_assert(kTransposeB == 0 && kTransposeA == 0);                                                        \
       asm volatile(                                                                                               \
           "{.reg .pred p; setp.ne.b32 p, " X2 ", 0;"                                                              \
-          " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE                                        \
+          " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE                                                 \
           " {" D "}, " X0 ", " X1 ", p, 1, 1;}"                                                                   \
           : OUT(d)                                                                                                \
           : "l"(a), "l"(b), "r"(accumulate));                                                                     \
@@ -122,7 +122,7 @@ struct Product;
       static_assert(kTransposeB == 0);                                                                            \
       asm volatile(                                                                                               \
           "{.reg .pred p; setp.ne.b32 p, " X5 ", 0;"                                                              \
-          " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE                                        \
+          " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE                                                 \
           " {" D "}, {" X0 ", " X1 ", " X2 ", " X3 "}, " X4 ", p, 1, 1;}"                                         \
           : OUT(d)                                                                                                \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                 \
@@ -131,7 +131,10 @@ struct Product;
 #define DEFINE_PRODUCTS(N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
   DEFINE_PRODUCT(bf16, "bf16", 16, N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
   DEFINE_PRODUCT(fp16, "f16", 16, N, D, OUT, X0, X1, X2, X3, X4, X5, X6) \
-  DEFINE_PRODUCT_OF_BYTES(e4m3, "e4m3", N, D, OUT, X0, X1, X2, X3, X4, X5)
+  DEFINE_PRODUCT_OF_BYTES(e4m3, e4m3, "e4m3.e4m3", N, D, OUT, X0, X1, X2, X3, X4, X5) \
+  DEFINE_PRODUCT_OF_BYTES(e4m3, e5m2, "e4m3.e5m2", N, D, OUT, X0, X1, X2, X3, X4, X5) \
+  DEFINE_PRODUCT_OF_BYTES(e5m2, e4m3, "e5m2.e4m3", N, D, OUT, X0, X1, X2, X3, X4, X5) \
+  DEFINE_PRODUCT_OF_BYTES(e5m2, e5m2, "e5m2.e5m2", N, D, OUT, X0, X1, X2, X3, X4, X5)
 
 DEFINE_PRODUCTS(16, D1, OUT1, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 DEFINE_PRODUCTS(32, D2, OUT2, "%16", "%17", "%18", "%19", "%20", "%21", "%22")

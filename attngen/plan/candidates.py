@@ -1,0 +1,33 @@
+"""The plans of one kernel among which the fastest is looked for by measuring them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from attngen.errors import PlanError
+from attngen.lang.settle import settle
+from attngen.plan.model import Plan
+from attngen.plan.planner import plan
+from attngen.plan.schedules import named
+from attngen.schema.expand import KernelSpec
+
+
+def candidates(spec: KernelSpec) -> Iterator[tuple[KernelSpec, Plan]]:
+    """Yield a kernel with its choices and its plan: what is planned by itself first, then what else its schedule finds
+    worth measuring, each name once.
+
+    All are of the backend and the schedule of the first. Raises PlanError, before the first, if there is none.
+    """
+    first = plan(spec)
+    yield spec, first
+    seen = {first.name}
+    of_backend = replace(spec, variant=settle(spec.variant), backend=first.backend)
+    for other in named(first.schedule).tunable(of_backend, first):
+        try:
+            planned = plan(other)
+        except PlanError:
+            continue
+        if planned.schedule == first.schedule and planned.name not in seen:
+            seen.add(planned.name)
+            yield replace(other, variant=spec.variant, backend=spec.backend), planned

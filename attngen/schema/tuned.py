@@ -1,0 +1,167 @@
+"""Choices that were measured on a card, for kernels whose specs leave them open: a file of them, and what it changes.
+
+``attngen tune`` writes such a file, and a build takes it. A choice belongs to what a kernel computes, whichever spec
+asks for it and under whatever name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from attngen import resources
+from attngen.errors import Location, SpecError
+from attngen.schema import tree
+from attngen.schema.expand import Backward, Gradient, KernelSpec, Roles, gradients_of, roles_of
+from attngen.schema.fields import Many
+from attngen.schema.messages import spec_error
+from attngen.schema.models import BackwardModel, Model, TileModel, WarpsModel
+
+#: Version of the form of these files.
+FORMAT = 1
+
+_HEAD = "# Choices measured by `attngen tune`; `attngen build SPEC --tuned FILE` takes them."
+
+
+class ChosenStages(Model):
+    """Depth of the ring of K and V tiles."""
+
+    stages: Annotated[int, Field(ge=1, le=16)]
+
+
+class ChoiceModel(Model):
+    """What one kernel gets. ``of`` tells which, ``kernel`` says it in words."""
+
+    kernel: str
+    of: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    speedup: Annotated[float, Field(gt=0, description="over the plan's own choice, geometric mean over the cases")]
+    tile: TileModel | None = None
+    pipeline: ChosenStages | None = None
+    warps: WarpsModel | None = None
+    backward: BackwardModel | None = None
+
+
+class TunedModel(Model):
+    """A whole file of choices."""
+
+    tuned: Literal[1]
+    gpu: str
+    versions: dict[str, str]
+    choices: Many[ChoiceModel] = ()
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The choices of a file, by the kernels that they are for. ``file`` names it in messages, ``name`` in manifests."""
+
+    file: str
+    name: str
+    content: bytes
+    gpu: str
+    choices: Mapping[str, ChoiceModel]
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the file."""
+        return sha256(self.content).hexdigest()
+
+    @property
+    def told(self) -> str:
+        """Where the choices are from, as a manifest says it."""
+        return f"{self.name}, measured on {self.gpu}"
+
+    def applied(self, kernel: KernelSpec) -> KernelSpec | None:
+        """Return a kernel with the choices of the file, or None if it has none for it, or the spec chooses itself."""
+        found = None if kernel.fixes_choices else self.choices.get(identity(kernel))
+        if found is None:
+            return None
+        tile, warps = found.tile or TileModel(), found.warps or WarpsModel()
+        return replace(
+            kernel,
+            tile_m=tile.m,
+            tile_n=tile.n,
+            stages=found.pipeline.stages if found.pipeline else None,
+            num_warps=warps.count,
+            roles=roles_of(warps),
+            backward=gradients_of(found.backward) if kernel.direction == "backward" else None,
+        )
+
+
+def identity(kernel: KernelSpec) -> str:
+    """Return what tells a kernel from others, its open choices and the names of its package and variant aside."""
+    told = replace(kernel, tile_m=None, tile_n=None, stages=None, num_warps=None, roles=None, backward=None).to_dict()
+    told["variant"] = {name: value for name, value in told["variant"].items() if name != "name"}
+    del told["package"]
+    return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
+    """Read and check a file of choices, which manifests call ``name``.
+
+    Raises SpecError, with file, line and field, for anything that is wrong with it.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise SpecError(f"cannot read {str(path)!r}: {error}", location=Location(str(path))) from error
+    node = tree.parse(content, str(path))
+    if not isinstance(node.value, dict) or "tuned" not in node.value:
+        raise SpecError(
+            f"no file of choices, which is a mapping that starts with 'tuned: {FORMAT}'", location=node.location
+        )
+    try:
+        model = TunedModel.model_validate(node.plain())
+    except ValidationError as error:
+        raise spec_error(error, node, TunedModel) from error
+    choices: dict[str, ChoiceModel] = {}
+    for index, choice in enumerate(model.choices):
+        if choices.setdefault(choice.of, choice) is not choice:
+            raise SpecError(
+                f"{choice.kernel} is chosen for twice", location=node.locate(("choices", index)),
+                field=f"choices[{index}].of",
+            )  # fmt: skip
+    return Tuned(str(path), name or resources.display_name(path), content, model.gpu, choices)
+
+
+def fields_of(kernel: KernelSpec) -> dict[str, Any]:
+    """Return the choices of a kernel as an entry of a spec, or of a file of choices, says them."""
+    found: dict[str, Any] = {"tile": _tile(kernel.tile_m, kernel.tile_n)}
+    if kernel.stages is not None:
+        found["pipeline"] = {"stages": kernel.stages}
+    roles = kernel.roles or Roles()
+    registers = _given(producer=roles.producer_registers, consumer=roles.consumer_registers)
+    found["warps"] = _given(
+        count=kernel.num_warps, producer=roles.producer, consumer=roles.consumer, schedule=roles.schedule,
+        overlap=roles.overlap, registers=registers or None,
+    )  # fmt: skip
+    given = kernel.backward or Backward()
+    found["backward"] = {name: _gradient(getattr(given, name)) for name in ("dkdv", "dq")}
+    found["backward"] = {name: fields for name, fields in found["backward"].items() if fields}
+    return {name: fields for name, fields in found.items() if fields}
+
+
+def tuned_text(gpu: str, versions: Mapping[str, str], choices: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a file of choices; ``choices`` have the fields of ``ChoiceModel``."""
+    content = {"tuned": FORMAT, "gpu": gpu, "versions": dict(versions), "choices": [dict(one) for one in choices]}
+    return f"{_HEAD}\n" + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
+
+
+def _gradient(given: Gradient) -> dict[str, Any]:
+    tile = _tile(given.tile_m, given.tile_n)
+    return _given(tile=tile or None, stages=given.stages, warps=given.num_warps)
+
+
+def _tile(m: int | None, n: int | None) -> dict[str, Any]:
+    return _given(m=m, n=n)
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

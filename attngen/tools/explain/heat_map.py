@@ -1,0 +1,89 @@
+"""Heat maps of numbers: text anywhere, images where matplotlib is installed."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attngen.errors import LoadError
+from attngen.tools.explain.picture import HEIGHT, WIDTH, written
+
+#: From nothing to the largest number.
+SHADES = " ·░▒▓█"
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Numbers as shades: ``values`` is (rows, columns), floats on the CPU; what is not finite is left out.
+
+    ``across`` and ``down`` say what the axes are, ``labels`` what each row is called. ``limit`` is the number of the
+    full shade; the largest one if it is None.
+    """
+
+    title: str
+    values: Tensor
+    down: str
+    across: str
+    labels: tuple[str, ...]
+    limit: float | None = None
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The numbers of the lightest and of the full shade: from 0, or from the least number below it."""
+        finite = self.values[self.values.isfinite()]
+        if not finite.numel():
+            return 0.0, self.limit or 1.0
+        low = min(float(finite.min()), 0.0)
+        high = float(finite.max()) if self.limit is None else self.limit
+        return low, high if high > low else low + 1.0
+
+    def __str__(self) -> str:
+        rows, columns = self.values.shape
+        across, down = -(-columns // WIDTH) or 1, -(-rows // HEIGHT) or 1
+        low, high = self.span
+        head = f"{self.title}: {self.down} down, {self.across} across"
+        if (down, across) != (1, 1):
+            head += f"; a character is the largest of {down} x {across}"
+        lines = [head, f"'{SHADES}' from {low:.3g} to {high:.3g}"]
+        width = max((len(label) for label in self.labels), default=0)
+        bands = self.values.split(down, dim=0) if rows and columns else ()
+        for number, band in enumerate(bands):
+            cells = "".join(_shade(cell, low, high) for cell in band.split(across, dim=1))
+            lines.append(f"{self.labels[number * down]:>{width}} |{cells}|")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the image that notebooks show; None where matplotlib is not installed, and they show the text."""
+        try:
+            stream = io.BytesIO()
+            self.save(stream)
+        except LoadError:
+            return None
+        return stream.getvalue()
+
+    def save(self, file: str | Path | io.BytesIO) -> None:
+        """Write an image, PNG unless the name says otherwise. Raises LoadError without matplotlib."""
+        low, high = self.span
+
+        def draw(figure: Any, axes: Any) -> None:
+            image = axes.imshow(self.values.numpy(), cmap="magma", vmin=low, vmax=high, aspect="auto")
+            figure.colorbar(image, ax=axes)
+            axes.set(title=self.title, xlabel=self.across, ylabel=self.down)
+            if len(self.labels) <= HEIGHT:
+                axes.set_yticks(range(len(self.labels)), self.labels)
+
+        written(file, draw)
+
+
+def _shade(cell: Tensor, low: float, high: float) -> str:
+    finite = cell[cell.isfinite()]
+    if not finite.numel():
+        return SHADES[0]
+    share = (float(finite.max()) - low) / (high - low)
+    return SHADES[max(0, min(int(share * len(SHADES)), len(SHADES) - 1))]

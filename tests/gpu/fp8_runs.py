@@ -1,0 +1,61 @@
+"""The kernels in 8 bits that the GPU tests run, built once, and runs of them on random inputs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from attngen.formats import QUANTIZE
+from attngen.runtime.pinned import Pinned
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import prepare
+from attngen.tools.cases import Case
+from attngen.tools.verify.inputs import make_inputs
+from attngen.tools.verify.poison import poisoned
+from attngen.tools.verify.trial import element_of
+from tests.gpu.family import Kernels
+
+_PREPARED = {
+    one.plan.name: one
+    for one in prepare(load_spec(Path(__file__).with_name("fp8.yaml")))
+    if one.plan.direction != QUANTIZE
+}
+NAMES = list(_PREPARED)
+
+
+@cache
+def kernels() -> Kernels:
+    """Return all kernels by their names in the plan."""
+    return Kernels(_PREPARED)
+
+
+def a_run(name: str, case: Case, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Return what launches a kernel on random inputs, into fresh poisoned memory, and returns output and log-sum-exp."""
+    kernel = kernels()[name]
+    inputs = make_inputs(kernel.variant, case, kernel.layout, element_of(kernel), "cuda", seed)
+    call = inputs.bind(kernel.variant)
+
+    def launched() -> tuple[Tensor, Tensor]:
+        memory = poisoned(kernel, call, inputs.q, inputs.k, inputs.v)
+        Pinned(kernel, call, memory.buffers)()
+        assert memory.overrun() == ()
+        assert memory.buffers.lse is not None
+        return memory.buffers.out, memory.buffers.lse
+
+    return launched
+
+
+def a_case(chance: random.Random, name: str) -> Case:
+    """Return random lengths: short and long, even and uneven, none at all."""
+    batch, kv_heads = chance.choice([1, 2, 5]), chance.choice([1, 2])
+
+    def lengths() -> tuple[int, ...]:
+        drawn = [chance.choice([0, 1, 64, 127, chance.randrange(700), chance.randrange(1500)]) for _ in range(batch)]
+        drawn[0] = drawn[0] or 1  # without any row no kernel is launched
+        return tuple(drawn) if "varlen" in name else (max(drawn),) * batch
+
+    return Case("stress", lengths(), lengths(), heads=kv_heads * chance.choice([1, 3, 8]), kv_heads=kv_heads)
