@@ -27,6 +27,12 @@ def sampled(**axes: Axis) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(tuple(axes), cases)
 
 
+def seeds(number: int, *, always: int) -> pytest.MarkDecorator:
+    """Return the parametrization of a test by ``seed``: the first ones run always, all others with the rest."""
+    rest = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(always, number)]
+    return pytest.mark.parametrize("seed", [*range(always), *rest])
+
+
 def _named(axis: Axis) -> list[tuple[str, Any]]:
     return list(axis.items()) if isinstance(axis, Mapping) else [(str(value), value) for value in axis]
 

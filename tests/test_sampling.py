@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sampling import sampled
+from tests.sampling import sampled, seeds
 
 
 def split(mark: pytest.MarkDecorator) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
@@ -35,3 +35,11 @@ def test_short_axes_meet_where_the_longest_has_room() -> None:
 def test_a_mapping_names_its_values() -> None:
     (case,) = sampled(mask={"causal": "q >= kv"}).args[1]
     assert (case.id, case.values) == ("causal", ("q >= kv",))
+
+
+def test_the_first_seeds_run_always() -> None:
+    name, cases = seeds(5, always=3).args
+    assert (name, cases[:3]) == ("seed", [0, 1, 2])
+    assert [(case.values, [mark.name for mark in case.marks]) for case in cases[3:]] == [
+        ((seed,), ["exhaustive"]) for seed in (3, 4)
+    ]

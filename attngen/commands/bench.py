@@ -16,11 +16,20 @@ from click.core import ParameterSource
 
 from attngen import cli
 from attngen.commands.bench_ladder import print_ladders
+from attngen.commands.bench_small import print_readings
 from attngen.commands.output import print_table
 
 if TYPE_CHECKING:
     from attngen.tools.bench.report import BenchReport, Mean, Result, Row
     from attngen.tools.bench.serving.report import ServingReport
+    from attngen.tools.bench.small.oracle import OracleReport
+    from attngen.tools.bench.small.report import SmallReport
+
+
+#: Options that say nothing about the comparison of kernels.
+_NOT_FOR_THE_ORACLE = (
+    "variants", "passes", "suite", "cells", "seqlens", "tokens", "check", "plot_path", "ladder", "sustained", "dry_run",
+)  # fmt: skip
 
 
 @click.command()
@@ -29,11 +38,11 @@ if TYPE_CHECKING:
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
               help="What is raced; default: both, as far as the spec builds them.")  # fmt: skip
-@click.option("--suite", type=click.Choice(("grid", "variants", "serving")),
+@click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving")),
               help="Only the grid of full and causal masks, only what stands beside the variants, or, instead of both, "
-                   "decoding, appending and prefill over caches.")  # fmt: skip
+                   "calls of little work, or decoding, appending and prefill over caches.")  # fmt: skip
 @click.option("--cell", "cells", multiple=True, metavar="PART",
-              help="Of the serving suite only cells whose name contains this; may be repeated.")  # fmt: skip
+              help="Of the suites small and serving only cells whose name contains this; may be repeated.")  # fmt: skip
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
@@ -48,6 +57,12 @@ if TYPE_CHECKING:
               help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
 @click.option("--ladder", is_flag=True,
               help="Race the steps that lead to each CUDA kernel, one choice of the spec more in each.")  # fmt: skip
+@click.option("--sustained", is_flag=True,
+              help="Keep the card busy: samples of 60 ms in random order, without pauses, with clocks and "
+                   "power.")  # fmt: skip
+@click.option("--oracle", is_flag=True,
+              help="Time every kernel of the spec on calls of many shapes, and compare the one that a call takes with "
+                   "the fastest.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="List cases and contestants, and measure nothing.")
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
 @click.pass_context
@@ -66,6 +81,8 @@ def command(
     json_path: Path | None,
     plot_path: Path | None,
     ladder: bool,
+    sustained: bool,
+    oracle: bool,
     dry_run: bool,
     jobs: int | None,
 ) -> None:
@@ -79,8 +96,16 @@ def command(
     for path in (json_path, plot_path):
         if path is not None and not path.parent.is_dir():
             raise click.BadParameter(f"there is no folder {path.parent}")
+    if oracle:
+        _refuse_beside(context, "the comparison", "--oracle", _NOT_FOR_THE_ORACLE)
+        from attngen.commands.bench_small import run_oracle
+
+        if not run_oracle(spec, part, rounds, jobs, partial(_write, path=json_path)):
+            context.exit(cli.EXIT_FAILURE)
+        return
     if suite == "serving":
-        _refuse_with_serving(context)
+        _refuse_beside(context, "the serving suite", "--suite serving",
+                       ("passes", "seqlens", "tokens", "plot_path", "ladder", "sustained"))  # fmt: skip
         from attngen.commands.bench_serving import run_serving
         from attngen.tools.bench.serving.run import ServingOptions
 
@@ -88,8 +113,20 @@ def command(
         if not run_serving(spec, serving, dry_run, partial(_write, path=json_path)):
             context.exit(cli.EXIT_FAILURE)
         return
+    if suite == "small":
+        _refuse_beside(context, "the suite of small calls", "--suite small",
+                       ("variants", "passes", "seqlens", "tokens", "plot_path", "ladder"))  # fmt: skip
+        from attngen.commands.bench_small import run_small
+        from attngen.tools.bench.small.run import SmallOptions
+
+        small = SmallOptions(part, cells, rounds, check, jobs, sustained)
+        if not run_small(spec, small, dry_run, partial(_write, path=json_path)):
+            context.exit(cli.EXIT_FAILURE)
+        return
     if cells:
-        raise click.UsageError("--cell names cells of the serving suite; add --suite serving")
+        raise click.UsageError(
+            "--cell names cells of the serving suite, and of small calls; add --suite serving or small"
+        )
     if ladder and plot_path is not None:
         raise click.UsageError("--plot draws races with peers; leave it out, or --ladder")
     if ladder and passes in ("backward", "both"):
@@ -100,7 +137,7 @@ def command(
 
     directions = ("forward",) if ladder else bench.DIRECTIONS if passes in (None, "both") else (passes,)
     suites = bench.SUITES if suite is None else (suite,)
-    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs, ladder, directions, suites)
+    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs, ladder, directions, suites, sustained)
     if dry_run:
         report = bench.dry_run(spec, options)
         _write(report, json_path)
@@ -122,15 +159,15 @@ def command(
         context.exit(cli.EXIT_FAILURE)
 
 
-def _refuse_with_serving(context: click.Context) -> None:
-    """Raise a UsageError if an option was given that says nothing about the cells of the serving suite."""
-    for name in ("passes", "seqlens", "tokens", "plot_path", "ladder"):
+def _refuse_beside(context: click.Context, what: str, chosen: str, others: Sequence[str]) -> None:
+    """Raise a UsageError if an option was given that says nothing about ``what`` was chosen by another one."""
+    for name in others:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             (option,) = [each for each in context.command.params if each.name == name]
-            raise click.UsageError(f"{option.opts[0]} is not for the serving suite; leave it out, or --suite serving")
+            raise click.UsageError(f"{option.opts[0]} is not for {what}; leave it out, or {chosen}")
 
 
-def _write(report: BenchReport | ServingReport, path: Path | None) -> None:
+def _write(report: BenchReport | ServingReport | OracleReport | SmallReport, path: Path | None) -> None:
     if path is None:
         return
     unfinished = path.with_name(f"{path.name}.tmp")
@@ -156,6 +193,7 @@ def _print(report: BenchReport) -> None:
         for direction in report.directions:
             _print_to_causal(report, direction)
         _print_workspace(report)
+    print_readings([(row.case.name, row.results) for row in report.rows])
     if any(result.timing is not None and result.timing.host_bound for result in measured):
         click.echo("* bound by the host: launching takes as long as the kernel")
     _print_reasons(report)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen.commands.output import print_json, print_table
+from attngen.tools.explain.predicted import HEADS, KV_HEADS
 
 if TYPE_CHECKING:
     from attngen.tools.explain.explanation import Band, PlanExplanation
@@ -86,6 +87,7 @@ _FLOORS = ("step clk", "bound by")
 
 def _print_many(explanations: Sequence[PlanExplanation]) -> None:
     floors = any(explanation.schedule.floor for explanation in explanations)
+    foreseen = any(explanation.predicted for explanation in explanations)
     rows = []
     for explanation in explanations:
         plan = explanation.plan
@@ -93,8 +95,11 @@ def _print_many(explanations: Sequence[PlanExplanation]) -> None:
             [plan.name, f"{plan.tile_m}x{plan.tile_n}", plan.stages, explanation.shared_bytes, plan.driver]
             + (_efficiency(explanation)[-1] if explanation.visits else ["", "", "", ""])
             + (_floor(explanation) if floors else [])
+            + ([_predicted(explanation)] if foreseen else [])
         )
-    print_table(_COLUMNS + _FLOORS if floors else _COLUMNS, rows)
+    print_table([*_COLUMNS, *(_FLOORS if floors else ()), *(("predicted µs",) if foreseen else ())], rows)
+    if foreseen:
+        click.echo(f"predicted: a call of one sequence of {HEADS} query heads to {KV_HEADS}")
     by_variant = {explanation.plan.variant.name: explanation for explanation in explanations if explanation.visits}
     for name, explanation in by_variant.items():
         for line in _assumptions(explanation):
@@ -136,6 +141,10 @@ def _print(explanation: PlanExplanation) -> None:
             click.echo(f"    seqlen {found.seqlen:6d}: {tiles}, {share} of their pairs visible")
         if not found.complete:
             click.echo(f"                   scaled up from {found.sampled[0]} of {found.sampled[1]} tiles of queries")
+    if explanation.predicted:
+        sizes = f"one sequence of {HEADS} query heads to {KV_HEADS}"
+        times = ", ".join(f"{us:.1f} µs at {seqlen}" for seqlen, us in explanation.predicted)
+        click.echo(f"  predicted time of {sizes}: {times}")
     outside = next((found.outside for found in explanation.visits if found.outside), None)
     if outside:
         click.echo(f"    {outside}; kernels read 0 there, and so do these figures")
@@ -165,6 +174,10 @@ def _efficiency(explanation: PlanExplanation) -> list[list[object]]:
 
 def _percent(found: Visits) -> str:
     return f"{100 * found.efficiency:.1f} %"
+
+
+def _predicted(explanation: PlanExplanation) -> str:
+    return f"{explanation.predicted[-1][1]:.1f}" if explanation.predicted else ""
 
 
 def _floor(explanation: PlanExplanation) -> list[object]:

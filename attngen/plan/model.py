@@ -232,7 +232,8 @@ class Plan:
     split_kv: bool = False  # a forward whose blocks share the keys of a sequence
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
-    tile_time: float = 0.0  # of a tile of work, relative to other kernels of the same variant; 0: unknown
+    times: tuple[float, ...] = ()  # nanoseconds of a launch, a tile of work and a step, as measured; none: unknown
+    visible: tuple[tuple[Any, Any], ...] = ()  # keys that a tile of queries may see: ``plan.visible``; none: all
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     transposed_v: bool = False  # keys lie side by side in v
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
@@ -401,7 +402,8 @@ class Plan:
             "structure": asdict(self.structure),
             "sum_columns": self.sum_columns,
             "ordered": self.ordered,
-            "tile_time": self.tile_time,
+            "times": list(self.times),
+            "visible": self.visible,
             "pack_gqa": self.pack_gqa,
             "key_access": self.key_access,
             "split_kv": self.split_kv,

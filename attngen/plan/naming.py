@@ -11,8 +11,8 @@ def head_dim_label(head_dim_qk: int, head_dim_v: int) -> str:
 
 
 def dtype_label(dtype: str, kv_dtype: str | None, out_dtype: str | None = None) -> str:
-    """Return ``bf16`` or, where k and v have another one, ``bf16_kv_fp8_e4m3``; and an output that is not the usual one,
-    as in ``fp8_e4m3_out_fp16``."""
+    """Return ``bf16`` or, where k and v have another one, ``bf16_kv_fp8_e4m3``; and what the output is where it is not
+    the usual one, as in ``fp8_e4m3_out_fp16``."""
     return "_".join([dtype, *(["kv", kv_dtype] if kv_dtype else []), *(["out", out_dtype] if out_dtype else [])])
 
 

@@ -34,9 +34,8 @@ def plan(spec: KernelSpec) -> Plan:
             spec, "out_dtype", f"the output of {spec.dtype} is {spec.dtype}; leave it out, or say 'dtype: fp8_e4m3', "
             f"whose output may be {' or '.join(OUT_DTYPES)}"
         )  # fmt: skip
-    if spec.transposed_v and not (
-        quantized and spec.direction == "forward" and spec.layout == "dense" and not spec.split_kv
-    ):
+    dense = spec.direction == "forward" and spec.layout == "dense" and not spec.split_kv
+    if spec.transposed_v and not (quantized and dense):
         raise refuse(
             spec, "transposed_v", "only forwards of dense q, k and v in 8 bits take v with keys side by side; leave it "
             "out, or say 'dtype: fp8_e4m3' and 'layout: dense'"

@@ -45,8 +45,8 @@ def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
 
 
 def out_dtype_of(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype of the output of a call whose q has ``dtype``: the same, or of a quantized one what is asked for,
-    or else what goes with it."""
+    """Return the dtype of the output of a call whose q has ``dtype``: the same, or, of a quantized one, what is asked
+    for or else what goes with it."""
     name = ATTENTION_DTYPES.get(dtype)
     return asked or TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
 

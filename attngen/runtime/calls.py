@@ -45,12 +45,14 @@ def attention(
     With ``deterministic`` its gradients have the same bits on every run, as under
     ``torch.use_deterministic_algorithms``; the output has them in any case.
 
-    Quantized q, k and v (float8_e4m3fn or float8_e5m2; k and v alike, q as they are or the other) come with ``q_descale``, ``k_descale`` and ``v_descale``, positive float32: an
-    element stands for itself times its scale. A scale is of shape (), or (batch, kv_heads), where query heads share
-    that of their KV head; or each block of 64 or 128 tokens has one, (batch, heads or kv_heads, blocks); or each query
-    and each key, (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k). The output is bfloat16, or float16 with
-    ``out_dtype=torch.float16``. ``attngen.quantize`` makes such tensors and scales. k and v may be quantized alone, as a cache is: then the output
-    has the dtype of q, and scales are of shape () or (batch, kv_heads).
+    Quantized q, k and v (float8_e4m3fn or float8_e5m2, k and v alike) come with ``q_descale``, ``k_descale`` and
+    ``v_descale``, positive float32: an element stands for itself times its scale. A scale is of shape (), or
+    (batch, kv_heads), where query heads share that of their KV head; or each block of 64 or 128 tokens has one,
+    (batch, heads or kv_heads, blocks); or each query and each key, (batch, heads, seqlen_q) and (batch, kv_heads,
+    seqlen_k). The output is bfloat16, or float16 with ``out_dtype=torch.float16``. Keys may lie side by side in v, as
+    after a transposition of its last two axes. ``attngen.quantize`` makes such tensors and scales. k and v may be
+    quantized alone, as a cache is: then the output has the dtype of q, and scales are of shape () or
+    (batch, kv_heads).
 
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.

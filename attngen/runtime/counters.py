@@ -3,8 +3,8 @@ stream, and those by which the blocks that share keys find out who comes last.
 
 A kernel leaves its counter at 0 again, so that nothing has to be cleared. Launches of one stream follow each other and
 may share a counter; those of different streams may not. A graph that is being captured will run on streams unknown,
-beside what its own capture stream runs, and gets counters of its own: that of tiles out of the graph's pool, those of
-splits out of memory that lives as long as the process, so that the graph has nothing to clear.
+beside what its own capture stream runs, and each of its launches gets counters of its own, out of memory that lives as
+long as the process: in the graph's pool they would have to be cleared at each replay, by a launch more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attngen.runtime import driver as drivers
 
 _BYTES = 4
 
-#: Counters of splits that are allocated at once, for launches on a stream and for those in graphs.
+#: Counters that are allocated at once, for the splits of launches on a stream and for all launches in graphs.
 _MANY = 16384
 
 _COUNTERS: dict[tuple[int, int], int] = {}
@@ -29,7 +29,7 @@ _LOCK = threading.Lock()
 def address(stream: int, device: int) -> int:
     """Return the address of the counter for a launch on a stream of a device."""
     if torch.cuda.is_current_stream_capturing():
-        return _in_graph(device)
+        return _for_graph(1, device)
     counter = _COUNTERS.get((device, stream))
     if counter is None:
         with _LOCK:
@@ -37,11 +37,6 @@ def address(stream: int, device: int) -> int:
             if counter is None:
                 counter = _COUNTERS[device, stream] = drivers.current().zeros(_BYTES, device)
     return counter
-
-
-def _in_graph(device: int) -> int:
-    """Return the address of a new counter in the pool of the graph, which clears it at the start of each replay."""
-    return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}").data_ptr()
 
 
 def of_splits(count: int, stream: int, device: int) -> int:

@@ -33,7 +33,7 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.paging import in_rows
 from attngen.runtime.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.registry import Found, registry
-from attngen.runtime.select import Request, Selection, no_kernel, preferred, reason_against, select
+from attngen.runtime.select import Request, Selection, foreseen, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
 from attngen.runtime.training import asks_for_determinism, attend, carries_tangent, differentiate
@@ -363,4 +363,8 @@ def explain(
     if selection.kernel is None:
         error = no_kernel(found.kernels, selection, request, drivers.current())
         return Explanation(call, found, "no kernel", str(error), selection, direction)
-    return Explanation(call, found, "kernel", "the first that takes the call", selection, direction)
+    driver = drivers.current()
+    return Explanation(
+        call, found, "kernel", "the first that takes the call", selection, direction,
+        foreseen(found.kernels, request, driver, driver.multiprocessors(request.device)),
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
+from attngen.runtime.prediction import Prediction
 from attngen.runtime.registry import Found
 from attngen.runtime.select import Selection, describe
 
@@ -24,6 +25,7 @@ class Explanation:
     reason: str
     selection: Selection | None = None
     direction: str = "forward"  # or backward
+    foreseen: tuple[tuple[Kernel, Prediction], ...] = ()  # of all kernels that take the call, by preference
 
     @property
     def kernel(self) -> Kernel | None:
@@ -46,6 +48,10 @@ class Explanation:
             "grid": self._blocks(),
             "pack_gqa": bool(self.kernel and self.kernel.pack_gqa),
             "rejected": [{"kernel": name, "reason": reason} for name, reason in self.rejected],
+            "predicted": [
+                {"kernel": kernel.full_name, "microseconds": round(found.microseconds, 2), "tiles": found.tiles}
+                for kernel, found in self.foreseen
+            ],
         }
 
     def _blocks(self) -> int | None:
@@ -83,4 +89,8 @@ class Explanation:
             if kernel.pack_gqa:
                 lines.append(f"  {self._packing(kernel)}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
+        lines += [
+            f"  {'' if each is kernel else f'{each.full_name}: '}predicted {found.microseconds:.1f} µs, {found}"
+            for each, found in self.foreseen
+        ]
         return "\n".join(lines)

@@ -53,9 +53,13 @@ def group_of(call: Call) -> int:
     return call.heads // max(call.kv_heads, 1)
 
 
-def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool) -> tuple[int, int]:
-    """Return the tiles of query rows of a unit, and the units: heads, or KV heads with all rows of their group."""
-    rows, heads = (call.seqlen_q * group_of(call), call.kv_heads) if pack_gqa else (call.seqlen_q, call.heads)
+def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = None) -> tuple[int, int]:
+    """Return the tiles of query rows of a unit, and the units: heads, or KV heads with all rows of their group.
+
+    ``seqlen_q`` stands for that of the call, which is the longest one where sequences are packed.
+    """
+    queries = call.seqlen_q if seqlen_q is None else seqlen_q
+    rows, heads = (queries * group_of(call), call.kv_heads) if pack_gqa else (queries, call.heads)
     return -(-rows // tile_m), call.batch * heads
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from attngen.errors import LoadError
 from attngen.files import read_regular
 from attngen.formats import MANIFEST_FORMAT
+from attngen.lang.host import is_bound
 from attngen.runtime.driver import REMEDY
 
 MANIFEST = "manifest.json"
@@ -123,6 +124,14 @@ _LAUNCH = _Object({
 
 _WORKSPACE = _Object({**_required(name=_NAME, dtype=_TEXT, terms=_List(_List(_FACTOR))), **_optional(multiple=_SOME)})
 
+_TIMES = _Kind(
+    "three numbers of nanoseconds, or none",
+    lambda v: (
+        isinstance(v, list | tuple) and len(v) in (0, 3) and all(type(n) in (int, float) and 0 <= n < 1e12 for n in v)
+    ),
+)
+_VISIBLE = _List(_Kind("two bounds", lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(map(is_bound, v))))
+
 _MANIFEST = _Object({
     **_required(
         name=_NAME, package=_NAME, variant=_VARIANT, arch=_TEXT, dtype=_TEXT, head_dim_qk=_SOME, head_dim_v=_SOME,
@@ -130,11 +139,11 @@ _MANIFEST = _Object({
         main=_NAME, launches=_List(_LAUNCH), resources=_Object(_required(shared_memory=_COUNT)),
     ),
     **_optional(
-        section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, tile_time=_NUMBER, pack_gqa=_FLAG, split_kv=_FLAG,
-        transposed_v=_FLAG, tuned=_TEXT,
+        section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, times=_TIMES, visible=_VISIBLE,
+        pack_gqa=_FLAG, split_kv=_FLAG, transposed_v=_FLAG, tuned=_TEXT,
         sum_columns=_COUNT,
         ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
-        operands=_Object({}, others=_NAME),
+        operands=_Object({}, others=_NAME), structure=_Object({**_optional(skips=_FLAG)}),
     ),
 })  # fmt: skip
 

@@ -174,7 +174,10 @@ class Kernel:
         self.scale_block: int = manifest.get("scale_block", 0)  # tokens that share a scale; 0: all of a head
         self.transposed_v = bool(manifest.get("transposed_v"))  # keys lie side by side in v
         self.split_kv = bool(manifest.get("split_kv"))  # blocks share the keys of a sequence
-        self.tile_time: float = manifest.get("tile_time", 0.0)  # of a tile of work, beside that of other kernels
+        #: Nanoseconds of a launch, of a tile of work and of a tile of keys, and which keys rows see: ``prediction``.
+        self.times: Sequence[float] = manifest.get("times", ())
+        self.visible: Sequence[Sequence[Any]] = manifest.get("visible", ())
+        self.skips = bool(manifest.get("structure", {}).get("skips"))  # consumers leave out what their rows do not see
         self.tile_m: int = manifest["tile_m"]
         self.tile_n: int = manifest["tile_n"]
         self.sum_columns: int = manifest.get("sum_columns", 0)  # of the dQ accumulator; 0: there is none

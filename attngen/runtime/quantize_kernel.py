@@ -148,7 +148,7 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     if sum(units) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + max(rows) > _MOST:
         return "more rows than 32 bits count"
     resident = driver.multiprocessors(call.q.device.index or 0) * max(_RESIDENT // threads, 1)
-    phase = partial(_phase, resident=resident, in_runs=call.rotary_cos is not None)
+    phase = partial(_phase, resident=resident)
     phases = [phase(units, rounds=1)]
     maxima = 0
     if of_v in (_TENSOR, _HEAD):  # of q and k as well, but for scales of tokens
@@ -173,13 +173,10 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     return PreparedQuantize(kernel, numbers, phases, threads, maxima, driver, call.q.device.index or 0)
 
 
-def _phase(units: tuple[int, int, int], *, rounds: int, resident: int, in_runs: bool) -> _Phase:
-    """Return a launch of as many blocks as run at once. ``in_runs``: a block has neighbouring units, which are rotated
-    by the same rows of the tables; else blocks that run together have them, so that what they read is close by."""
-    blocks = min(sum(units), resident)
-    run = -(-sum(units) // blocks) if in_runs else 0
-    numbers = {"units": sum(units), "units_q": units[0], "units_k": units[1], "run": run, "rounds": rounds}
-    return _Phase(blocks, numbers)
+def _phase(units: tuple[int, int, int], *, rounds: int, resident: int) -> _Phase:
+    """Return a launch of as many blocks as run at once."""
+    numbers = {"units": sum(units), "units_q": units[0], "units_k": units[1], "rounds": rounds}
+    return _Phase(min(sum(units), resident), numbers)
 
 
 @dataclass(frozen=True, slots=True)

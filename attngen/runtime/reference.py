@@ -274,7 +274,7 @@ def attend_rows(
     """Return out (rows, h, d) and lse (h, rows) of some query rows of a sequence, of all ``heads`` or of these.
 
     ``smooth`` is for transforms of torch.func: nothing depends on values, so that no index is checked, and a hidden key
-    or value which is not finite may reach what does not see it. ``keys`` are those of the sequence, where they are known.
+    or value which is not finite may reach what does not see it. ``keys`` are those of the sequence, if they are known.
     """
     keys = keys or _Keys.of(call, sequence, compute, heads=heads, smooth=smooth)
     visible, scores = scores_of(call, sequence, rows, compute, heads=heads, smooth=smooth, keys=keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from attngen.arch import ARCHES, arch_of
 from attngen.dtypes import (
@@ -25,6 +25,7 @@ from attngen.runtime.driver import Driver
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
+from attngen.runtime.prediction import Prediction, predict
 
 #: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_BLOCKS = 2**31 - 1
@@ -72,18 +73,19 @@ class Request:
     deterministic: bool = False  # the same bits on every run
 
 
-def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kernel]:
+def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int = 1) -> list[Kernel]:
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
-    Forwards whose plans tell the time of a tile are ordered by the time that their tiles of work should take together:
-    large tiles take less for each row, and waste more after the last one. So are those that pack the heads of a group.
+    Forwards whose plans have measured times are ordered by what the call should take where ``blocks`` run at once.
     """
 
     splits = call is not None and splits_keys(call)
+    rivals = [kernel for kernel in kernels if kernel.times and (call is None or _against_form(kernel, call) is None)]
+    times = {kernel: _time(kernel, call, blocks) for kernel in (rivals if len(rivals) > 1 else ())}
 
     def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool, float, bool, bool]:
         # Whether keys are shared as the call wants it, the closest architecture first, then TMA, then the hand-written
-        # schedules, then how rows fill tiles; sums in a fixed order, which take longer, last.
+        # schedules, then the time; sums in a fixed order, which take longer, last.
         by_hand = kernel.backend == "cuda"
         return (
             kernel.split_kv != splits,
@@ -92,7 +94,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None) -> list[Kerne
             not by_hand,
             -kernel.arch.capability,
             by_hand and not kernel.main.persistent,
-            _time(kernel, call),
+            times.get(kernel, inf if kernel.times and kernel not in rivals else 0.0),
             kernel.pack_gqa,
             kernel.ordered,
         )
@@ -116,10 +118,10 @@ def splits_keys(call: Call) -> bool:
     return rows <= FEW_ROWS or (rows <= SPLIT_ROWS and call.batch * call.kv_heads < BUSY_UNITS)
 
 
-def _time(kernel: Kernel, call: Call | None) -> float:
-    """Return how long the tiles of a call take beside those of other kernels; without a call, a row of them. It is 0
-    where the plan does not tell."""
-    return kernel.tile_time / kernel.tile_m if call is None else kernel.tile_time * _tiles(kernel, call)
+def _time(kernel: Kernel, call: Call | None, blocks: int) -> float:
+    """Return how long a call should take; without one, a pair of a row and a key."""
+    found = predict(kernel, call, blocks) if call is not None else None
+    return found.nanoseconds if found else kernel.times[-1] / (kernel.tile_m * kernel.tile_n)
 
 
 def _tiles(kernel: Kernel, call: Call) -> int:
@@ -131,12 +133,24 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
     """Return the first kernel that takes the call."""
     rejected: list[Rejection] = []
     candidates = [kernel for kernel in kernels if kernel.direction == request.direction]
-    for kernel in preferred(candidates, request.call):
+    for kernel in preferred(candidates, request.call, driver.multiprocessors(request.device)):
         reason = reason_against(kernel, request, driver)
         if reason is None:
             return Selection(kernel, tuple(rejected))
         rejected.append(Rejection(kernel, reason))
     return Selection(None, tuple(rejected))
+
+
+def foreseen(
+    kernels: Sequence[Kernel], request: Request, driver: Driver, blocks: int
+) -> tuple[tuple[Kernel, Prediction], ...]:
+    """Return what the call should take on each kernel that takes it and has measured times, in order of preference."""
+    found = []
+    for kernel in preferred([one for one in kernels if one.direction == request.direction], request.call, blocks):
+        prediction = predict(kernel, request.call, blocks)
+        if prediction is not None and reason_against(kernel, request, driver) is None:
+            found.append((kernel, prediction))
+    return tuple(found)
 
 
 def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | None:
@@ -146,20 +160,8 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         return f"it is a {kernel.direction} kernel"
     if request.backend is not None and kernel.backend != request.backend:
         return f"backend is {kernel.backend}, the call asks for {request.backend}"
-    for label, built, asked in (
-        ("layout", kernel.layout, call.layout),
-        ("dtype", kernel.dtype, call.dtype),
-        ("dtype of k and v", kernel.dtype_of("k").name, call.kv_dtype),
-        ("dtype of the output", kernel.dtype_of("out").name, ATTENTION_NAMES.get(call.out_dtype, call.dtype)),
-        ("head_dim of q and k", kernel.head_dim_qk, call.head_dim_qk),
-        ("head_dim of v", kernel.head_dim_v, call.head_dim_v),
-    ):
-        if built != asked:
-            return f"{label} is {built}, the call has {asked}"
-    if kernel.transposed_v and call.seqused_k is not None:
-        return "it takes no seqused_k: keys that lie side by side cannot be left out of its copies"
-    if kernel.transposed_v != call.v.keys_side_by_side and kernel.direction == "forward":
-        return f"it takes v whose {'keys' if kernel.transposed_v else 'columns'} lie side by side"
+    if reason := _against_form(kernel, call):
+        return reason
     if call.descales and kernel.scale_block not in call.scale_blocks:
         given = _sharing(call.scale_blocks[0])
         return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
@@ -179,6 +181,25 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         or _against_group(kernel, call)
         or _against_tensors(kernel, request)
     )
+
+
+def _against_form(kernel: Kernel, call: Call) -> str | None:
+    """Return what a kernel was built for that a call is not, or None."""
+    for label, built, asked in (
+        ("layout", kernel.layout, call.layout),
+        ("dtype", kernel.dtype, call.dtype),
+        ("dtype of k and v", kernel.dtype_of("k").name, call.kv_dtype),
+        ("dtype of the output", kernel.dtype_of("out").name, ATTENTION_NAMES.get(call.out_dtype, call.dtype)),
+        ("head_dim of q and k", kernel.head_dim_qk, call.head_dim_qk),
+        ("head_dim of v", kernel.head_dim_v, call.head_dim_v),
+    ):
+        if built != asked:
+            return f"{label} is {built}, the call has {asked}"
+    if kernel.transposed_v and call.seqused_k is not None:
+        return "it takes no seqused_k: keys that lie side by side cannot be left out of its copies"
+    if kernel.transposed_v != call.v.keys_side_by_side and kernel.direction == "forward":
+        return f"it takes v whose {'keys' if kernel.transposed_v else 'columns'} lie side by side"
+    return None
 
 
 def _sharing(block: int) -> str:

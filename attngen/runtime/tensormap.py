@@ -146,8 +146,8 @@ class TensorMap:
 
         ``window`` rows make the descriptor end where a sequence ends: it gets one more axis, see ``windowed``.
         ``group`` query heads share the rows of a box, one more axis: see ``packed``. ``in_pages``: the slowest axis
-        is that of pages, and ``box`` has the axes of ``paged``; a window has as many rows as a box then. ``transposed``:
-        the axis of rows is the fastest, and ``box`` has the axes of ``columns_first``.
+        is that of pages, and ``box`` has the axes of ``paged``; a window has as many rows as a box then.
+        ``transposed``: the axis of rows is the fastest, and ``box`` has the axes of ``columns_first``.
         """
         element_bytes = dtype_row(dtype).bytes
         self._shift, rows = 0, -3

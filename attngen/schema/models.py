@@ -230,7 +230,8 @@ class KernelModel(Model):
     arch: OneOrMany[ArchName] | None = Field(default=None, description="instead of the spec's own")
     dtype: OneOrMany[AttentionDType] = ("bf16",)
     kv_dtype: OneOrMany[AttentionDType] | None = Field(
-        default=None, description="of k and v where they are in other 8 bits than q, or a cache in fewer; left out: that of q"
+        default=None,
+        description="of k and v where they are in other 8 bits than q, or a cache in fewer; left out: that of q",
     )
     out_dtype: OneOrMany[OutDType] | None = Field(
         default=None, description="of the output of a quantized q, bf16 or fp16; left out: bf16"

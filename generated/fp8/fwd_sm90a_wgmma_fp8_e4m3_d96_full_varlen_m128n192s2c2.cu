@@ -7,6 +7,7 @@
 // and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.
 // The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
+#include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -140,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     float softmax_scale,
     int write_lse, int has_seqused_k
 ) {
+  launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
@@ -159,7 +161,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_map(q_map);
+    prefetch_map(k_map);
+    prefetch_map(v_map);
+  }
   __syncthreads();
+  wait_dependencies();  // nothing in global memory is read or written before
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
@@ -169,10 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
-      WorkRing work_ring;
-      if (lane == 0) prefetch_map(q_map);
-      QRing q_ring;
-      Event<kWorkAsked> asked;
+      int taken = 0;  // tiles of work, from which the phases of all barriers follow: few registers are left
       const auto next_tile = [&] { return take_tile(tile_counter, q_tiles_of_all, lane); };
       while (true) {
         Place work = {};
@@ -211,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           index = next_tile();
           continue;
         }
+        const auto work_ring = WorkRing::at(taken);
         work_ring.acquire();
         Work& shared_work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         if (lane == 0) {
@@ -222,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           work_ring.arrive();
         }
         __syncwarp();
-        work_ring.advance();
         if (index >= q_tiles_of_all) break;
+        auto q_ring = QRing::at(taken);
         q_ring.acquire();
         if (lane == 0) {
           q_ring.arrive_expecting(kQBytes);
@@ -234,15 +240,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         }
         __syncwarp();
         q_ring.advance();
+        Event<kWorkAsked> asked;
+        asked.phase = taken & 1;
         asked.wait();
+        ++taken;
         index = next_tile();
       }
     } else if (warp == kLoader) {
       // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
-      if (lane == 0) {
-        prefetch_map(k_map);
-        prefetch_map(v_map);
-      }
       WorkRing work_ring;
       KRing k_ring;
       VRowsRing v_rows_ring;

@@ -6,6 +6,7 @@
 // A block of 2 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
+#include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -120,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     float softmax_scale,
     int write_lse, int has_seqused_k
 ) {
+  launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
@@ -137,7 +139,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_map(q_map);
+    prefetch_map(k_map);
+    prefetch_map(v_map);
+  }
   __syncthreads();
+  wait_dependencies();  // nothing in global memory is read or written before
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
@@ -201,10 +209,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       }
     } else if (warp == kLoader) {
       // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
-      if (lane == 0) {
-        prefetch_map(k_map);
-        prefetch_map(v_map);
-      }
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -259,7 +263,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       }
     } else if (warp == kQueryLoader) {
       // The loader of Q: a warp of its own, so that K never waits for room for the next Q.
-      if (lane == 0) prefetch_map(q_map);
       WorkRing work_ring;
       QRing q_ring;
       while (true) {

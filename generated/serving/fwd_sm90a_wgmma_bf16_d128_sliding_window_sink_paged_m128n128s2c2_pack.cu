@@ -8,6 +8,7 @@
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
 #include "pages.cuh"
+#include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -128,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int u_window,
     int write_lse, int has_cu_seqlens_q
 ) {
+  launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
@@ -145,7 +147,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     init_barriers(kWorkAsked, 1, 1);  // the loader of K
     fence_barrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_map(q_map);
+    prefetch_map(k_map);
+    prefetch_map(v_map);
+  }
   __syncthreads();
+  wait_dependencies();  // nothing in global memory is read or written before
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
@@ -223,9 +231,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     } else if (warp == kLoader) {
       // The loader of K: from the last tile of keys to the first. Lanes share the copies of a tile, each of rows of one
       // page and 128 bytes of columns.
-      if (lane == 0) {
-        prefetch_map(k_map);
-      }
       constexpr int kColumns = kHeadDimQk / kBoxColumns;  // copies that bring all columns of the same rows
       const int lane_key = lane / kColumns * box_rows;  // of a lane's first copy, from the first key of a tile
       const uint32_t inverse = ~0u / page_size;
@@ -271,7 +276,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       }
     } else if (warp == kQueryLoader) {
       // The loader of Q: a warp of its own, so that K never waits for room for the next Q.
-      if (lane == 0) prefetch_map(q_map);
       WorkRing work_ring;
       QRing q_ring;
       while (true) {
@@ -296,10 +300,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     } else if (warp == kValueLoader) {
       // The loader of V: from the last tile of keys to the first. Lanes share the copies of a tile, each of rows of one
       // page and 128 bytes of columns.
-      if (lane == 0) {
-        prefetch_map(k_map);
-        prefetch_map(v_map);
-      }
       constexpr int kColumns = kHeadDimV / kBoxColumns;  // copies that bring all columns of the same rows
       const int lane_key = lane / kColumns * box_rows;  // of a lane's first copy, from the first key of a tile
       const uint32_t inverse = ~0u / page_size;

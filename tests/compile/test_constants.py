@@ -37,7 +37,9 @@ def compiled(kernels: list[Prepared], folder: Path) -> int:
 
 
 def test_they_compile(tmp_path: Path) -> None:
-    assert compiled([kernel for n, kernel in enumerate(prepare(load_spec_text(SPEC))) if n not in LEFT_OUT], tmp_path) == 7
+    assert (
+        compiled([kernel for n, kernel in enumerate(prepare(load_spec_text(SPEC))) if n not in LEFT_OUT], tmp_path) == 7
+    )
 
 
 @pytest.mark.exhaustive

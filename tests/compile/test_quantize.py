@@ -23,22 +23,21 @@ ROUNDING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
 @pytest.mark.parametrize(
     "one",
     [
-        pytest.param(one, id=one.plan.name, marks=[] if one.plan.name == "quantize_sm90a_bf16" else pytest.mark.exhaustive)
-        for one in prepared_quantizers(*ROUNDING)
+        pytest.param(one, id=name, marks=[] if name == "quantize_sm90a_bf16" else pytest.mark.exhaustive)
+        for name, one in {one.plan.name: one for one in prepared_quantizers(*ROUNDING)}.items()
     ],
 )
 def test_a_thread_keeps_its_numbers_in_registers(one: Prepared) -> None:
-    """64 registers, so that a block may have 1024 threads; 16 bytes in, 16 or 8 out, scales and maxima beside."""
+    """128 registers, so that a block may have 512 threads; 16 bytes in, 16 or 8 out, scales and maxima beside."""
     artifact = compile_source(one.plan, one.source)
     resources = artifact.manifest["resources"]
-    # on Hopper nothing is stored; elsewhere no more than any kernel may
-    assert resources["spills"] <= (0 if one.plan.arch_name == "sm90a" else SPILLS.bytes)
-    assert resources["registers"] <= 64
+    assert resources["spills"] <= SPILLS.bytes
+    assert resources["registers"] <= 128
     code = disassemble(artifact.cubin)
     assert resources["spills"] or not re.search(r"\b(LDL|STL)\b", code)
-    assert set(re.findall(r"\bSTG\S*", code)) == {"STG.E.128", "STG.E.64", "STG.E"}
+    assert {"ST.E.128", "ST.E.64", "STG.E"} <= set(re.findall(r"\bSTG?\.E\S*", code))
     assert re.search(r"\bLDG\.E\.128", code)
-    assert len(re.findall(r"\bSHFL\.BFLY", code)) == 32, "one for each number of a thread, in a loop over stages"
+    assert len(re.findall(r"\bSHFL\.BFLY", code)) == 4 * 64, "one for each number: a stage in two forms, two in one"
     for form in ("E4M3", "E5M2"):
         assert len(re.findall(rf"\bF2FP\S*{form}", code)) >= 16, "two numbers each"
     assert one.plan.launch("quantize").pdl == (one.plan.arch.capability >= 90) == ("ACQBULK" in code)

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from attngen.dtypes import HEAD_DIMS
-from attngen.formats import QUANTIZE
 from attngen.errors import PlanError
+from attngen.formats import QUANTIZE
 from attngen.schema import load_spec_text
 from attngen.tools.build.pipeline import Prepared, prepare
 from tests.fuzz.declared import Declared

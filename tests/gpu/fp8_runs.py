@@ -34,7 +34,7 @@ def kernels() -> Kernels:
 
 
 def a_run(name: str, case: Case, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return what launches a kernel on random inputs, into fresh poisoned memory, and returns output and log-sum-exp."""
+    """Return what launches a kernel on random inputs, into fresh poisoned memory, and returns what it wrote."""
     kernel = kernels()[name]
     inputs = make_inputs(kernel.variant, case, kernel.layout, element_of(kernel), "cuda", seed)
     call = inputs.bind(kernel.variant)
@@ -58,4 +58,5 @@ def a_case(chance: random.Random, name: str) -> Case:
         drawn[0] = drawn[0] or 1  # without any row no kernel is launched
         return tuple(drawn) if "varlen" in name else (max(drawn),) * batch
 
-    return Case("stress", lengths(), lengths(), heads=kv_heads * chance.choice([1, 3, 8]), kv_heads=kv_heads)
+    group = chance.choice([1, 4, 8] if "_pack" in name else [1, 3, 8])  # packed heads share the rows of a tile
+    return Case("stress", lengths(), lengths(), heads=kv_heads * group, kv_heads=kv_heads)

@@ -65,7 +65,7 @@ class Chain:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("seqlen_q", [1, 4, 40])
+@pytest.mark.parametrize("seqlen_q", [1, 4, 40, 200])
 @pytest.mark.parametrize(
     ("batch", "seqlen_k", "heads", "kv_heads"),
     [(1, 1024, 32, 8), (1, 8192, 32, 8), (8, 4096, 32, 8), (32, 2048, 32, 8), (4, 640, 16, 1), (3, 512, 8, 8)],

@@ -245,8 +245,10 @@ def test_a_cache_in_8_bits_gets_new_keys_and_is_read(paged: bool, of_q: torch.dt
     table = torch.tensor([[5, 0], [1, 4], [2, 3]], dtype=torch.int32) if paged else None
     shape = (6, 2) if paged else (3, 2)
     scales = {name: torch.rand(shape) + 0.5 for name in ("k_descale", "v_descale")}
-    both = zip(caches, scales.values(), strict=True)
-    wide = [cache[: shape[0]].float() * scale[:, None, :, None] for cache, scale in both]
+    wide = [
+        cache[: shape[0]].float() * scale[:, None, :, None]
+        for cache, scale in zip(caches, scales.values(), strict=True)
+    ]
     q = q.to(of_q)
     of_8_bits = {"q_descale": torch.tensor(0.5)} if of_q == torch.float8_e4m3fn else {}
     found = flash_attn_3.flash_attn_with_kvcache(

@@ -19,6 +19,7 @@ from attngen.integrations.mask_structure import StructuredMask
 from tests.integrations import families
 from tests.integrations.families import GENERATORS, MAKERS, PADDINGS, WINDOW, batch, gradients, logits
 from tests.integrations.shipped import known
+from tests.sampling import sampled
 
 #: Of the largest magnitude. Eager and the reference both compute in float32, in another order of additions.
 TOLERANCE = 2e-5
@@ -332,8 +333,7 @@ def test_autocast_reaches_the_kernel_in_one_dtype(monkeypatch: pytest.MonkeyPatc
     assert float((found - wanted).abs().max()) <= 0.1 * float(wanted.abs().max())
 
 
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@sampled(family=["llama", "gpt_oss"], padding=["none", "left"])
 def test_compiles_without_a_graph_break(family: str, padding: str) -> None:
     given = batch(family, padding)
     if padding == "none":
@@ -357,8 +357,8 @@ def test_lengths_and_batches_that_change_are_compiled_once() -> None:
             near(found, eager("llama")(input_ids=ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])  # one mask for all layers; one for each kind; sinks
+#: One mask for all layers; one for each kind; sinks.
+@sampled(family=["llama", "gemma3", "gpt_oss"], padding=["none", "left"])
 def test_a_compiled_step_against_a_static_cache(family: str, padding: str) -> None:
     """On a GPU ``generate`` compiles the step that decodes, and makes its masks outside of it."""
     graphs = []

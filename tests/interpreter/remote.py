@@ -20,6 +20,7 @@ from attngen.runtime.pinned import Buffers, prepared_shapes
 from attngen.runtime.tile_map import eager_tile_map
 from attngen.schema import expand, load_spec_text
 from attngen.tools.cases import Case
+from attngen.tools.verify import interpreter
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from attngen.tools.verify.interpreter import Interpreted, prepare_process
@@ -128,6 +129,12 @@ def outputs_with(
         getattr(one.inputs, name)[:, lo:hi] = value
     one.launch()
     return one.out.float().numpy(), one.lse.numpy()
+
+
+def unquickened(function: str, *arguments: Any) -> Any:
+    """Return what a function of this module does with the interpreter as it is; before any other call."""
+    interpreter.quicken = lambda: None  # type: ignore[assignment]
+    return globals()[function](*arguments)
 
 
 def padded_output(text: str, case: Case) -> tuple[bool, bool]:

@@ -16,6 +16,7 @@ from attngen.lang.printing import canonical
 from attngen.lang.spans import LIMIT
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from tests.lang.bruteforce import FACTS, Masks, UnguardedError, World, check_bands, const, load, op, var
+from tests.sampling import seeds
 
 DECLARED = {
     "shift": Scalar("shift", "int32"),
@@ -320,7 +321,7 @@ def test_usual_masks_by_brute_force(name: str) -> None:
             continue
 
 
-@pytest.mark.parametrize("seed", range(100))
+@seeds(100, always=60)
 def test_no_position_is_lost_and_no_full_position_is_wrong(seed: int) -> None:
     source = random.Random(seed)
     mask, world = Masks(source).boolean(seed % 4), World.random(source)

@@ -34,6 +34,7 @@ from tests.lang.bruteforce import (
     op,
     var,
 )
+from tests.sampling import seeds
 
 RANGES = {"x": (-3, 5), "y": (2, 7), "p": (0, 1), "t": (0, 9), "f": (-1.5, 2.0)}
 
@@ -147,7 +148,7 @@ def _exact(expr: Expr, env: bruteforce.Env, world: World) -> float:
 # --- tiles ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(120))
+@seeds(120, always=70)
 def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
     source = random.Random(seed)
     mask = Masks(source).boolean(seed % 4)

@@ -14,6 +14,7 @@ from attngen.lang.printing import canonical
 from attngen.lang.rows import own_intervals
 from tests.lang.bruteforce import FACTS, Masks, UnguardedError, World, evaluate, mask_of, positions
 from tests.lang.test_bands import variant
+from tests.sampling import seeds
 
 WINDOW = "q_pos - min(window, 1073741823) + 1"
 
@@ -60,7 +61,7 @@ def check_rows(mask: Expr, world: World) -> None:
             assert truth[h, q, kv] == (seen[kv] and bool(evaluate(rest, at, world.arrays))), (h, q, kv)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@seeds(150, always=80)
 def test_intervals_and_rest_are_the_mask(seed: int) -> None:
     source = random.Random(seed)
     mask, world = Masks(source).boolean(seed % 4), World.random(source)

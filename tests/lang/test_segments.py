@@ -15,6 +15,7 @@ from attngen.lang.simplify import integer, maximum, minimum, mul
 from attngen.lang.spans import LIMIT
 from attngen.lang.variant import Monotone, Scalar, Tensor
 from tests.lang.bruteforce import FACTS, check_segments, var
+from tests.sampling import seeds
 
 DECLARED = {
     "window": Scalar("window", "int32", min=1, max=2**20),
@@ -152,7 +153,7 @@ def _pairs(source: random.Random) -> tuple[tuple[Interval, ...], tuple[Interval,
     return tuple(visible), tuple(full)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@seeds(100, always=50)
 def test_each_tile_runs_exactly_once(seed: int) -> None:
     source = random.Random(seed)
     visible, full = _pairs(source)

@@ -259,7 +259,7 @@ def test_the_stubs_name_what_there_is(site: Path) -> None:
             arguments = [*node.args.args, *node.args.kwonlyargs]
             assert {argument.arg for argument in arguments} - own <= set(taken), node.name
         for node in stub.body:
-            if isinstance(node, ast.ImportFrom) and node.level:  # types of the runtime, which mypy does not look at below
+            if isinstance(node, ast.ImportFrom) and node.level:  # what mypy skips below
                 module = importlib.import_module(f".{node.module}", "attngen_small")
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"

@@ -385,7 +385,7 @@ def test_no_table_has_more_consumers_than_a_warp_has_lanes_for() -> None:
     """The scheduler has eight lanes for each consumer, and eight for all rows: tables must not have more."""
     most = HopperForward.most_consumers
     assert most == 32 // 8 - 1
-    assert set(hopper_forward._REGISTERS) == set(hopper_forward._SEARCHING_REGISTERS) == set(hopper_forward._TILE_TIMES)
+    assert set(hopper_forward._REGISTERS) == set(hopper_forward._SEARCHING_REGISTERS)
     assert max(hopper_forward._REGISTERS) == most
     assert max(row.consumers for row in hopper_forward.TABLE) <= most
     roles = roles_of(on_hopper())

@@ -13,7 +13,7 @@ import pytest
 
 from attngen.errors import CompileError, InternalError, SpecError
 from attngen.store import limits
-from attngen.store.jobs import Job, Result, run_jobs
+from attngen.store.jobs import Job, Result, run_jobs, worker_processes
 
 FAKES = "tests.store.fakes"
 
@@ -38,6 +38,16 @@ def test_workers_are_reused_and_bounded() -> None:
     assert sorted(started) == list(range(8))
     assert len({result.value for result in results}) <= 2
     assert os.getpid() not in {result.value for result in results}
+
+
+def test_workers_may_serve_several_calls() -> None:
+    with worker_processes() as workers:
+        first, again = (run([job("process")], shared=workers)[0].value for _ in "ab")
+        assert first == again
+        assert run([job("crash")], shared=workers)[0].error is not None
+        assert run([job("process")], shared=workers)[0].value != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
 
 
 def test_what_a_job_prints_does_not_disturb_its_answer() -> None:

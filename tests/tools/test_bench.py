@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attngen.errors import CompileError
+from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench import run as tool
 from attngen.tools.bench.ladder import RUNGS
 from attngen.tools.bench.machine import Ceilings, Reading
@@ -49,9 +50,9 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Gpu, "current", lambda: Gpu(torch.device("cpu"), 90, "a stand-in"))
     monkeypatch.setattr(Gpu, "answers", lambda self: True)
+    monkeypatch.setattr(bench_kernels, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(bench_kernels, "read_kernel", lambda folder: kernel_of(plans[folder.name]))
     for name, value in {
-        "compile_kernels": compile_kernels,
-        "read_kernel": lambda folder: kernel_of(plans[folder.name]),
         "gpu_facts": lambda gpu: {"name": gpu.name, "l2_bytes": 1},
         "ceilings": lambda gpu, clock, rounds: Ceilings(750.0, 4300.0),
         "peers": lambda: (StubPeer("good"),),

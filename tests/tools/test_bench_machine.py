@@ -30,6 +30,7 @@ def test_a_monitor_reads_medians_and_ends_its_process(tmp_path: Path, monkeypatc
         "time.sleep(600)\n"
     )
     monkeypatch.setattr(bench_machine, "_command", lambda gpu, fields: [sys.executable, str(script)])
+    monkeypatch.setattr(bench_machine, "_ask", lambda gpu, fields: None)
     began = time.monotonic()
     with Monitor(None) as monitor:  # type: ignore[arg-type]
         while len(monitor._readings) < 3 and time.monotonic() < began + 600:

@@ -21,6 +21,7 @@ import attngen
 from attngen import cli
 from attngen.formats import APPEND_VARIANT
 from attngen.tools.bench.machine import Ceilings
+from attngen.tools.bench.serving import replay
 from attngen.tools.bench.serving import run as tool
 from attngen.tools.bench.serving.cells import WINDOW, Cell, Form, Lane, Problem, ancestors, cells
 from attngen.tools.bench.serving.contents import Contents, Oracle
@@ -363,6 +364,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
     peers = (
         Stub("good"), Stub("wrong", lambda out: out + 1.0), Stub("bad", lambda out: 1 / 0), Stub("gone", absent="no"),
     )  # fmt: skip
+    monkeypatch.setattr(replay, "_ENQUEUED", 2)
     for name, value in {
         "compile_kernels": compile_kernels,
         "read_kernel": lambda folder: kernel_of(plans[folder.name]),

@@ -22,6 +22,7 @@ from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of, forward_roles
 from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.times import times_of, visible_keys
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
@@ -44,10 +45,6 @@ _REGISTERS_OF_FOUR = 32
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
 #: ptxas takes a wgmma of more columns than the first only where threads begin with the second's registers (C7602).
 _COLUMNS_OF_FEW_REGISTERS, _REGISTERS_OF_MORE_COLUMNS = 192, 142
-
-
-#: Time of a tile of work by its consumers, as far as it decides between tiles: docs/performance.md, "Packed heads".
-_TILE_TIMES = {1: 1.0, 2: 1.25, 3: 1.75}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +208,8 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         softmax=roles.softmax,
         section_bytes=SECTION_BYTES,
         structure=roles,
-        tile_time=_TILE_TIMES[roles.consumers],
+        times=times_of(roles.consumers, tile.tile_n, max(each.width for each in columns), operands.q.bytes),
+        visible=visible_keys(spec),
         pack_gqa=pack_gqa,
     )
     return forward_launches(
@@ -219,6 +217,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         _arguments(planned, roles),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
         persistent=roles.persistent,
+        pdl=roles.specialized,
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
         products=_products(planned, roles, form),

@@ -34,7 +34,8 @@ from attngen.schema.expand import KernelSpec, Roles
 #: They are e4m3 whatever q, k and v are.
 PROBABILITIES = dict.fromkeys(QUANTIZED_DTYPES, Probabilities("448.0f", raise_above="4.0f", peak=4))
 
-#: As in ``hopper_forward``; "blocks", or "tokens", have scales of their own. Measured on an H200: docs/notebook/hopper_fp8.md.
+#: As in ``hopper_forward``; "blocks", or "tokens", have scales of their own. Measured on an H200:
+#: docs/notebook/hopper_fp8.md.
 TABLE = (
     Choice("tokens", 128, 3, 64, "cooperative"),
     Choice("tokens", 256, 2, 64, "cooperative"),

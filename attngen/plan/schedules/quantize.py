@@ -38,8 +38,8 @@ _UNTYPED = ("rotary_cos", "rotary_sin")
 
 #: Numbers of a call. Those of v differ from those of q and k where its head_dim does.
 _SIZES = (
-    "batch", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "run", "rows_qk", "rows_v", "far_row_qk",
-    "far_row_v", "vectors_qk", "vectors_v", "slot_bits", "lane_bits_qk", "lane_bits_v", "scales_qk", "scales_v", "rounds",
+    "batch", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "rows_qk", "rows_v", "far_row_qk", "far_row_v",
+    "vectors_qk", "vectors_v", "slot_bits", "lane_bits_qk", "lane_bits_v", "scales_qk", "scales_v", "rounds",
     "hadamard", "positions", "rotary_half", "rotary_form", "rotary_step", "interleaved", "whole_vectors", "e5m2_out",
 )  # fmt: skip
 

@@ -16,13 +16,14 @@ from attngen.plan.model import Plan
 from attngen.runtime.arguments import TORCH_DTYPES
 from attngen.runtime.calls import attention
 from attngen.runtime.dispatch import tile_map
-from attngen.runtime.module import Kernel
+from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import Package, registry
+from attngen.store.store import Store
 from attngen.tools.bench.cases import DIRECTIONS
 from attngen.tools.bench.peers import Tensors
 from attngen.tools.bench.timing import Contestant
 from attngen.tools.bench.workloads import Workload
-from attngen.tools.build.pipeline import Prepared
+from attngen.tools.build.pipeline import Prepared, compile_kernels
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,14 @@ def teams(kept: Sequence[Prepared], prepared: Sequence[Prepared] = (), capabilit
     ]  # fmt: skip
 
 
+def compiled(members: Sequence[Prepared], jobs: int | None) -> tuple[dict[str, Kernel], dict[str, str]]:
+    """Compile what the cache lacks; return the kernels by name, and what is wrong with those that do not compile."""
+    store = Store()
+    built, failures = compile_kernels(list({one.plan.name: one for one in members}.values()), store=store, jobs=jobs)
+    kernels = {name: read_kernel(store.path(kernel.key)) for name, kernel in built.items()}
+    return kernels, {failure.name: str(failure.error) for failure in failures}
+
+
 def _labelled(members: Sequence[Prepared]) -> dict[str, Prepared]:
     """Name each kernel by its backend, and where several have one backend also by what tells their names apart."""
     labels = {}
@@ -116,7 +125,7 @@ def enter(
     for a case that the kernel does not take.
     """
     members = (kernel, *forwards)
-    registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: tuple(map(_reader, members))}))
+    registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: tuple(map(reader, members))}))
     one = inputs[0]
     keywords = {"variant": kernel.variant_name, "package": kernel.name, **work.arguments}
     if kernel.dtype in QUANTIZED_DTYPES:  # numbers of about 1, whose scale is 1
@@ -136,5 +145,5 @@ def _as_read(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     return q, k, v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if kernel.transposed_v else v
 
 
-def _reader(kernel: Kernel) -> Callable[[], Kernel]:
+def reader(kernel: Kernel) -> Callable[[], Kernel]:
     return lambda: kernel

@@ -30,7 +30,11 @@ MATRIX, COPY_BYTES = 8192, 2**30
 #: Distributions whose versions a report holds, as far as they are installed.
 DISTRIBUTIONS = ("torch", "triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "flashinfer-python")
 
-_QUERY_MS = 100
+#: How often the card is asked, in milliseconds.
+_QUERY_MS = 20
+
+#: What nvidia-smi calls the power of this very moment, on cards that know it; else it is a mean over a second or so.
+_POWER, _MEAN_POWER = "power.draw.instant", "power.draw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,10 @@ def _ask(gpu: Gpu, fields: str) -> list[str] | None:
     command = _command(gpu, fields)
     if command is None:
         return None
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return None
     return [part.strip() for part in done.stdout.split(",")] if done.returncode == 0 else None
 
 
@@ -138,7 +145,9 @@ class Monitor:
     """Reads clock, power and temperature in the background; nothing is read where there is no nvidia-smi."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self._command = _command(gpu, "clocks.sm,power.draw,temperature.gpu")
+        told = _ask(gpu, _POWER)
+        power = _POWER if told and _number(told[0]) is not None else _MEAN_POWER
+        self._command = _command(gpu, f"clocks.sm,{power},temperature.gpu")
         self._readings: list[tuple[float, Reading]] = []
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
@@ -166,7 +175,11 @@ class Monitor:
 
     def since(self, moment: float) -> Reading | None:
         """Return the medians of what was read since a moment of ``time.monotonic``; None if nothing was."""
-        found = [reading for when, reading in list(self._readings) if when >= moment]
+        return self.within([(moment, math.inf)])
+
+    def within(self, spans: Sequence[tuple[float, float]]) -> Reading | None:
+        """Return the medians of what was read in some spans of ``time.monotonic``; None if nothing was."""
+        found = [reading for when, reading in list(self._readings) if any(low <= when <= high for low, high in spans)]
         if not found:
             return None
         columns = zip(*((r.sm_mhz, r.watts, r.celsius) for r in found), strict=True)

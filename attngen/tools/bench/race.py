@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from attngen.tools.bench.machine import Memory, Reading
 from attngen.tools.bench.memory import workspace_bound
 from attngen.tools.bench.peers import Peer, Tensors, reason_against
 from attngen.tools.bench.report import Result, Row
-from attngen.tools.bench.timing import Clock, Contestant, race
+from attngen.tools.bench.timing import Clock, Contestant, race, sustained_race
 from attngen.tools.bench.workloads import Workload, terms_of, workload
 
 #: Most sets of inputs; calls so small that this many fit the cache are bound by the host anyway.
@@ -40,8 +41,16 @@ _Prepare = Callable[[Contestant], Contestant]
 
 
 @dataclass(frozen=True)
+class Sustaining:
+    """How a race without pauses goes: in which order, and how the card did in some spans of ``time.monotonic``."""
+
+    order: random.Random
+    within: Callable[[Sequence[tuple[float, float]]], Reading | None]
+
+
+@dataclass(frozen=True)
 class Track:
-    """Where races take place, and by which rules.
+    """Where races take place, and by which rules; ``sustained`` ones without pauses.
 
     ``l2_bytes`` is what inputs must exceed; ``readings`` tells how the card did since a moment of ``time.monotonic``,
     ``workspace`` which memory a backward took beside its results, None where nothing counts it.
@@ -56,6 +65,7 @@ class Track:
     generator: torch.Generator
     readings: Callable[[float], Reading | None]
     workspace: Callable[[Callable[[], Any]], int] | None = None
+    sustained: Sustaining | None = None
 
     def measure(self, team: Team, kernels: Mapping[str, Kernel], errors: Mapping[str, str], case: BenchCase) -> Row:
         """Race a case. ``kernels`` holds those that compiled, by name, and ``errors`` what is wrong with others."""
@@ -160,7 +170,10 @@ class Track:
         """Return the results with the times of those that are in the race."""
         racing = [contestant for _, contestant in entered if contestant is not None]
         try:
-            timings = iter(race(racing, self.clock, memory, self.rounds))
+            if self.sustained is not None:
+                timings = iter(sustained_race(racing, self.clock, memory, self.rounds, self.sustained.order))
+            else:
+                timings = iter(race(racing, self.clock, memory, self.rounds))
         except Exception as error:  # of whom, nobody can say: nothing of this case can be trusted
             return tuple(
                 result if contestant is None else replace(result, status="failed", reason=_words(error))
@@ -174,7 +187,8 @@ class Track:
             timing = next(timings)
             if timing.intact:
                 tflops = work.flops / timing.milliseconds / 1e9
-                done.append(replace(result, status="measured", timing=timing, tflops=tflops))
+                reading = self.sustained.within(timing.spans) if self.sustained is not None else None
+                done.append(replace(result, status="measured", timing=timing, tflops=tflops, reading=reading))
             else:
                 done.append(replace(result, status="failed", reason="an output holds a NaN, or was not all written"))
         return tuple(done)

@@ -35,11 +35,17 @@ class Result:
     error: float | None = None
     workspace: int | None = None
     workspace_bound: int | None = None
+    reading: Reading | None = None  # of the card meanwhile, in a sustained race
 
     @property
     def ours(self) -> bool:
         """Whether a kernel of the spec ran."""
         return self.kernel is not None
+
+    @property
+    def joules(self) -> float | None:
+        """Joules for 10¹² operations; None where the power was not read."""
+        return joules(self.reading, self.tflops)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as the report holds it."""
@@ -55,9 +61,15 @@ class Result:
             "samples": list(timing.samples) if timing else [],
             "host_microseconds": timing and timing.host_us,
             "host_bound": timing and timing.host_bound,
+            **({"gpu": asdict(self.reading), "joules_per_tflop": self.joules} if self.reading is not None else {}),
             "workspace_bytes": self.workspace,
             "workspace_bound_bytes": self.workspace_bound,
         }
+
+
+def joules(reading: Reading | None, tflops: float | None) -> float | None:
+    """Return the joules for 10¹² operations of a kernel that does so many TFLOP/s."""
+    return reading.watts / tflops if reading is not None and tflops else None
 
 
 @dataclass(frozen=True, slots=True)

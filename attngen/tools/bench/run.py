@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,20 +12,19 @@ from pathlib import Path
 import torch
 
 from attngen.errors import LoadError
-from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.module import Kernel
 from attngen.schema import load_spec
-from attngen.store.store import Store
 from attngen.tools.bench.cases import DIRECTIONS, SUITES, TOKENS, BenchCase, bench_cases
-from attngen.tools.bench.kernels import Team, chosen, forwards_of, reason_against, teams
+from attngen.tools.bench.kernels import Team, chosen, compiled, forwards_of, reason_against, teams
 from attngen.tools.bench.ladder import Ladder, ladders
 from attngen.tools.bench.ladder import reason_against as reason_against_ladder
 from attngen.tools.bench.machine import Monitor, ceilings, gpu_facts, versions
 from attngen.tools.bench.memory import workspace
 from attngen.tools.bench.peers import Peer, peers
-from attngen.tools.bench.race import Track, foresee
+from attngen.tools.bench.race import Sustaining, Track, foresee
 from attngen.tools.bench.report import BenchReport
 from attngen.tools.bench.timing import CudaClock
-from attngen.tools.build.pipeline import compile_kernels, prepare
+from attngen.tools.build.pipeline import prepare
 from attngen.tools.verify.gpu import Gpu
 
 _MAX_SEED = 2**31
@@ -38,7 +38,7 @@ class Options:
     """What is raced, and how. ``part`` is part of a kernel's name; without ``seqlens`` the cases have their own.
 
     ``directions`` are some of ``DIRECTIONS``, ``suites`` of ``SUITES``. ``ladder``: instead of kernels and peers, the
-    rungs that lead to each CUDA kernel.
+    rungs that lead to each CUDA kernel. ``sustained``: without pauses.
     """
 
     part: str | None = None
@@ -51,6 +51,7 @@ class Options:
     ladder: bool = False
     directions: Sequence[str] = DIRECTIONS
     suites: Sequence[str] = SUITES
+    sustained: bool = False
 
 
 def dry_run(spec: str | Path, options: Options) -> BenchReport:
@@ -82,6 +83,7 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
         track = Track(
             gpu.device, facts["l2_bytes"], clock, _peers(options), options.rounds, options.check, generator,
             monitor.since, partial(workspace, gpu.device),
+            Sustaining(random.Random(seed), monitor.within) if options.sustained else None,
         )  # fmt: skip
         if cases:
             report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
@@ -147,8 +149,4 @@ def _cases(team: Team, options: Options) -> Sequence[BenchCase]:
 
 def _compiled(racing: Sequence[Team], jobs: int | None) -> tuple[dict[str, Kernel], dict[str, str]]:
     """Return the kernels by name, with the forwards of backwards, and what is wrong with those that do not compile."""
-    members = {one.plan.name: one for team in racing for one in (*team.members.values(), *team.forwards)}
-    store = Store()
-    built, failures = compile_kernels(list(members.values()), store=store, jobs=jobs)
-    kernels = {name: read_kernel(store.path(kernel.key)) for name, kernel in built.items()}
-    return kernels, {failure.name: str(failure.error) for failure in failures}
+    return compiled([one for team in racing for one in (*team.members.values(), *team.forwards)], jobs)

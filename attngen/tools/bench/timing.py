@@ -1,8 +1,13 @@
-"""Time contestants side by side: batches between two events, in interleaved rounds, over rotating inputs."""
+"""Time contestants side by side: batches between two events, in interleaved rounds, over rotating inputs.
+
+A sustained race has longer samples, in random order, and the next one is enqueued before the last one is waited for:
+the card never rests, and runs at the clock that its power allows.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +21,9 @@ from torch import Tensor
 
 #: Milliseconds that a sample takes at least, so that neither the events nor the first launch weigh.
 SAMPLE_MS = 5.0
+
+#: The same in a sustained race.
+SUSTAINED_MS = 60.0
 
 #: Calls by which the length of a sample, and the time that the host takes for a call, are estimated.
 _ESTIMATED = 5
@@ -49,12 +57,14 @@ class Contestant:
 class Timing:
     """The milliseconds of a call in each round, and the microseconds that enqueuing one took the host.
 
-    ``intact`` is False if some output held a value that no call wrote.
+    ``intact`` is False if some output held a value that no call wrote. ``spans`` say when samples ran, in seconds of
+    the host's clock, in a sustained race.
     """
 
     samples: tuple[float, ...]
     host_us: float
     intact: bool
+    spans: tuple[tuple[float, float], ...] = ()
 
     @property
     def milliseconds(self) -> float:
@@ -96,7 +106,7 @@ class CudaClock:
 
     def host_seconds(self) -> float:
         """See ``Clock``."""
-        return time.perf_counter()
+        return time.monotonic()
 
 
 class Outputs(Protocol):
@@ -127,6 +137,17 @@ class _Lane:
         """Return the milliseconds of a call, over a batch of SAMPLE_MS or more."""
         return self.batch(self._repeats)[0]
 
+    def work(self) -> Work:
+        """Return batches of SUSTAINED_MS or more, which nobody waits for."""
+        count = math.ceil(self._repeats * SUSTAINED_MS / SAMPLE_MS)
+
+        def enqueue() -> None:
+            with self._contestant.session():
+                for _ in range(count):
+                    next(self._calls)()
+
+        return Work(enqueue, count)
+
     def batch(self, count: int) -> tuple[float, float]:
         """Run a number of calls; return the milliseconds of one, and the host's microseconds for one."""
         self._outputs.poison()
@@ -156,3 +177,64 @@ def race(contestants: Sequence[Contestant], clock: Clock, outputs: Outputs, roun
             if number:
                 samples[index].append(sample)
     return [Timing(tuple(times), lane.host_us, lane.intact) for times, lane in zip(samples, lanes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Enqueues some calls, and how many."""
+
+    enqueue: Callable[[], None]
+    calls: int
+
+
+@dataclass(slots=True)
+class Sustained:
+    """Milliseconds of a call in each round, and from when to when samples ran, in seconds of the host's clock."""
+
+    samples: list[float] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+
+def sustain(works: Sequence[Work], clock: Clock, rounds: int, order: random.Random) -> list[Sustained]:
+    """Run all works in rounds, each in another random order, and never let the card rest in between.
+
+    One round more is run before, and not counted: it warms the card up. Raises what a work raises.
+    """
+    found = [Sustained() for _ in works]
+    waiting: tuple[int, bool, Any, Any] | None = None
+    moment = clock.host_seconds()
+
+    def finish() -> None:
+        nonlocal moment
+        if waiting is None:
+            return
+        index, counts, start, end = waiting
+        took, began = clock.milliseconds(start, end), moment
+        moment = clock.host_seconds()
+        if counts:
+            found[index].samples.append(took / works[index].calls)
+            found[index].spans.append((began, moment))
+
+    for number in range(rounds + 1):
+        for index in order.sample(range(len(works)), len(works)):
+            start = clock.mark()
+            works[index].enqueue()
+            end = clock.mark()
+            finish()
+            waiting = index, number > 0, start, end
+    finish()
+    return found
+
+
+def sustained_race(
+    contestants: Sequence[Contestant], clock: Clock, outputs: Outputs, rounds: int, order: random.Random
+) -> list[Timing]:
+    """Time all contestants as ``race`` does, without pauses; outputs are looked at in one more sample after it."""
+    lanes = [_Lane(contestant, clock, outputs) for contestant in contestants]
+    found = sustain([lane.work() for lane in lanes], clock, rounds, order)
+    for lane in lanes:
+        lane.sample()
+    return [
+        Timing(tuple(one.samples), lane.host_us, lane.intact, tuple(one.spans))
+        for one, lane in zip(found, lanes, strict=True)
+    ]

@@ -24,6 +24,7 @@ from attngen.tools.explain.backward import DROPOUT, backward_facts, derivatives
 from attngen.tools.explain.floor import HeadFloor
 from attngen.tools.explain.gradients import GradientFloors
 from attngen.tools.explain.pipes import barrier_lines, pipes_dict, ring_lines
+from attngen.tools.explain.predicted import predicted, times_text
 from attngen.tools.explain.schedule import ScheduleExplanation, explanation_of
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class PlanExplanation:
     tensors: Mapping[str, str] = field(default_factory=dict)  # what those that the mask reads were taken to hold
     assumed: tuple[str, ...] = ()  # scalars that were neither given nor have a default
     seed: int = 0
+    predicted: tuple[tuple[int, float], ...] = ()  # queries and keys, and the microseconds of a call
 
     @property
     def shared_bytes(self) -> int:
@@ -112,6 +114,7 @@ class PlanExplanation:
                 "limit": plan.arch.shared_memory,
                 **({"regions": regions} if regions else {}),
             },
+            "predicted": [{"seqlen": seqlen, "microseconds": round(us, 2)} for seqlen, us in self.predicted],
             "scalars": dict(self.scalars),
             "assumed": {"scalars": list(self.assumed), "tensors": dict(self.tensors), "seed": self.seed},
             "efficiency": [
@@ -174,6 +177,7 @@ class PlanExplanation:
             ("softmax", f"{plan.softmax}{', approximate functions' if plan.approximate else ', exact functions'}"),
             ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier)}"),
             *_labelled("steps", told.get("steps", [])),
+            *([("time", times_text(plan))] if plan.times else []),
             ("grid", self.schedule.grid(_section(plan))),
             *_labelled("arguments", argument_lines(plan.arguments)),
         ]
@@ -411,7 +415,8 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     tensors, assumed = measured.told(plan)
     explained = replace(explained, tensors=tensors, assumed=assumed, seed=measured.seed)
     if plan.direction == "forward":
-        return explained
+        foreseen = ((found.seqlen, predicted(plan, found.seqlen)) for found in visits)
+        return replace(explained, predicted=tuple((length, us) for length, us in foreseen if us is not None))
     turned = bands(plan.variant.mask, Facts.of(plan.variant), over="q")
     some, every = (tuple(Band.of(one, "q") for one in part) for part in (turned.visible, turned.full))
     return replace(explained, queries=(some, every), gradients=measured.gradients(plan))

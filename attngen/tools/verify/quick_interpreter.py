@@ -72,7 +72,9 @@ def _patches(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def patch(fn: Any) -> Any:
         language = interpreter.tl
-        modules = {m.__name__ for m in fn.__globals__.values() if inspect.ismodule(m) and m in (language, language.core)}
+        modules = {
+            m.__name__ for m in fn.__globals__.values() if inspect.ismodule(m) and m in (language, language.core)
+        }
         if not modules or not modules <= done:
             original(fn)  # for good: what would restore it is dropped
             done.update(modules)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.tools.bench.timing import SAMPLE_MS, Clock, Contestant
+from attngen.tools.bench.timing import SAMPLE_MS, SUSTAINED_MS, Clock, Contestant, Work, sustain
 
 #: Milliseconds that a graph takes at least, and the most calls that it holds.
 _GRAPH_MS, _MOST_CALLS = 1.0, 256
@@ -28,12 +28,14 @@ Capture = Callable[[Sequence[Callable[[], Any]]], tuple[Callable[[], Any], Any]]
 class Replayed:
     """The microseconds of a call on the GPU, and of enqueuing one on the host, in each round.
 
-    ``intact`` is False if an output held a value that no call wrote.
+    ``intact`` is False if an output held a value that no call wrote. ``spans`` say when samples ran, in seconds of the
+    host's clock, in a sustained race.
     """
 
     samples: tuple[float, ...]
     host_samples: tuple[float, ...]
     intact: bool
+    spans: tuple[tuple[float, float], ...] = ()
 
     @property
     def microseconds(self) -> float:
@@ -84,13 +86,20 @@ class Track:
         """Return the microseconds of a call, over replays of SAMPLE_MS or more."""
         self._poisoned()
 
-        def replays() -> None:
-            for _ in range(self._replays):
-                self._replay()
-
-        milliseconds = self._time(replays, self._replays * self._calls)
+        work = self.work(self._replays)
+        milliseconds = self._time(work.enqueue, work.calls)
         self.intact &= not bool(self._out().isnan().any())
         return 1e3 * milliseconds
+
+    def work(self, replays: int | None = None) -> Work:
+        """Return some replays, or those that take SUSTAINED_MS or more, which nobody waits for."""
+        count = math.ceil(self._replays * SUSTAINED_MS / SAMPLE_MS) if replays is None else replays
+
+        def enqueue() -> None:
+            for _ in range(count):
+                self._replay()
+
+        return Work(enqueue, count * self._calls)
 
     def host_sample(self) -> float:
         """Return the microseconds that enqueuing a call takes the host, where the GPU has nothing else to do."""
@@ -130,3 +139,14 @@ def race(tracks: Sequence[Track], rounds: int, order: random.Random) -> list[Rep
                 samples[index].append(found[0])
                 host[index].append(found[1])
     return [Replayed(tuple(s), tuple(h), t.intact) for s, h, t in zip(samples, host, tracks, strict=True)]
+
+
+def sustained_race(tracks: Sequence[Track], clock: Clock, rounds: int, order: random.Random) -> list[Replayed]:
+    """Time all contestants as ``race`` does, without pauses; the host, and outputs, are looked at once, after it."""
+    found = sustain([track.work() for track in tracks], clock, rounds, order)
+    for track in tracks:
+        track.sample()
+    return [
+        Replayed(tuple(1e3 * ms for ms in one.samples), (track.host_sample(),), track.intact, tuple(one.spans))
+        for one, track in zip(found, tracks, strict=True)
+    ]

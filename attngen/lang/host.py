@@ -1,0 +1,70 @@
+"""Bounds of keys as manifests hold them and as the host computes them: numbers, names, and lists of an operator and
+what it is applied to, such as ``["add", "q_pos_hi", 1]``; None is the end of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import add, floordiv, mod, mul, neg, sub
+from typing import Any
+
+from attngen.lang.ir import Const, Expr, Op, Type, Var
+
+#: What bounds are computed by. All results are exact.
+OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "add": add, "sub": sub, "mul": mul, "neg": neg, "floordiv": floordiv, "mod": mod, "min": min, "max": max,
+    "abs": abs,
+}  # fmt: skip
+_ONE = ("neg", "abs")
+
+#: Lists within lists, and the largest number.
+_DEEPEST, _LARGEST = 12, 2**63
+
+#: An int, a name, or a list.
+Bound = Any
+
+
+def written(expr: Expr | None) -> Bound:
+    """Return an integer expression as manifests hold it; None for what needs more than lengths and scalars."""
+    match expr:
+        case Const(value=value, type=Type.INT):
+            return int(value)
+        case Var(name=name, type=Type.INT):
+            return name
+        case Op(op=op, args=args) if op in OPERATORS:
+            found = [op, *map(written, args)]
+            return found if None not in found and is_bound(found) else None
+    return None
+
+
+def is_bound(value: Any, deepest: int = _DEEPEST) -> bool:
+    """Whether a value of a manifest is a bound."""
+    if value is None or isinstance(value, str):
+        return True
+    if type(value) is int:
+        return -_LARGEST <= value < _LARGEST
+    if not isinstance(value, list | tuple) or not value or deepest == 0:
+        return False
+    op, *given = value
+    fits = isinstance(op, str) and op in OPERATORS and len(given) == (1 if op in _ONE else 2)
+    return fits and all(each is not None and is_bound(each, deepest - 1) for each in given)
+
+
+def evaluate(bound: Bound, names: Mapping[str, Any], count: int) -> list[int] | None:
+    """Return ``count`` values of a bound; None for the end of the axis, also where a name has no value, or what divides
+    is 0.
+
+    A name has a number, or a list of ``count`` of them.
+    """
+    if bound is None:
+        return None
+    if type(bound) is int:
+        return [bound] * count
+    if isinstance(bound, str):
+        found = names.get(bound)
+        return found if isinstance(found, list) else None if found is None else [int(found)] * count
+    values: list[Any] = [evaluate(each, names, count) for each in bound[1:]]
+    try:
+        return None if None in values else list(map(OPERATORS[bound[0]], *values))
+    except ZeroDivisionError:
+        return None

@@ -1,0 +1,75 @@
+"""How long a Hopper forward takes for a launch, a tile of work and a step, as measured; the runtime predicts calls from
+these (``runtime.prediction``) and takes the kernel that should be done first.
+
+``attngen bench SPEC --oracle`` times the kernels of a spec on calls of many shapes, and fits such rows to the times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+from attngen.lang.host import written
+from attngen.plan.traits import bands_of
+from attngen.schema.expand import KernelSpec
+
+#: Nanoseconds of a launch, in a CUDA graph whose kernels follow one another.
+LAUNCH = 1905.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Nanoseconds of a tile of work and of a step of a kernel with so many consumers, keys of a tile and columns."""
+
+    consumers: int
+    tile_n: int
+    columns: int  # the larger of those of K and of V
+    tile: float
+    step: float
+
+
+#: Of full and causal attention in 16 bits: docs/notebook/tiles.md, "Waves". A step's products bind, so that cards with
+#: as many multiprocessors and the same clock differ by less than runs do.
+TABLE = (
+    Measured(1, 128, 64, 1642.0, 642.0),
+    Measured(2, 128, 64, 2622.0, 936.0),
+    Measured(3, 128, 64, 3449.0, 1248.0),
+    Measured(1, 128, 128, 2082.0, 998.0),
+    Measured(2, 128, 128, 3363.0, 1273.0),
+    Measured(3, 80, 128, 3141.0, 1147.0),
+    Measured(3, 64, 128, 3595.0, 1004.0),
+)
+
+#: A step in 8 bits beside one in 16, as far as it decides between tiles.
+_ONE_BYTE = 0.75
+
+
+def times_of(consumers: int, tile_n: int, columns: int, element_bytes: int) -> tuple[float, float, float]:
+    """Return the nanoseconds of a launch, a tile of work and a step.
+
+    Of a kernel that was not measured they are those of the nearest one that was: first of as many consumers, then of as
+    many columns, then of as many keys, with the step scaled by its pairs and columns.
+    """
+
+    def distance(row: Measured) -> tuple[float, ...]:
+        pairs = ((row.consumers, consumers), (row.columns, columns), (row.tile_n, tile_n))
+        return tuple(abs(log(one / other)) for one, other in pairs)
+
+    near = min(TABLE, key=distance)
+    scale = consumers * tile_n * columns / (near.consumers * near.tile_n * near.columns)
+    if element_bytes == 1:
+        scale *= _ONE_BYTE
+    return LAUNCH, near.tile, round(near.step * scale, 1)
+
+
+def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int) -> bool:
+    """Whether a kernel of these sizes has times of its own."""
+    sizes = ((row.consumers, row.tile_n, row.columns) for row in TABLE)
+    return element_bytes == 2 and (consumers, tile_n, columns) in sizes
+
+
+def visible_keys(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:
+    """Return the intervals of keys that a tile of queries may see, as manifests hold them; none if all."""
+    found = tuple((written(interval.lo), written(interval.hi)) for interval in bands_of(spec).visible)
+    return () if (None, None) in found else found

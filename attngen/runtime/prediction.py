@@ -1,0 +1,142 @@
+"""How long a call should take on a kernel: its tiles of work, in the order in which blocks take them, times measured
+constants.
+
+A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
+``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and
+each takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What
+rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know, or a scalar
+that the call passes, counts as seen. So calls of the same shapes run the same kernel, whatever came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappush, heapreplace
+from itertools import pairwise
+from typing import Any
+
+from attngen.lang.host import evaluate
+from attngen.runtime.arguments import Call
+from attngen.runtime.geometry import group_of, tiles_of
+from attngen.runtime.module import Kernel
+
+#: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
+_LOOKED_AT = 12
+
+#: Waves from which on the last one no longer matters.
+_MANY_WAVES = 6
+
+#: Query rows of a consumer, which skips what its own do not see.
+_CONSUMER_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The nanoseconds of a call, its tiles of work, and what the block that is done last has of them: tiles, and tiles
+    of keys over all of these."""
+
+    nanoseconds: float
+    tiles: int
+    path: tuple[float, float]
+
+    @property
+    def microseconds(self) -> float:
+        """The same in microseconds."""
+        return self.nanoseconds / 1e3
+
+    def __str__(self) -> str:
+        tiles, steps = self.path
+        return f"{self.tiles} tiles of work, {tiles:.3g} of them one after the other with {steps:.4g} steps"
+
+
+def predict(kernel: Kernel, call: Call, blocks: int, times: Sequence[float] | None = None) -> Prediction | None:
+    """Return what a forward should take where ``blocks`` run at once; None if the plan does not tell.
+
+    ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
+    equally long, and caches full.
+    """
+    times = times or kernel.times
+    if not times:
+        return None
+    launch, tile, step = times
+    seqlen_q, seqlen_k = _lengths(call)
+    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, blocks, tile, step)
+    return Prediction(launch + path[0] * tile + path[1] * step, q_tiles * units, path)
+
+
+def _lengths(call: Call) -> tuple[int, int]:
+    """Return the queries and keys of a sequence."""
+    if not call.ragged:
+        return call.seqlen_q, call.seqlen_k
+    batch = max(call.batch, 1)
+    seqlen_q = min(-(-call.total_q // batch), call.seqlen_q)
+    return max(seqlen_q, 1), call.seqlen_k if call.page_size else max(min(-(-call.total_k // batch), call.seqlen_k), 1)
+
+
+def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
+    """Return the tiles of keys of each tile of queries of a unit, from the last one on, and of how many it is so."""
+    n = kernel.tile_n
+    every = -(-seqlen_k // n)
+    visible = kernel.visible
+    if not visible:
+        return [(every, q_tiles)]
+    group = group_of(call) if kernel.pack_gqa else 1
+    height = _CONSUMER_ROWS if kernel.skips else kernel.tile_m
+    before = (kernel.tile_m - height) // 2
+    names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    names |= {rule.name: rule.default if rule.const is None else rule.const for rule in call.rules}
+    position, last = seqlen_k - seqlen_q, seqlen_q - 1
+    count = min(q_tiles, _LOOKED_AT)
+    starts = [i * q_tiles // count for i in range(count + 1)]
+    widths = [end - begin for begin, end in pairwise(starts)]
+    firsts = [
+        (begin + (width - 1) // 2) * kernel.tile_m + before for begin, width in zip(starts[:-1], widths, strict=True)
+    ]
+    q_lo = [min(first // group, last) for first in firsts]
+    q_hi = [min((first + height - 1) // group, last) for first in firsts]
+    names |= {
+        "q_lo": q_lo, "q_hi": q_hi, "q_pos_lo": [q + position for q in q_lo], "q_pos_hi": [q + position for q in q_hi],
+    }  # fmt: skip
+    seen = [0] * count
+    for lo, hi in visible:
+        low = [max(at, 0) // n for at in evaluate(lo, names, count) or [0] * count]
+        high = [min(-(-at // n), every) for at in evaluate(hi, names, count) or [seqlen_k] * count]
+        seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
+    rows: list[tuple[int, int]] = []
+    for found, width in zip(reversed(seen), reversed(widths), strict=True):
+        if rows and rows[-1][0] == found:
+            rows[-1] = found, rows[-1][1] + width
+        else:
+            rows.append((min(found, every), width))
+    return rows
+
+
+def _path(
+    rows: Sequence[tuple[int, int]], units: int, blocks: int, tile: float, step: float
+) -> tuple[float, float]:  # fmt: skip
+    """Return the tiles of work, and the tiles of keys over these, of the block that is done last.
+
+    All units begin with the first of the rows; a block that is done takes the next tile.
+    """
+    count = units * sum(width for _, width in rows)
+    if len(rows) == 1 or count <= blocks:
+        most = max(seen for seen, _ in rows)
+        waves = -(-count // blocks)
+        return float(waves), float(waves * most)
+    if count > _MANY_WAVES * blocks:
+        steps = units * sum(seen * width for seen, width in rows)
+        return count / blocks, steps / blocks
+    at_work: list[tuple[float, int, int, int]] = [(0.0, blocks, 0, 0)]  # till when how many, with which tiles and steps
+    for seen, width in rows:
+        took, left = tile + seen * step, units * width
+        while left:
+            until, free, tiles, steps = at_work[0]
+            taken = min(free, left)
+            heapreplace(at_work, (until + took, taken, tiles + 1, steps + seen))
+            if free > taken:
+                heappush(at_work, (until, free - taken, tiles, steps))
+            left -= taken
+    _, _, tiles, steps = max(at_work)
+    return float(tiles), float(steps)

@@ -1,0 +1,81 @@
+"""The constants that predictions are made from, fitted to measured times by least squares of relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attngen.plan.times import LAUNCH, Measured
+from attngen.runtime.arguments import Call
+from attngen.runtime.module import Kernel
+from attngen.runtime.prediction import predict
+
+#: Times that the path is followed with the constants of the round before.
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A kernel that ran a call, and the microseconds that it took."""
+
+    kernel: Kernel
+    call: Call
+    microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Nanoseconds of a launch, rows of ``plan.times.TABLE``, and relative errors: root mean square and largest."""
+
+    launch: float
+    rows: tuple[Measured, ...]
+    error: float
+    largest: float
+
+
+def key_of(kernel: Kernel) -> tuple[int, int, int]:
+    """Return what a row of the table goes by: consumers, keys of a tile, columns."""
+    manifest = kernel.manifest
+    columns = max(row["width"] for name in ("columns_qk", "columns_v") for row in manifest[name])
+    return manifest["structure"]["consumers"], kernel.tile_n, columns
+
+
+def fit(timed: Sequence[Timed], blocks: int) -> Fit:
+    """Return the constants of all kernels that were timed, with ``blocks`` at work at once.
+
+    The path of the block that is done last depends on the constants, and is followed again with each new set of them.
+    """
+    keys = sorted({key_of(one.kernel) for one in timed})
+    place = {key: 1 + 2 * i for i, key in enumerate(keys)}
+    constants = torch.zeros(1 + 2 * len(keys), dtype=torch.float64)
+    constants[0] = LAUNCH
+    for one in timed:  # where to begin
+        constants[place[key_of(one.kernel)]], constants[place[key_of(one.kernel)] + 1] = one.kernel.times[1:]
+    wanted = torch.ones(len(timed), dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        rows = torch.zeros(len(timed), len(constants), dtype=torch.float64)
+        for row, one in zip(rows, timed, strict=True):
+            at = place[key_of(one.kernel)]
+            found = predict(one.kernel, one.call, blocks, (constants[0].item(), *constants[at : at + 2].tolist()))
+            assert found is not None
+            row[0], row[at], row[at + 1] = 1.0, *found.path
+            row /= 1e3 * one.microseconds
+        constants = (constants + _solved(rows, wanted)) / 2  # halfway, since the paths change with it
+    errors = rows @ constants - 1
+    table = tuple(
+        Measured(*key, *(round(float(value), 1) for value in constants[place[key] : place[key] + 2])) for key in keys
+    )
+    return Fit(round(float(constants[0]), 1), table, float(errors.square().mean().sqrt()), float(errors.abs().max()))
+
+
+def _solved(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the least squares solution without negative numbers: what would be negative is 0."""
+    free = torch.ones(rows.shape[1], dtype=torch.bool)
+    while True:
+        found = torch.zeros(rows.shape[1], dtype=rows.dtype)
+        found[free] = torch.linalg.lstsq(rows[:, free], wanted[:, None], driver="gelsd").solution[:, 0]
+        if bool((found >= 0).all()):
+            return found
+        free &= found > 0

@@ -1,0 +1,81 @@
+"""The tensors of a call of little work, and what its output should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.dtypes import dtype as dtype_row
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments import Call, bind
+from attngen.runtime.calls import attention
+from attngen.schema import preset
+from attngen.tools.bench.small.shapes import DTYPE, Shape
+
+#: Most sets of inputs; calls so small that this many fit the cache are bound by their launch.
+_MAX_SETS = 64
+
+
+class Inputs:
+    """Random q, k and v of a call, (batch, seqlen, heads, head_dim), in as many sets as exceed twice the L2 cache."""
+
+    def __init__(self, shape: Shape, device: torch.device, l2_bytes: int, generator: torch.Generator) -> None:
+        self.shape = shape
+        sets = min(max(math.ceil(2 * l2_bytes / shape.input_bytes), 1), _MAX_SETS)
+        dtype = getattr(torch, dtype_row(DTYPE).torch)
+
+        def new(length: int, heads: int) -> Tensor:
+            sizes = (shape.batch, length, heads, shape.head_dim)
+            return torch.randn(sizes, generator=generator, device=device, dtype=dtype)
+
+        rows = ((shape.seqlen_q, shape.heads), (shape.seqlen_k, shape.kv_heads), (shape.seqlen_k, shape.kv_heads))
+        self.sets = [tuple(new(*each) for each in rows) for _ in range(sets)]
+
+    def calls(self, package: str) -> list[Callable[[], Any]]:
+        """Return a call of ours on each set, on the kernels of a package alone."""
+        given: dict[str, Any] = {"variant": self.shape.variant, "package": package, **self.shape.arguments}
+        return [partial(attention, *each, **given) for each in self.sets]
+
+    def error(self, out: Tensor) -> float:
+        """Return ‖out − reference‖ / ‖reference‖ of the last set over the first KV head of the first sequence and the
+        last one of the last; infinity for a NaN."""
+        group = self.shape.heads // self.shape.kv_heads
+        picked = [out[b : b + 1, :, hk * group : (hk + 1) * group].double() for b, hk in self._picked]
+        error = float((torch.cat(picked) - self._wanted).norm() / self._wanted.norm())
+        return math.inf if math.isnan(error) else error
+
+    @property
+    def _picked(self) -> list[tuple[int, int]]:
+        return sorted({(0, 0), (self.shape.batch - 1, self.shape.kv_heads - 1)})
+
+    @cached_property
+    def _wanted(self) -> Tensor:
+        shape, (q, k, v) = self.shape, self.sets[-1]
+        group, found = shape.heads // shape.kv_heads, []
+        for b, hk in self._picked:
+            one = (
+                q[b : b + 1, :, hk * group : (hk + 1) * group],
+                *(each[b : b + 1, :, hk : hk + 1] for each in (k, v)),
+            )
+            out = attention(
+                *(each.double() for each in one), variant=preset(shape.variant), backend="reference", **shape.arguments
+            )
+            assert isinstance(out, Tensor)
+            found.append(out)
+        return torch.cat(found)
+
+
+def call_of(shape: Shape, variant: Variant) -> Call:
+    """Return the call as selection sees it; it has no memory."""
+    dtype = getattr(torch, dtype_row(DTYPE).torch)
+    q = torch.empty(shape.batch, shape.seqlen_q, shape.heads, shape.head_dim, dtype=dtype, device="meta")
+    k = torch.empty(shape.batch, shape.seqlen_k, shape.kv_heads, shape.head_dim, dtype=dtype, device="meta")
+    return bind(
+        variant, q, k, k, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd",
+        arguments=shape.arguments,
+    )  # fmt: skip

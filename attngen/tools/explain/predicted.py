@@ -1,0 +1,40 @@
+"""What a call of usual sizes should take on a planned forward, from the constants that its manifest will have."""
+
+from __future__ import annotations
+
+from attngen.plan.floors import MULTIPROCESSORS
+from attngen.plan.model import Plan
+from attngen.plan.times import is_measured
+
+#: Sequences, query heads and KV heads of the call.
+BATCH, HEADS, KV_HEADS = 1, 16, 4
+
+
+def predicted(plan: Plan, seqlen: int) -> float | None:
+    """Return the microseconds of a call of as many queries as keys; None where the plan does not tell. Needs torch."""
+    if not plan.times:
+        return None
+    import torch
+
+    from attngen.runtime.arguments import Call, View
+    from attngen.runtime.module import Kernel
+    from attngen.runtime.prediction import predict
+
+    nothing = View((), (), ())
+    call = Call(
+        plan.variant, "dense", "bshd", plan.dtype_name, torch.device("meta"), HEADS, KV_HEADS, plan.head_dim_qk,
+        plan.head_dim_v, nothing, nothing, nothing, batch=BATCH, seqlen_q=seqlen, seqlen_k=seqlen,
+        total_q=BATCH * seqlen, total_k=BATCH * seqlen,
+    )  # fmt: skip
+    kernel = Kernel({**plan.to_dict(), "resources": {"shared_memory": plan.structure.shared_bytes}}, bytes)
+    found = predict(kernel, call, MULTIPROCESSORS.value)
+    return None if found is None else found.microseconds
+
+
+def times_text(plan: Plan) -> str:
+    """Say what predictions are made from."""
+    launch, tile, step = plan.times
+    columns = max(block.width for block in (*plan.columns_qk, *plan.columns_v))
+    own = is_measured(plan.structure.consumers, plan.tile_n, columns, plan.operands.q.bytes)
+    origin = "as measured" if own else "scaled from the nearest tile that was measured"
+    return f"{step / 1e3:.2f} µs a step, {tile / 1e3:.2f} a tile of work, {launch / 1e3:.2f} a launch, {origin}"

@@ -1,0 +1,26 @@
+"""The interpreter computes the same bits as without ``attngen.tools.verify.quick_interpreter``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attngen.tools.cases import Case
+from tests.interpreter.process import Interpreter
+from tests.interpreter.test_backward import spec as backward
+from tests.interpreter.test_numerics import spec
+
+CASE = Case("small", (9, 9), (21, 21), heads=2)
+
+
+def test_nothing_else_is_computed(interpreter: Interpreter) -> None:
+    calls = [
+        ("outputs_with", spec("packed_documents"), CASE, [], {}),
+        ("gradients_with", backward("softcap"), CASE, [], {}),
+    ]
+    plain = Interpreter()
+    try:
+        for call in calls:
+            for found, wanted in zip(interpreter.call(*call), plain.call("unquickened", *call), strict=True):
+                np.testing.assert_array_equal(found, wanted)
+    finally:
+        plain.close()

@@ -1,0 +1,64 @@
+"""Times of tiles, and the kernels of the shipped spec that calls take by them."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen import resources
+from attngen.plan.times import LAUNCH, TABLE, is_measured, times_of
+from attngen.runtime.module import Kernel
+from attngen.runtime.select import preferred
+from attngen.schema import load_spec
+from attngen.tools.bench.small.inputs import call_of
+from attngen.tools.bench.small.shapes import Shape
+from attngen.tools.build.pipeline import plans
+from attngen.tools.verify.interpreter import kernel_of
+
+MULTIPROCESSORS = 132
+
+
+def test_what_was_measured_keeps_its_times() -> None:
+    for row in TABLE:
+        assert times_of(row.consumers, row.tile_n, row.columns, 2) == (LAUNCH, row.tile, row.step)
+        assert is_measured(row.consumers, row.tile_n, row.columns, 2)
+        assert not is_measured(row.consumers, row.tile_n, row.columns, 1)
+
+
+def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
+    of_two = {row.columns: row for row in TABLE if row.consumers == 2}
+    half_the_keys_of_twice_the_columns = times_of(2, 64, 256, 2)
+    assert half_the_keys_of_twice_the_columns == (LAUNCH, of_two[128].tile, of_two[128].step)
+    assert times_of(2, 128, 96, 2)[2] == pytest.approx(0.75 * of_two[128].step, rel=1e-3)
+    assert times_of(2, 64, 64, 2)[2] == pytest.approx(0.5 * of_two[64].step, rel=1e-3)
+    assert times_of(2, 128, 128, 1)[2] < of_two[128].step
+    assert not is_measured(2, 64, 256, 2)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[Kernel]:
+    shipped = (plan for _, plan in plans(load_spec(resources.specs_dir() / "hopper.yaml")))
+    return [kernel_of(plan) for plan in shipped if plan.layout == "dense" and plan.dtype_name == "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "fastest"),
+    [
+        (Shape("full", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
+        (Shape("full", 128, 1, 16, 16, 1024, 1024), "m128n128s2c2"),  # 128 tiles: one wave
+        (Shape("full", 128, 1, 16, 16, 1536, 1536), "m192n80s2c3"),  # 128 tiles of 192 rows: one wave
+        (Shape("full", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),  # two waves of either tile
+        (Shape("full", 128, 1, 8, 1, 4096, 4096), "m128n128s2c2"),
+        (Shape("full", 128, 1, 16, 16, 128, 8192), "m64n128s2c1"),
+        (Shape("causal", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
+        (Shape("causal", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),
+        (Shape("full", 64, 1, 32, 32, 256, 256), "m64n128s2c1"),
+        (Shape("full", 64, 1, 32, 32, 1024, 1024), "m128n128s2c2"),
+        (Shape("full", 64, 1, 32, 32, 4096, 4096), "m192n128s2c3"),
+        (Shape("causal", 64, 1, 32, 32, 1024, 1024), "m128n128s2c2"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_calls_take_the_kernel_that_was_fastest(kernels: list[Kernel], shape: Shape, fastest: str) -> None:
+    own = [kernel for kernel in kernels if kernel.variant_name == shape.variant]
+    call = call_of(shape, own[0].variant)
+    assert preferred(own, call, MULTIPROCESSORS)[0].name.endswith(fastest)

@@ -1,0 +1,104 @@
+"""What a call should take: its tiles of work, handed out one by one, beside the same by hand."""
+
+from __future__ import annotations
+
+from heapq import heapreplace
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.lang.variant import Variant
+from attngen.runtime import prediction
+from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.module import Kernel
+from attngen.runtime.prediction import predict
+from tests.runtime.support import kernel_of, manifest_of, variant, window_variant
+
+BLOCKS, TIMES = 13, (1000.0, 300.0, 100.0)
+SEEN_BY_CAUSAL = [[None, ["add", "q_pos_hi", 1]]]
+
+
+def made(tile_m: int, tile_n: int, of: Variant | None = None, **fields: Any) -> Kernel:
+    """Return a kernel as CUDA builds write it."""
+    return kernel_of({**manifest_of(of or variant(), tiles=(tile_m, tile_n)), "times": TIMES, **fields})
+
+
+def call_of(batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, of: Variant | None = None) -> Call:
+    q = torch.empty(batch, seqlen_q, heads, 64, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(batch, seqlen_k, kv_heads, 64, device="meta", dtype=torch.bfloat16)
+    scalars = {"window": 77} if of is not None and of.scalars[0].const is None else {}
+    return bind(
+        of or variant(), q, k, k, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd",
+        arguments=scalars,
+    )  # fmt: skip
+
+
+def by_hand(kernel: Kernel, call: Call, causal: bool) -> float:
+    """Hand out tiles of work one by one, those of the last queries first."""
+    launch, tile, step = TIMES
+    group = call.heads // call.kv_heads if kernel.pack_gqa else 1
+    rows, units = call.seqlen_q * group, call.batch * call.heads // group
+    until = [0.0] * BLOCKS
+    for first in reversed(range(0, rows, kernel.tile_m)):
+        last = min((first + kernel.tile_m - 1) // group, call.seqlen_q - 1)
+        keys = min(max(last + call.seqlen_k - call.seqlen_q + 1, 0), call.seqlen_k) if causal else call.seqlen_k
+        for _ in range(units):
+            heapreplace(until, until[0] + tile + step * -(-keys // kernel.tile_n))
+    return launch + max(until)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pack_gqa", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 64, 64, 4, 4), (1, 350, 350, 8, 4), (2, 150, 1000, 4, 1), (3, 100, 90, 2, 2), (1, 7, 900, 16, 4),
+     (1, 300, 50, 8, 8), (13, 128, 128, 1, 1)],
+)  # fmt: skip
+def test_tiles_are_handed_out_one_by_one(sizes: tuple[int, ...], pack_gqa: bool, causal: bool) -> None:
+    kernel = made(64, 32, pack_gqa=pack_gqa, visible=SEEN_BY_CAUSAL if causal else [])
+    call = call_of(*sizes)
+    found = predict(kernel, call, BLOCKS)
+    assert found is not None
+    assert found.nanoseconds == pytest.approx(by_hand(kernel, call, causal))
+    assert found.microseconds == found.nanoseconds / 1e3
+
+
+@pytest.mark.parametrize("sizes", [(1, 4096, 4096, 3, 1), (2, 2000, 5000, 4, 4), (16, 1024, 1024, 16, 16)])
+def test_many_tiles_are_looked_at_in_groups(sizes: tuple[int, ...]) -> None:
+    kernel, call = made(64, 32, visible=SEEN_BY_CAUSAL), call_of(*sizes)
+    found = predict(kernel, call, BLOCKS)
+    assert found is not None
+    assert found.tiles == -(-sizes[1] // 64) * sizes[0] * sizes[3] > prediction._LOOKED_AT
+    assert found.nanoseconds == pytest.approx(by_hand(kernel, call, causal=True), rel=0.04)
+
+
+def test_what_the_call_passes_does_not_decide() -> None:
+    """The bounds of a window are not known from shapes, unless the variant fixes it."""
+    visible = [[["add", ["sub", "q_pos_lo", "window"], 1], ["add", "q_pos_hi", 1]]]
+    found = []
+    for scalar in ({}, {"default": 200}, {"const": 200}, {"default": 4000}):
+        own = window_variant(**scalar)
+        call = call_of(1, 2048, 2048, 1, 1, own)
+        prediction = predict(made(64, 32, own, visible=visible), call, BLOCKS)
+        assert prediction is not None
+        found.append(prediction.nanoseconds)
+    causal = predict(made(64, 32, visible=SEEN_BY_CAUSAL), call_of(1, 2048, 2048, 1, 1), BLOCKS)
+    assert causal is not None
+    assert found[0] == found[3] == causal.nanoseconds > found[1] == found[2]
+
+
+def test_packed_sequences_are_taken_to_be_equally_long() -> None:
+    lengths = torch.tensor([0, 100, 700, 800], dtype=torch.int32)
+    q = torch.empty(800, 2, 64, dtype=torch.bfloat16)
+    call = bind(
+        variant(), q, q, q, Packing(lengths, lengths, 600, 600), softmax_scale=None, seqused_k=None,
+        return_lse=False, layout="bshd", arguments={},
+    )  # fmt: skip
+    packed = predict(made(64, 32, layout="varlen"), call, BLOCKS)
+    alike = predict(made(64, 32), call_of(3, 267, 267, 2, 2), BLOCKS)
+    assert packed == alike
+
+
+def test_a_plan_without_times_tells_nothing() -> None:
+    assert predict(made(64, 32, times=[]), call_of(1, 64, 64, 2, 2), BLOCKS) is None
