@@ -9,6 +9,7 @@
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
 #include "pages.cuh"
+#include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -144,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     float softmax_scale,
     int write_lse, int has_cu_seqlens_q
 ) {
+  launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
@@ -163,7 +165,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_map(q_map);
+    prefetch_map(k_map);
+    prefetch_map(v_map);
+  }
   __syncthreads();
+  wait_dependencies();  // nothing in global memory is read or written before
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
@@ -173,7 +181,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
-      if (lane == 0) prefetch_map(q_map);
       int taken = 0;  // tiles of work, from which the phases of all barriers follow: few registers are left
       const auto next_tile = [&] { return take_tile(tile_counter, q_tiles_of_all, lane); };
       while (true) {
@@ -248,10 +255,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       }
     } else if (warp == kLoader) {
       // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
-      if (lane == 0) {
-        prefetch_map(k_map);
-        prefetch_map(v_map);
-      }
       WorkRing work_ring;
       KRing k_ring;
       VRowsRing v_rows_ring;

@@ -20,6 +20,13 @@ constexpr int kMaxVectors = 32;              // of a row
 constexpr int kMaxRows = 512;                // of a unit
 constexpr int kHalf = kSlots / 2;            // slots of a thread that are of one row for sure
 
+// An address that was kept in shared memory: the compiler has to be told where it leads.
+template <typename Value>
+__device__ __forceinline__ Value* in_global(Value* address) {
+  __builtin_assume(__isGlobal(address));
+  return address;
+}
+
 // Q, K or V: its rows and results, and how units and threads share it.
 struct Part {
   const Element* from;
@@ -46,13 +53,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
     long long stride_rotary_cos,
     long long stride_rotary_sin,
     long long sign_bits_0, long long sign_bits_1, long long sign_bits_2, long long sign_bits_3, int batch,
-    int seqlen_q, int seqlen_k, int units, int units_q, int units_k, int run, int rows_qk, int rows_v,
-    int far_row_qk, int far_row_v, int vectors_qk, int vectors_v, int slot_bits, int lane_bits_qk, int lane_bits_v,
-    int scales_qk, int scales_v, int rounds, int hadamard, int positions, int rotary_half, int rotary_form,
-    int rotary_step, int interleaved, int whole_vectors, int e5m2_out, int heads, int kv_heads, int group,
-    int tiles_q, int tiles_k, int tiles_v, int lanes_qk, int lanes_v, int heads_reciprocal,
-    int kv_heads_reciprocal, int group_reciprocal, int tiles_q_reciprocal, int tiles_k_reciprocal,
-    int tiles_v_reciprocal, int lanes_qk_reciprocal, int lanes_v_reciprocal, float norm
+    int seqlen_q, int seqlen_k, int units, int units_q, int units_k, int rows_qk, int rows_v, int far_row_qk,
+    int far_row_v, int vectors_qk, int vectors_v, int slot_bits, int lane_bits_qk, int lane_bits_v, int scales_qk,
+    int scales_v, int rounds, int hadamard, int positions, int rotary_half, int rotary_form, int rotary_step,
+    int interleaved, int whole_vectors, int e5m2_out, int heads, int kv_heads, int group, int tiles_q, int tiles_k,
+    int tiles_v, int lanes_qk, int lanes_v, int heads_reciprocal, int kv_heads_reciprocal, int group_reciprocal,
+    int tiles_q_reciprocal, int tiles_k_reciprocal, int tiles_v_reciprocal, int lanes_qk_reciprocal,
+    int lanes_v_reciprocal, float norm
 ) {
   launch_dependents();
   __shared__ Part parts[3];
@@ -134,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
   const auto load = [&](const Unit& unit) {
     const Part& part = parts[unit.part];
     const Share share = share_of(part);
-    const Element* const from = part.from + unit.b * part.from_b + unit.h * part.from_h;
+    const Element* const from = in_global(part.from) + unit.b * part.from_b + unit.h * part.from_h;
     if (is_whole(part, unit.tile)) {
       const Element* const first =
           from + token_of(part, share, unit.tile, 0) * part.from_s + kNumbers * share.first;
@@ -158,11 +165,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
     }
   };
 
-  // The units of a block: `run` neighbours, or one of each round of all blocks.
-  int place = run > 0 ? blockIdx.x * run : blockIdx.x;
-  const int end = run > 0 ? min(place + run, units) : units, step = run > 0 ? 1 : gridDim.x;
-  load(unit_at(min(place, units - 1)));
-  for (int turn = 0; place < end; turn = turn == 2 ? 0 : turn + 1) {
+  // A block has one unit of each round of all blocks, so that what they read together lies together.
+  int place = blockIdx.x;
+  load(unit_at(place));
+  for (int turn = 0; place < units; turn = turn == 2 ? 0 : turn + 1) {
     const Unit unit = unit_at(place);
     const Part& part = parts[unit.part];
     const Share share = share_of(part);
@@ -198,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
           const int vector = vector_of(part, share, slot / 2) + slot % 2;
           if (vector < part.vectors && kNumbers * vector < 2 * rotary_half) {
             const long long row = angle_row(slot);
-            const Element* const from = part.from + unit.b * part.from_b + unit.h * part.from_h +
+            const Element* const from = in_global(part.from) + unit.b * part.from_b + unit.h * part.from_h +
                                         token_of(part, share, unit.tile, slot / 2) * part.from_s;
             rotate_vector<Element>(x[0], from, kNumbers * vector, rotary_half, rotary_cos_ptr, row * stride_rotary_cos,
                                    rotary_sin_ptr, row * stride_rotary_sin, rotary_form, interleaved, whole_vectors);
@@ -222,13 +228,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
     const auto of_all = [&] {  // the maximum in global memory
       return maxima_ptr + (part.granularity == kTensor ? unit.part : unit.part * batch * kv_heads + kv_head_of());
     };
+    uint32_t of_warp = 0;
     if (finds) {
       float magnitudes[2];  // of both halves
       find_largest(x, magnitudes);
       const uint32_t of_both = __float_as_uint(fmaxf(magnitudes[0], magnitudes[1]));
       if (!of_tokens) {
-        const uint32_t of_warp = __reduce_max_sync(~0u, of_both);
-        if (threadIdx.x % 32 == 0) raise(rounds ? &largest[turn][0] : of_all(), of_warp);
+        of_warp = __reduce_max_sync(~0u, of_both);
+        if (rounds && threadIdx.x % 32 == 0) raise(&largest[turn][0], of_warp);
       } else if (part.far_row) {
         raise(&largest[turn][share.row], __float_as_uint(magnitudes[0]));
         raise(&largest[turn][share.row + part.far_row], __float_as_uint(magnitudes[1]));
@@ -238,9 +245,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
     }
 
     // The next unit arrives while this one is rounded.
-    place += step;
+    place += gridDim.x;
     load(unit_at(min(place, units - 1)));
-    if (!rounds) continue;
+    if (!rounds) {  // few units raise a maximum: the others read it alone, since atomics of one place queue
+      if (threadIdx.x % 32 == 0 && of_warp > *static_cast<volatile uint32_t*>(of_all())) raise(of_all(), of_warp);
+      continue;
+    }
     if (finds) __syncthreads();
 
     const float own_norm = transforms ? norm : 1.0f, limit = e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
@@ -257,13 +267,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
           largest[last_turn][row] = 0;
           if (of_tokens) {
             const int token = unit.tile * part.rows + row;
-            if (share.own && token < part.seqlen) part.scales[head * part.seqlen + token] = scale;
+            if (share.own && token < part.seqlen) in_global(part.scales)[head * part.seqlen + token] = scale;
           } else if (part.granularity == kBlock) {
-            part.scales[head * part.tiles.value + unit.tile] = scale;
+            in_global(part.scales)[head * part.tiles.value + unit.tile] = scale;
           } else if (part.granularity == kTensor) {
-            if (unit.tile == 0 && head == 0) part.scales[0] = scale;
+            if (unit.tile == 0 && head == 0) in_global(part.scales)[0] = scale;
           } else if (unit.tile == 0 && (unit.part > 0 || Divisor(group, group_reciprocal).remainder(unit.h) == 0)) {
-            part.scales[kv_head_of()] = scale;
+            in_global(part.scales)[kv_head_of()] = scale;
           }
         }
       }
