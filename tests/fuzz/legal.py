@@ -85,7 +85,7 @@ def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields
     fields: Fields = {
         "kv_dtype": _some(chance, 0.3, *names),
         "out_dtype": _some(chance, 0.3, "bf16", "fp16"),
-        "descale": _some(chance, 0.5, "head", 64, 128, "token"),
+        "descale": _some(chance, 0.6, "head", 64, 128, "token", "token"),
         "softmax": _some(chance, 0.4, "exact_max", "lazy", "fixed_reference"),
         "epilogue": _some(chance, 0.3, "staged", "direct"),
         "persistent": _some(chance, 0.3, False, True),
@@ -97,7 +97,7 @@ def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields
     }
     if fields["descale"] not in (None, "head"):
         fields["pack_gqa"] = None
-        if fields["descale"] != "token" and fields["tile"] is not None:
+        if fields["tile"] is not None:
             fields["tile"] = {"n": 64}
     given = {name: value for name, value in fields.items() if value is not None}
     found = _written(seed, "sm90a", variant, kernel | given, tuple(given))

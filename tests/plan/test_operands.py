@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from attngen.dtypes import ATTENTION_DTYPES, DTYPES, QUANTIZED_DTYPES, dtype
+from attngen.dtypes import ATTENTION_DTYPES, DTYPES, PROBABILITY_DTYPE, QUANTIZED_DTYPES, dtype
 from attngen.errors import PlanError
 from attngen.plan import Plan
 from attngen.plan.floors import floor
@@ -52,8 +52,9 @@ def test_what_follows_from_the_bytes_of_a_dtype(name: str) -> None:
 @pytest.mark.parametrize("name", ATTENTION_DTYPES)
 def test_operands_of_a_spec_are_of_its_dtype(name: str) -> None:
     found, written = operands_of(kernel_spec(dtype=name, backend="triton")), QUANTIZED_DTYPES.get(name, name)
+    others = {"accumulator": "fp32", "p": PROBABILITY_DTYPE if name in QUANTIZED_DTYPES else name}
     assert {field.name: found.of(field.name).name for field in fields(Operands)} == {
-        field.name: "fp32" if field.name == "accumulator" else name if field.name in ("q", "k", "v", "p") else written
+        field.name: others.get(field.name, name if field.name in ("q", "k", "v") else written)
         for field in fields(Operands)
     }
     plan = planned(dtype=name, backend="cuda" if name in QUANTIZED_DTYPES else "triton")
