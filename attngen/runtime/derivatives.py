@@ -160,7 +160,7 @@ class Plain:
     def _joined(
         self, parts: Sequence[tuple[int, tuple[Tensor, Tensor]]], dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return numbers of rows and of their log-sum-exps as a call lays out its results; 0 where there is no row."""
+        """Return what belongs to out and to its log-sum-exp as a call lays these out; 0 where there is no row."""
         outs: list[list[Tensor]] = [[] for _ in self._places]
         lses: list[list[Tensor]] = [[] for _ in self._places]
         for b, (out, lse) in parts:

@@ -48,7 +48,7 @@ def causal_mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def functions(device: str) -> dict[str, tuple[Mod, Mod | None]]:
-    """Return mask_mod and score_mod of each variant, made anew."""
+    """Return mask_mod and score_mod of each variant; each call makes new functions."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(DOCUMENT // 2, 3 * DOCUMENT // 2, (2 * SEQLEN // DOCUMENT,), generator=generator)
     doc = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:SEQLEN].int().to(device)
