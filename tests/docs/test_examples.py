@@ -17,7 +17,11 @@ EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 
 #: Arguments of those that would take long.
 TINY = ["--tiny", "--layers", "2", "--heads", "4", "--requests", "4", "--prompt", "70", "--new-tokens", "6"]
-ARGUMENTS = {"train_gpt": ["--tiny", "--steps", "3"], "serve_llama": TINY}
+ARGUMENTS = {
+    "port_flex_attention": ["--tiny", "--steps", "3"],
+    "train_gpt": ["--tiny", "--steps", "3"],
+    "serve_llama": TINY,
+}
 
 
 #: Those that tests/integrations/test_examples.py runs in its own process, which holds what they import already.
