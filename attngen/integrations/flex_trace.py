@@ -7,15 +7,16 @@ torch would read the index as a number.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,19 +24,40 @@ from torch.utils._pytree import tree_leaves
 from attngen.errors import CallError
 from attngen.integrations.flex_effects import Kept, effect_of
 
+#: What nodes of a trace call the line of the function that was traced.
+_LINE = "line of the traced function"
+
 
 class _Gathers(TorchFunctionMode):
     """Makes indexing by tensors without dimensions a gather, as in FlexAttention.
 
     If the indexed tensor requires a gradient, a number as an index is made to depend on an argument, too, so that the
-    trace has the gather.
+    trace has the gather. Each operation of the trace gets the line of ``function``'s file at which it was written.
     """
 
-    def __init__(self, argument: Tensor) -> None:
+    def __init__(self, argument: Tensor, function: Callable[..., Any]) -> None:
         super().__init__()
         self._argument = argument
+        self._code = getattr(plain_of(function), "__code__", None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._computed(func, args, kwargs)
+        self._mark(sys._getframe(1))
+        return result
+
+    def _mark(self, frame: FrameType | None) -> None:
+        """Write down where the last operations of the trace stand."""
+        tracing = get_proxy_mode()
+        if tracing is None or self._code is None:
+            return
+        while frame is not None and frame.f_code.co_filename != self._code.co_filename:
+            frame = frame.f_back
+        for node in reversed(tracing.tracer.graph.nodes):
+            if frame is None or node.op == "placeholder" or _LINE in node.meta:
+                break
+            node.meta[_LINE] = frame.f_lineno
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = index if isinstance(index, tuple) else (index,)
@@ -95,13 +117,13 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device) -> Gra
     samples = [torch.ones((), device=device), *indices] if kind == "score_mod" else indices
 
     def called(*arguments: Tensor) -> Any:
-        with _Gathers(arguments[-1]), _Watch(arguments):
+        with _Gathers(arguments[-1], function), _Watch(arguments):
             return function(*arguments)
 
     kept = Kept(function)
     try:
         with torch.no_grad():
-            graph = make_fx(called, tracing_mode="real", record_stack_traces=True)(*samples)
+            graph = make_fx(called, tracing_mode="real")(*samples)
     except Exception as error:
         kept.changed()
         raise refusal(function, kind, _reason(error), _line_of_error(error, function)) from error
@@ -153,17 +175,10 @@ def plain_of(function: Callable[..., Any]) -> Any:
     return call if isinstance(call, FunctionType) else function
 
 
-def line_of(node: Node, function: Callable[..., Any]) -> int | None:
-    """Return the line of a function's file at which an operation was written."""
-    code = getattr(plain_of(function), "__code__", None)
-    if code is None or not node.stack_trace:
-        return None
-    found = None
-    for text in node.stack_trace.splitlines():
-        parts = text.strip().split('", line ')
-        if len(parts) == 2 and parts[0] == f'File "{code.co_filename}':
-            found = int(parts[1].split(",")[0])
-    return found
+def line_of(node: Node) -> int | None:
+    """Return the line of the traced function's file at which an operation was written, if it is known."""
+    found = node.meta.get(_LINE)
+    return found if isinstance(found, int) else None
 
 
 def captured_names(function: Callable[..., Any]) -> dict[int, str]:

@@ -149,7 +149,7 @@ class Translator:
         return self._of(node)
 
     def _refuse(self, node: Node, reason: str) -> CallError:
-        return refusal(self._function, self._kind, reason, line_of(node, self._function))
+        return refusal(self._function, self._kind, reason, line_of(node))
 
     # --- operands -------------------------------------------------------------------------------------------
 

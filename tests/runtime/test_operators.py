@@ -36,8 +36,8 @@ def test_schemas_are_typed() -> None:
     assert schema_of(bias_variant(), packed=False) == (
         "(Tensor q, Tensor k, Tensor v, Tensor table, SymInt limit, bool loud, float gain, SymInt radius, "
         "float? softmax_scale, Tensor? seqused_k, Tensor? tile_map, str layout, str? backend, "
-        "bool deterministic=False, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None) "
-        "-> (Tensor out, Tensor lse)"
+        "bool deterministic=False, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+        "ScalarType? out_dtype=None) -> (Tensor out, Tensor lse)"
     )
     assert "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q" in schema_of(variant(), packed=True)
     assert namespace_of("aten") == "attngen_aten"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.dtypes import dtype as dtype_row
 from attngen.lang.check import compile_variant
 from attngen.runtime.arguments import Call
 from attngen.runtime.gradients import GradientBuffers
@@ -26,7 +27,14 @@ FULL = compile_variant("x", None, None)
 
 def kernel(head_dim: int) -> Any:
     return SimpleNamespace(
-        dtype="fp32", head_dim_qk=head_dim, head_dim_v=head_dim, variant=FULL, layout="dense", scale_block=0
+        dtype="fp32",
+        head_dim_qk=head_dim,
+        head_dim_v=head_dim,
+        variant=FULL,
+        layout="dense",
+        scale_block=0,
+        transposed_v=False,
+        dtype_of=lambda name: dtype_row("fp32"),
     )
 
 

@@ -32,11 +32,11 @@ def test_kernels_are_the_same_as_plain_torch_in_all_cases(number: int) -> None:
     assert Verdict(prepared_quantizers()[number].plan, trial).to_dict()["max_error"] == 0.0
 
 
-class Short(HostDriver):
-    """Launches every kernel with one block less."""
+class Idle(HostDriver):
+    """Launches nothing: what results held before stays there."""
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
-        super().launch([(function, grid - 1, *rest) for function, grid, *rest in kernels], device)  # type: ignore[misc]
+        pass
 
 
 class Once(HostDriver):
@@ -47,7 +47,7 @@ class Once(HostDriver):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("driver", [Short, Once])
+@pytest.mark.parametrize("driver", [Idle, Once])
 def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:
     with drivers.use(driver()):
         trial = try_pinned(quantizing_kernels()[0], "cpu", 5, small=True)  # type: ignore[arg-type]

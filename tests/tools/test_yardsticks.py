@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attngen.dtypes import dtype as dtype_row
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Tensor as Tensor_
@@ -71,7 +72,16 @@ A_THOUSANDTH = Fault(lse=1e-3)
 @cache
 def kernel(score: str, dtype: str, mask: str = "q_pos >= kv") -> Any:
     variant = compile_variant("x", mask, score)
-    return SimpleNamespace(dtype=dtype, head_dim_qk=32, head_dim_v=32, variant=variant, layout="dense", scale_block=0)
+    return SimpleNamespace(
+        dtype=dtype,
+        head_dim_qk=32,
+        head_dim_v=32,
+        variant=variant,
+        layout="dense",
+        scale_block=0,
+        transposed_v=False,
+        dtype_of=lambda name: dtype_row(dtype),
+    )
 
 
 class Model:
@@ -240,7 +250,14 @@ def test_the_arithmetic_of_a_fused_backward_is_right(layout: str, dropout: bool)
     dense = Case("dense", (20,) * 2, (33,) * 2, heads=4, kv_heads=2, used=(33, 5))
     case = dense if layout == "dense" else Case("packed", (13, 0, 3), (13, 7, 0), heads=4, kv_heads=2)
     subject = SimpleNamespace(
-        dtype="fp32", head_dim_qk=32, head_dim_v=16, variant=variant, layout=layout, scale_block=0
+        dtype="fp32",
+        head_dim_qk=32,
+        head_dim_v=16,
+        variant=variant,
+        layout=layout,
+        scale_block=0,
+        transposed_v=False,
+        dtype_of=lambda name: dtype_row("fp32"),
     )
     inputs, call, _ = prepare_case(subject, case, "cpu", 3)
     wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(1))
