@@ -3,8 +3,8 @@
 The forms are those of ``flash_attn_interface`` in https://github.com/Dao-AILab/flash-attention (hopper). They have no
 dropout and no ALiBi, but version 3's ``attention_chunk`` and ``seqused_q``. Arguments that tune its kernels
 (``num_splits``, ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) change no result there, and nothing here. q, k and
-v may be float8_e4m3fn; then the output is bfloat16. ``qv``, and caches in float8, are refused with NoKernelError, which
-says why.
+v may be float8_e4m3fn; then the output is bfloat16. So may a cache beside a wider q. ``qv`` is refused with
+NoKernelError, which says why.
 """
 
 from __future__ import annotations

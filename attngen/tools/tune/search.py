@@ -85,7 +85,10 @@ def search(
     best, speedup = own.name, 1.0
     finals: dict[str, dict[str, float]] = {}
     for _ in range(_PASSES):
-        sifted = arena.enter(found, cases[-1])
+        new = [(spec, plan) for spec, plan in found if plan.name not in arena.known]
+        if not new:
+            break
+        sifted = arena.enter(new, cases[-1])
         if own.name not in arena.kernels:
             return arena.outcome(kernel, problem="its own choice does not compile, or does not run")
         order = sorted(sifted, key=sifted.__getitem__)
@@ -115,9 +118,9 @@ class _Arena:
     known: dict[str, Prepared] = field(default_factory=dict)
     refused: int = 0
 
-    def enter(self, found: Iterable[tuple[KernelSpec, Plan]], case: BenchCase) -> dict[str, float]:
-        """Compile what is new among candidates; return the milliseconds of those that are right in a case."""
-        new = {plan.name: Prepared(spec, plan, render(plan)) for spec, plan in found if plan.name not in self.known}
+    def enter(self, candidates: Iterable[tuple[KernelSpec, Plan]], case: BenchCase) -> dict[str, float]:
+        """Compile candidates that are not known yet; return the milliseconds of those that are right in a case."""
+        new = {plan.name: Prepared(spec, plan, render(plan)) for spec, plan in candidates}
         self.known |= new
         built = self.compiled(list(new.values()))
         self.refused += len(new) - len(built)
