@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @cache
 def root() -> Path:
-    """Return the folder that holds ``specs/``, ``templates/`` and ``generated/``.
+    """Return the folder that holds ``specs/``, ``tuned/``, ``templates/`` and ``generated/``.
 
     Raises FileNotFoundError for an installation that lacks them.
     """
@@ -28,6 +28,14 @@ def root() -> Path:
 def specs_dir() -> Path:
     """Return the folder of the shipped specs; its ``presets/`` holds one spec for each preset variant."""
     return root() / "specs"
+
+
+def tuned_file(name: str | Path) -> Path:
+    """Return a file of measured choices: the one of this path, or where there is none, the shipped one of this name,
+    such as ``h200``."""
+    path = Path(name)
+    shipped = root() / "tuned" / f"{path}.yaml"
+    return shipped if not path.exists() and path.name == str(path) and shipped.is_file() else path
 
 
 def templates_dir() -> Path:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("spec", type=click.Path(path_type=Path))
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
-@click.option("--tuned", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Choices of `attngen tune` for kernels that leave them open.")  # fmt: skip
+@click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Choices of `attngen tune` for kernels that leave them open; a file, h100 or h200.")  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
 @click.option("--render-only", is_flag=True, help="Write the rendered sources instead of compiling them.")
 @click.option(
@@ -37,7 +37,7 @@ def command(
     context: click.Context,
     spec: Path,
     arches: tuple[str, ...],
-    tuned: Path | None,
+    tuned: tuple[Path, ...],
     jobs: int | None,
     render_only: bool,
     out: Path,
@@ -49,7 +49,7 @@ def command(
     a kernel that cannot be planned; the others are built anyway.
     """
     if render_only:
-        if tuned is not None:
+        if tuned:
             raise click.UsageError("rendered sources are those of the plan's own choices; leave out --tuned")
         from attngen.tools.build.generate import generate
 

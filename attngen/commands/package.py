@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from attngen import resources
 from attngen.commands.output import Progress, print_json, print_table
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 @click.option("--wheel", is_flag=True, help="Make the wheel; the default without --sdist.")
 @click.option("--sdist", is_flag=True, help="Make a source distribution, which compiles where it is installed.")
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
-@click.option("--tuned", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Choices of `attngen tune` for kernels that leave them open.")  # fmt: skip
+@click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Choices of `attngen tune` for kernels that leave them open; a file, h100 or h200.")  # fmt: skip
 @click.option("--version", default="0.1.0", show_default=True, metavar="VERSION", help="Version of the package.")
 @click.option("--max-size", metavar="SIZE", help="Refuse a larger wheel than this, such as '8 MB', and say why.")
 @click.option("--platform", "platforms", multiple=True, metavar="TAG",
@@ -41,7 +42,7 @@ def command(
     wheel: bool,
     sdist: bool,
     arches: tuple[str, ...],
-    tuned: Path | None,
+    tuned: tuple[Path, ...],
     version: str,
     max_size: str | None,
     platforms: tuple[str, ...],
@@ -55,7 +56,8 @@ def command(
     from attngen.packaging.settings import PLATFORMS, check_platforms, size_in_bytes
 
     most = None if max_size is None else size_in_bytes(max_size)
-    choices = Choices(version, arches, check_platforms(platforms) or PLATFORMS, licence, tuned)
+    measured = tuple(map(resources.tuned_file, tuned))
+    choices = Choices(version, arches, check_platforms(platforms) or PLATFORMS, licence, measured)
     targets = [name for name, wanted in (("wheel", wheel or not sdist), ("sdist", sdist)) if wanted]
     with Progress(shown=sys.stderr.isatty()) as progress:
         made = package(spec, out, choices, targets=targets, max_size=most, jobs=jobs, observer=progress)

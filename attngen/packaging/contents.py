@@ -42,7 +42,7 @@ def contents_of(
     version: str,
     *,
     arches: Sequence[str] = (),
-    tuned: Tuned | None = None,
+    tuned: Sequence[Tuned] = (),
     store: Store | None = None,
     jobs: int | None = None,
     observer: Observer | None = None,
@@ -83,7 +83,7 @@ def contents_of(
     return Contents(spec.package, dict(sorted(files.items())))
 
 
-def kernels_of(spec: Spec, arches: Sequence[str] = (), tuned: Tuned | None = None) -> list[Prepared]:
+def kernels_of(spec: Spec, arches: Sequence[str] = (), tuned: Sequence[Tuned] = ()) -> list[Prepared]:
     """Return the kernels of a spec, planned and rendered. Raises SpecError, and PackageError if there is none."""
     kernels = prepare(spec, arches, tuned=tuned)
     if not kernels:

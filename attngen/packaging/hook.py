@@ -90,7 +90,7 @@ class AttngenHook(BuildHookInterface):
                 )
             taken[spec.package] = spec.name
         version = self.metadata.version
-        tuned = None if settings.tuned is None else load_tuned(Path(self.root, settings.tuned), name=settings.tuned)
+        tuned = [load_tuned(Path(self.root, path), name=path) for path in settings.tuned]
         return [
             contents_of(spec, version, arches=settings.arches, tuned=tuned, jobs=self.jobs, observer=self.observer)
             for spec in specs

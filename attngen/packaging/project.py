@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -18,20 +18,16 @@ if TYPE_CHECKING:
     from attngen.schema import Spec
 
 
-#: The file of measured choices in a project.
-_TUNED = "tuned.yaml"
-
-
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the one who packages decides: version, architectures, platform tags, a licence of their own, and a file of
+    """What the one who packages decides: version, architectures, platform tags, a licence of their own, and files of
     measured choices for kernels."""
 
     version: str = "0.1.0"
     arches: tuple[str, ...] = ()
     platforms: tuple[str, ...] = PLATFORMS
     licence: Path | None = None
-    tuned: Path | None = None
+    tuned: tuple[Path, ...] = ()
 
 
 def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[str, bytes]:
@@ -45,7 +41,7 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
     spec = replace(spec, name=(folder / Path(spec.file).name).as_posix())  # a link may have a name of its own
     specs = {(folder / name).as_posix(): data for name, data in spec_files(spec).items()}
     licence = {} if choices.licence is None else {"LICENSE": _read(choices.licence)}
-    tuned = {} if choices.tuned is None else {_TUNED: _checked(choices.tuned)}
+    tuned = _tuned_files(choices.tuned)
     view = view_of(spec, kernels_of(spec, choices.arches), _version(choices.version))
     project = fill(
         "pyproject.toml.j2",
@@ -53,7 +49,7 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
         settings={
             "arches": _toml(choices.arches),
             "platforms": _toml(sorted(choices.platforms)),
-            "tuned": json.dumps(_TUNED) if tuned else None,
+            "tuned": _toml(tuned) if tuned else None,
         },
         requires=_toml(requirements() if generator else []),
         generator=FOLDER,
@@ -70,11 +66,16 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
     }
 
 
-def _checked(tuned: Path) -> bytes:
-    """Return the content of a file of choices."""
+def _tuned_files(paths: Sequence[Path]) -> Mapping[str, bytes]:
+    """Return files of choices by their paths in the project. Raises SettingError if two of them have one name."""
     from attngen.schema.tuned import load_tuned
 
-    return load_tuned(tuned).content
+    found: dict[str, bytes] = {}
+    for path in paths:
+        tuned = load_tuned(path)
+        if found.setdefault(f"tuned/{path.name}", tuned.content) != tuned.content:
+            raise SettingError(f"two files of choices are named {path.name!r}; give one of them another name")
+    return found
 
 
 def _toml(values: object) -> str:

@@ -28,7 +28,7 @@ class Settings:
     arches: tuple[str, ...] = ()
     platforms: tuple[str, ...] = PLATFORMS
     max_size: int | None = None
-    tuned: str | None = None
+    tuned: tuple[str, ...] = ()
 
     @property
     def tag(self) -> str:
@@ -48,10 +48,8 @@ class Settings:
         specs = _texts(table, "specs")
         if not specs:
             raise _wrong("specs", 'missing; write the files of your specs, such as ["my_masks.yaml"]')
-        tuned = table.get("tuned")
-        if tuned is not None and not (isinstance(tuned, str) and tuned):
-            raise _wrong("tuned", f"found {tuned!r}; allowed: a file of measured choices")
-        for key, path in (*(("specs", spec) for spec in specs), *([] if tuned is None else [("tuned", tuned)])):
+        tuned = _texts(table, "tuned")
+        for key, path in (*(("specs", spec) for spec in specs), *(("tuned", file) for file in tuned)):
             if path.startswith("/") or ".." in path.split("/"):
                 raise _wrong(key, f"found {path!r}; allowed: files inside the project, by their path from its folder")
             if not path.isprintable() or '"' in path or "\\" in path:

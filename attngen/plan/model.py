@@ -150,6 +150,22 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class TunedOn:
+    """A card on which choices were measured to be faster than the plan's own, and by which file.
+
+    ``times`` are what selection reads on this card in place of the plan's; none if the schedule has none.
+    """
+
+    file: str
+    gpu: str
+    times: tuple[float, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form of the manifest."""
+        return {"file": self.file, "gpu": self.gpu, "times": list(self.times)}
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A part of shared memory, in bytes from its start."""
 
@@ -239,7 +255,7 @@ class Plan:
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
-    tuned: str = ""  # where its tile, stages and warps were measured, if the spec left them open and a file had them
+    tuned: tuple[TunedOn, ...] = ()  # where its tile, stages and warps were measured, if a file had them
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
 
     @property
@@ -411,5 +427,5 @@ class Plan:
             "launches": [launch.to_dict() for launch in self.launches],
             "workspaces": [workspace.to_dict() for workspace in self.workspaces],
             **({"refused": [row.to_dict() for row in self.refused]} if self.refused else {}),
-            **({"tuned": self.tuned} if self.tuned else {}),
+            **({"tuned": [row.to_dict() for row in self.tuned]} if self.tuned else {}),
         }

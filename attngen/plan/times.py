@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.lang.host import written
 from attngen.plan.traits import bands_of
 from attngen.schema.expand import KernelSpec
+
+if TYPE_CHECKING:
+    from attngen.plan.model import Plan
 
 #: Nanoseconds of a launch, in a CUDA graph whose kernels follow one another.
 LAUNCH = 1905.0
@@ -67,6 +70,18 @@ def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int) -
     """Whether a kernel of these sizes has times of its own."""
     sizes = ((row.consumers, row.tile_n, row.columns) for row in TABLE)
     return element_bytes == 2 and (consumers, tile_n, columns) in sizes
+
+
+def tuned_times(own: Plan, chosen: Plan, speedup: float) -> tuple[float, ...]:
+    """Return the times of a kernel that was measured to be ``speedup`` times as fast as another one of the same work.
+
+    Long calls, of which it was measured, are predicted to differ by just as much; short ones by their tiles, too.
+    """
+    if not (own.times and chosen.times):
+        return ()
+    launch, tile, _ = chosen.times
+    pairs = chosen.tile_m * chosen.tile_n / (own.tile_m * own.tile_n)
+    return launch, tile, round(own.times[-1] * pairs / speedup, 1)
 
 
 def visible_keys(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:

@@ -33,7 +33,7 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.paging import in_rows
 from attngen.runtime.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.registry import Found, registry
-from attngen.runtime.select import Request, Selection, foreseen, no_kernel, preferred, reason_against, select
+from attngen.runtime.select import Request, Selection, card_of, foreseen, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
 from attngen.runtime.training import asks_for_determinism, attend, carries_tangent, differentiate
@@ -366,5 +366,5 @@ def explain(
     driver = drivers.current()
     return Explanation(
         call, found, "kernel", "the first that takes the call", selection, direction,
-        foreseen(found.kernels, request, driver, driver.multiprocessors(request.device)),
+        foreseen(found.kernels, request, driver, card_of(driver, request.device)),
     )  # fmt: skip

@@ -81,6 +81,9 @@ class Driver(Protocol):
     def multiprocessors(self, device: int) -> int:
         """Number of multiprocessors of the device."""
 
+    def name(self, device: int) -> str:
+        """Name of the device, as its driver has it."""
+
     def stream(self, device: int) -> int:
         """Handle of the caller's current stream on the device."""
 
@@ -185,6 +188,10 @@ class CudaDriver:
     def multiprocessors(self, device: int) -> int:
         """See ``Driver.multiprocessors``."""
         return int(self._torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def name(self, device: int) -> str:
+        """See ``Driver.name``."""
+        return str(self._torch.cuda.get_device_properties(device).name)
 
     def stream(self, device: int) -> int:
         """See ``Driver.stream``."""

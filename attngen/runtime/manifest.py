@@ -130,6 +130,7 @@ _TIMES = _Kind(
         isinstance(v, list | tuple) and len(v) in (0, 3) and all(type(n) in (int, float) and 0 <= n < 1e12 for n in v)
     ),
 )
+_TUNED = _Object(_required(file=_TEXT, gpu=_TEXT, times=_TIMES))
 _VISIBLE = _List(_Kind("two bounds", lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(map(is_bound, v))))
 
 _MANIFEST = _Object({
@@ -140,7 +141,7 @@ _MANIFEST = _Object({
     ),
     **_optional(
         section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, times=_TIMES, visible=_VISIBLE,
-        pack_gqa=_FLAG, split_kv=_FLAG, transposed_v=_FLAG, tuned=_TEXT,
+        pack_gqa=_FLAG, split_kv=_FLAG, transposed_v=_FLAG, tuned=_List(_TUNED),
         sum_columns=_COUNT,
         ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
         operands=_Object({}, others=_NAME), structure=_Object({**_optional(skips=_FLAG)}),

@@ -50,19 +50,27 @@ class Prediction:
         return f"{self.tiles} tiles of work, {tiles:.3g} of them one after the other with {steps:.4g} steps"
 
 
-def predict(kernel: Kernel, call: Call, blocks: int, times: Sequence[float] | None = None) -> Prediction | None:
-    """Return what a forward should take where ``blocks`` run at once; None if the plan does not tell.
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What predictions ask of a GPU: how many blocks run at once, one per multiprocessor, and its name."""
+
+    blocks: int
+    name: str = ""
+
+
+def predict(kernel: Kernel, call: Call, card: Card, times: Sequence[float] | None = None) -> Prediction | None:
+    """Return what a forward should take on a card; None if the plan does not tell.
 
     ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
     equally long, and caches full.
     """
-    times = times or kernel.times
+    times = times or kernel.tuned.get(card.name) or kernel.times
     if not times:
         return None
     launch, tile, step = times
     seqlen_q, seqlen_k = _lengths(call)
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
-    path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, blocks, tile, step)
+    path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, card.blocks, tile, step)
     return Prediction(launch + path[0] * tile + path[1] * step, q_tiles * units, path)
 
 

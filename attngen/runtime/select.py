@@ -25,7 +25,7 @@ from attngen.runtime.driver import Driver
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
-from attngen.runtime.prediction import Prediction, predict
+from attngen.runtime.prediction import Card, Prediction, predict
 
 #: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_BLOCKS = 2**31 - 1
@@ -73,19 +73,29 @@ class Request:
     deterministic: bool = False  # the same bits on every run
 
 
-def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int = 1) -> list[Kernel]:
+#: Of preferences without a call.
+ONE_BLOCK = Card(1)
+
+
+def card_of(driver: Driver, device: int) -> Card:
+    """Return what predictions ask of a device."""
+    return Card(driver.multiprocessors(device), driver.name(device))
+
+
+def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = ONE_BLOCK) -> list[Kernel]:
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
-    Forwards whose plans have measured times are ordered by what the call should take where ``blocks`` run at once.
+    Forwards whose plans have measured times are ordered by what the call should take on the card.
     """
 
     splits = call is not None and splits_keys(call)
     rivals = [kernel for kernel in kernels if kernel.times and (call is None or _against_form(kernel, call) is None)]
-    times = {kernel: _time(kernel, call, blocks) for kernel in (rivals if len(rivals) > 1 else ())}
+    times = {kernel: _time(kernel, call, card) for kernel in (rivals if len(rivals) > 1 else ())}
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool, float, bool, bool]:
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool, float, int, bool, bool]:
         # Whether keys are shared as the call wants it, the closest architecture first, then TMA, then the hand-written
-        # schedules, then the time; sums in a fixed order, which take longer, last.
+        # schedules, then the time, then what was measured to be
+        # faster on this card; sums in a fixed order, which take longer, last.
         by_hand = kernel.backend == "cuda"
         return (
             kernel.split_kv != splits,
@@ -95,6 +105,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, blocks: int =
             -kernel.arch.capability,
             by_hand and not kernel.main.persistent,
             times.get(kernel, inf if kernel.times and kernel not in rivals else 0.0),
+            0 if card.name in kernel.tuned else 2 if kernel.tuned else 1,
             kernel.pack_gqa,
             kernel.ordered,
         )
@@ -118,9 +129,9 @@ def splits_keys(call: Call) -> bool:
     return rows <= FEW_ROWS or (rows <= SPLIT_ROWS and call.batch * call.kv_heads < BUSY_UNITS)
 
 
-def _time(kernel: Kernel, call: Call | None, blocks: int) -> float:
+def _time(kernel: Kernel, call: Call | None, card: Card) -> float:
     """Return how long a call should take; without one, a pair of a row and a key."""
-    found = predict(kernel, call, blocks) if call is not None else None
+    found = predict(kernel, call, card) if call is not None else None
     return found.nanoseconds if found else kernel.times[-1] / (kernel.tile_m * kernel.tile_n)
 
 
@@ -133,7 +144,7 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
     """Return the first kernel that takes the call."""
     rejected: list[Rejection] = []
     candidates = [kernel for kernel in kernels if kernel.direction == request.direction]
-    for kernel in preferred(candidates, request.call, driver.multiprocessors(request.device)):
+    for kernel in preferred(candidates, request.call, card_of(driver, request.device)):
         reason = reason_against(kernel, request, driver)
         if reason is None:
             return Selection(kernel, tuple(rejected))
@@ -142,12 +153,12 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
 
 
 def foreseen(
-    kernels: Sequence[Kernel], request: Request, driver: Driver, blocks: int
+    kernels: Sequence[Kernel], request: Request, driver: Driver, card: Card
 ) -> tuple[tuple[Kernel, Prediction], ...]:
     """Return what the call should take on each kernel that takes it and has measured times, in order of preference."""
     found = []
-    for kernel in preferred([one for one in kernels if one.direction == request.direction], request.call, blocks):
-        prediction = predict(kernel, request.call, blocks)
+    for kernel in preferred([one for one in kernels if one.direction == request.direction], request.call, card):
+        prediction = predict(kernel, request.call, card)
         if prediction is not None and reason_against(kernel, request, driver) is None:
             found.append((kernel, prediction))
     return tuple(found)

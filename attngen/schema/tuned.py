@@ -72,10 +72,9 @@ class Tuned:
         """The hash of the file."""
         return sha256(self.content).hexdigest()
 
-    @property
-    def told(self) -> str:
-        """Where the choices are from, as a manifest says it."""
-        return f"{self.name}, measured on {self.gpu}"
+    def speedup(self, kernel: KernelSpec) -> float:
+        """Return how much faster the choice for a kernel, which the file has, is than the plan's own."""
+        return self.choices[identity(kernel)].speedup
 
     def applied(self, kernel: KernelSpec) -> KernelSpec | None:
         """Return a kernel with the choices of the file, or None if it has none for it, or the spec chooses itself."""

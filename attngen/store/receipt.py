@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -60,9 +60,9 @@ def generator_digest() -> str:
     )
 
 
-def read_receipt(store: Store, spec: Path, arches: Iterable[str], tuned: Path | None = None) -> Receipt | None:
-    """Return the receipt of a build of ``spec`` for ``arches``, with the choices of the file ``tuned`` if one is given,
-    if all that it read is unchanged, else None."""
+def read_receipt(store: Store, spec: Path, arches: Iterable[str], tuned: Sequence[Path] = ()) -> Receipt | None:
+    """Return the receipt of a build of ``spec`` for ``arches``, with the choices of the files ``tuned``, if
+    all that it read is unchanged, else None."""
     try:
         fields = json.loads(read_regular(store.root / _FOLDER / _name(spec, arches, tuned)))
         expected = fields.pop("digest")
@@ -76,15 +76,17 @@ def read_receipt(store: Store, spec: Path, arches: Iterable[str], tuned: Path | 
         return None
 
 
-def write_receipt(store: Store, spec: Path, arches: Iterable[str], receipt: Receipt, tuned: Path | None = None) -> None:
+def write_receipt(
+    store: Store, spec: Path, arches: Iterable[str], receipt: Receipt, tuned: Sequence[Path] = ()
+) -> None:
     """Remember a finished build. Raises StoreError if it cannot be written."""
     content: dict[str, Any] = asdict(receipt)
     content["digest"] = digest(content)
     store.write(_FOLDER, _name(spec, arches, tuned), json.dumps(content, indent=1).encode() + b"\n")
 
 
-def _name(spec: Path, arches: Iterable[str], tuned: Path | None) -> str:
-    read = [str(spec.resolve()), sorted(arches), *([] if tuned is None else [str(tuned.resolve())])]
+def _name(spec: Path, arches: Iterable[str], tuned: Sequence[Path]) -> str:
+    read = [str(spec.resolve()), sorted(arches), *(str(file.resolve()) for file in tuned)]
     return digest(read)[:32] + ".json"
 
 

@@ -14,8 +14,8 @@ def test_a_table_is_read() -> None:
     table = {"specs": ["a.yaml", "masks/b.yaml"], "arch": ["sm90a"], "platforms": ["linux_x86_64"], "max-size": "8 MB"}
     assert Settings.of(table) == Settings(("a.yaml", "masks/b.yaml"), ("sm90a",), ("linux_x86_64",), 8_000_000)
     plain = Settings.of({"specs": ["a.yaml"]})
-    assert (plain.arches, plain.platforms, plain.max_size, plain.tuned) == ((), PLATFORMS, None, None)
-    assert Settings.of({"specs": ["a.yaml"], "tuned": "cards/h200.yaml"}).tuned == "cards/h200.yaml"
+    assert (plain.arches, plain.platforms, plain.max_size, plain.tuned) == ((), PLATFORMS, None, ())
+    assert Settings.of({"specs": ["a.yaml"], "tuned": ["cards/h200.yaml"]}).tuned == ("cards/h200.yaml",)
     assert plain.tag == "py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64"
 
 
@@ -31,10 +31,10 @@ def test_a_table_is_read() -> None:
         ({"specs": ['"""/a.yaml']}, "specs: found .*; allowed: a path without quotation marks"),
         ({"specs": ["a\\b/a.yaml"]}, "specs: found .*; allowed: a path without"),
         (
-            {"specs": ["a.yaml"], "tuned": "../h200.yaml"},
+            {"specs": ["a.yaml"], "tuned": ["../h200.yaml"]},
             "tuned: found '../h200.yaml'; allowed: files inside the project",
         ),
-        ({"specs": ["a.yaml"], "tuned": ["h200.yaml"]}, "tuned: found .*; allowed: a file of measured choices"),
+        ({"specs": ["a.yaml"], "tuned": "h200.yaml"}, "tuned: found .*; allowed: a list of texts"),
         ({"specs": ["a.yaml"], "arhc": ["sm80"]}, "arhc: unknown key; did you mean 'arch'"),
         ({"specs": ["a.yaml"], "arch": ["sm90"]}, "arch: found 'sm90'; did you mean 'sm90a'"),
         ({"specs": ["a.yaml"], "platforms": ["linux"]}, r"\[tool.attngen\]: platform 'linux' is not a platform tag"),

@@ -287,13 +287,13 @@ def test_measured_choices_go_into_a_package(tmp_path: Path, fake_compiler: None,
     row = {"kernel": "causal", "of": identity(kernel), "speedup": 1.1, "tile": {"m": 128, "n": 32}}
     tuned = tmp_path / "card.yaml"
     tuned.write_text(tuned_text("NVIDIA H200", {}, [row]))
-    (made,) = make(spec, tmp_path / "dist", target, tuned=tuned).files
+    (made,) = make(spec, tmp_path / "dist", target, tuned=(tuned,)).files
     if target == "sdist":
         with tarfile.open(made) as archive:
-            assert any(name.endswith("/tuned.yaml") for name in archive.getnames())
+            assert any(name.endswith("/tuned/card.yaml") for name in archive.getnames())
         return
     files = contents(made)
     (row,) = json.loads(files["attngen_other/package.json"])["kernels"]
     manifest = json.loads(files[f"attngen_other/kernels/{row['name']}/manifest.json"])
     assert (manifest["tile_m"], manifest["tile_n"]) == (128, 32)
-    assert manifest["tuned"] == "tuned.yaml, measured on NVIDIA H200"
+    assert manifest["tuned"] == [{"file": "tuned/card.yaml", "gpu": "NVIDIA H200", "times": []}]

@@ -7,6 +7,7 @@ import pytest
 from attngen import resources
 from attngen.plan.times import LAUNCH, TABLE, is_measured, times_of
 from attngen.runtime.module import Kernel
+from attngen.runtime.prediction import Card
 from attngen.runtime.select import preferred
 from attngen.schema import load_spec
 from attngen.tools.bench.small.inputs import call_of
@@ -61,4 +62,4 @@ def kernels() -> list[Kernel]:
 def test_calls_take_the_kernel_that_was_fastest(kernels: list[Kernel], shape: Shape, fastest: str) -> None:
     own = [kernel for kernel in kernels if kernel.variant_name == shape.variant]
     call = call_of(shape, own[0].variant)
-    assert preferred(own, call, MULTIPROCESSORS)[0].name.endswith(fastest)
+    assert preferred(own, call, Card(MULTIPROCESSORS))[0].name.endswith(fastest)

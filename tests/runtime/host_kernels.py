@@ -114,6 +114,9 @@ class HostDriver:
     def shared_memory(self, device: int) -> int:
         return 232448
 
+    def name(self, device: int) -> str:
+        return "a card"
+
     def multiprocessors(self, device: int) -> int:
         return 1  # so that blocks of few units have several
 

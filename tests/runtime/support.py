@@ -269,6 +269,9 @@ class FakeDriver:
     def shared_memory(self, device: int) -> int:
         return self.most_shared
 
+    def name(self, device: int) -> str:
+        return "a card"
+
     def multiprocessors(self, device: int) -> int:
         return 132
 

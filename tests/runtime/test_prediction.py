@@ -12,7 +12,8 @@ from attngen.lang.variant import Variant
 from attngen.runtime import prediction
 from attngen.runtime.arguments import Call, Packing, bind
 from attngen.runtime.module import Kernel
-from attngen.runtime.prediction import predict
+from attngen.runtime.prediction import Card, predict
+from attngen.runtime.select import preferred
 from tests.runtime.support import kernel_of, manifest_of, variant, window_variant
 
 BLOCKS, TIMES = 13, (1000.0, 300.0, 100.0)
@@ -58,7 +59,7 @@ def by_hand(kernel: Kernel, call: Call, causal: bool) -> float:
 def test_tiles_are_handed_out_one_by_one(sizes: tuple[int, ...], pack_gqa: bool, causal: bool) -> None:
     kernel = made(64, 32, pack_gqa=pack_gqa, visible=SEEN_BY_CAUSAL if causal else [])
     call = call_of(*sizes)
-    found = predict(kernel, call, BLOCKS)
+    found = predict(kernel, call, Card(BLOCKS))
     assert found is not None
     assert found.nanoseconds == pytest.approx(by_hand(kernel, call, causal))
     assert found.microseconds == found.nanoseconds / 1e3
@@ -67,7 +68,7 @@ def test_tiles_are_handed_out_one_by_one(sizes: tuple[int, ...], pack_gqa: bool,
 @pytest.mark.parametrize("sizes", [(1, 4096, 4096, 3, 1), (2, 2000, 5000, 4, 4), (16, 1024, 1024, 16, 16)])
 def test_many_tiles_are_looked_at_in_groups(sizes: tuple[int, ...]) -> None:
     kernel, call = made(64, 32, visible=SEEN_BY_CAUSAL), call_of(*sizes)
-    found = predict(kernel, call, BLOCKS)
+    found = predict(kernel, call, Card(BLOCKS))
     assert found is not None
     assert found.tiles == -(-sizes[1] // 64) * sizes[0] * sizes[3] > prediction._LOOKED_AT
     assert found.nanoseconds == pytest.approx(by_hand(kernel, call, causal=True), rel=0.04)
@@ -80,10 +81,10 @@ def test_what_the_call_passes_does_not_decide() -> None:
     for scalar in ({}, {"default": 200}, {"const": 200}, {"default": 4000}):
         own = window_variant(**scalar)
         call = call_of(1, 2048, 2048, 1, 1, own)
-        prediction = predict(made(64, 32, own, visible=visible), call, BLOCKS)
+        prediction = predict(made(64, 32, own, visible=visible), call, Card(BLOCKS))
         assert prediction is not None
         found.append(prediction.nanoseconds)
-    causal = predict(made(64, 32, visible=SEEN_BY_CAUSAL), call_of(1, 2048, 2048, 1, 1), BLOCKS)
+    causal = predict(made(64, 32, visible=SEEN_BY_CAUSAL), call_of(1, 2048, 2048, 1, 1), Card(BLOCKS))
     assert causal is not None
     assert found[0] == found[3] == causal.nanoseconds > found[1] == found[2]
 
@@ -95,10 +96,22 @@ def test_packed_sequences_are_taken_to_be_equally_long() -> None:
         variant(), q, q, q, Packing(lengths, lengths, 600, 600), softmax_scale=None, seqused_k=None,
         return_lse=False, layout="bshd", arguments={},
     )  # fmt: skip
-    packed = predict(made(64, 32, layout="varlen"), call, BLOCKS)
-    alike = predict(made(64, 32), call_of(3, 267, 267, 2, 2), BLOCKS)
+    packed = predict(made(64, 32, layout="varlen"), call, Card(BLOCKS))
+    alike = predict(made(64, 32), call_of(3, 267, 267, 2, 2), Card(BLOCKS))
     assert packed == alike
 
 
 def test_a_plan_without_times_tells_nothing() -> None:
-    assert predict(made(64, 32, times=[]), call_of(1, 64, 64, 2, 2), BLOCKS) is None
+    assert predict(made(64, 32, times=[]), call_of(1, 64, 64, 2, 2), Card(BLOCKS)) is None
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_kernel_that_was_measured_on_this_card_is_taken_there(timed: bool) -> None:
+    """On another card the plan's own choice is; kernels without times are told apart by the card's name alone."""
+    row = {"file": "a.yaml", "gpu": "this card", "times": [1000.0, 300.0, 150.0] if timed else []}
+    own = made(64, 32, times=TIMES if timed else [])
+    tuned = made(64, 64, times=[1000.0, 300.0, 210.0] if timed else [], tuned=[row])
+    call = call_of(1, 4096, 4096, 4, 4)
+    for order in ([own, tuned], [tuned, own]):
+        assert preferred(order, call, Card(BLOCKS, "this card"))[0] is tuned
+        assert preferred(order, call, Card(BLOCKS, "that card"))[0] is own

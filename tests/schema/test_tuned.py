@@ -60,7 +60,8 @@ def test_choices_come_back_from_the_file(tmp_path: Path, index: int) -> None:
         applied = tuned.applied(kernel)
         assert applied is not None
         assert plan(applied).name == planned.name
-    assert tuned.told == "card.tuned.yaml, measured on NVIDIA H200"
+        assert tuned.speedup(kernel) == 1.1
+    assert (tuned.name, tuned.gpu) == ("card.tuned.yaml", "NVIDIA H200")
 
 
 def test_what_a_spec_chooses_itself_stays(tmp_path: Path) -> None:

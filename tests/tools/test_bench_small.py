@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from attngen import cli
 from attngen.runtime import driver as drivers
-from attngen.runtime.prediction import predict
+from attngen.runtime.prediction import Card, predict
 from attngen.schema import load_spec_text, preset
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.machine import Ceilings, Reading
@@ -174,7 +174,7 @@ def test_what_is_taken_costs_more_where_predictions_err() -> None:
     shape = Shape("full", 64, 1, 16, 16, 2048, 2048)
     times = {kernel.name: 50.0 + kernel.tile_m for kernel in own}
     with drivers.use(FakeDriver()):
-        row = compared(shape, own, times, 132)
+        row = compared(shape, own, times, Card(132))
     assert row.best == min(times, key=times.__getitem__)
     assert row.taken == min(row.predicted, key=row.predicted.__getitem__)
     assert row.lost == times[row.taken] / times[row.best] - 1
@@ -189,10 +189,10 @@ def test_constants_are_recovered_from_times_that_follow_them() -> None:
         for shape in oracle_shapes():
             if (shape.variant, shape.head_dim) == (kernel.variant_name, 64):
                 call = call_of(shape, preset(shape.variant))
-                found = predict(kernel, call, 132, wanted[kernel.tile_m])
+                found = predict(kernel, call, Card(132), wanted[kernel.tile_m])
                 assert found is not None
                 timed.append(Timed(kernel, call, found.microseconds))
-    found = fit(timed, 132)
+    found = fit(timed, Card(132))
     assert found.launch == pytest.approx(2100, rel=0.02)
     assert found.error < 0.01
     for row in found.rows:

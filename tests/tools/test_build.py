@@ -17,7 +17,7 @@ import pytest
 from attngen.compile import toolchain
 from attngen.errors import AttngenError, InternalError, SpecError, StoreError
 from attngen.plan import Plan
-from attngen.plan.model import Refused
+from attngen.plan.model import Refused, TunedOn
 from attngen.schema import KernelSpec, expand, load_spec
 from attngen.schema.tuned import identity, tuned_text
 from attngen.store import Store
@@ -175,11 +175,11 @@ def test_a_compiler_that_only_a_later_attempt_needs_may_be_missing(
     assert re.search(r"no triton\nTried before it:\n.*1280 B of spills", str(failure.error))
 
 
-def choices(path: Path, spec: Path, choice: dict[str, object]) -> Path:
+def choices(path: Path, spec: Path, choice: dict[str, object], gpu: str = "a card") -> Path:
     """A file with one choice for the first kernel of a spec."""
     first = expand(load_spec(spec))[0]
     row = {"kernel": "the first", "of": identity(first), "speedup": 1.2, **choice}
-    path.write_text(tuned_text("a card", {}, [row]))
+    path.write_text(tuned_text(gpu, {}, [row]))
     return path
 
 
@@ -187,16 +187,41 @@ def test_measured_choices_are_taken_and_named(spec: Path, store: Store, log: Pat
     spec.write_text(OPEN)
     plain = build(spec, jobs=1, store=store, compiler=FAKE)
     tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}, "warps": {"consumer": 2}})
-    report = build(spec, tuned=tuned, jobs=1, store=store, compiler=FAKE)
+    report = build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE)
     assert origins(report) == {"built": 1, "cached": 1}
     assert report.kernels[0].name == "fwd_sm90a_wgmma_bf16_d64_causal_m128n64s2c2"
-    assert report.kernels[0].manifest["tuned"] == "card.yaml, measured on a card"
+    (row,) = report.kernels[0].manifest["tuned"]
+    own, chosen = plain.kernels[0].manifest, report.kernels[0].manifest
+    pairs = chosen["tile_m"] * chosen["tile_n"] / (own["tile_m"] * own["tile_n"])
+    assert (row["file"], row["gpu"]) == ("card.yaml", "a card")
+    assert row["times"][2] == pytest.approx(own["times"][2] * pairs / 1.2, rel=1e-3)
     assert "tuned" not in report.kernels[1].manifest
     # each is up to date by itself; another choice is built
-    assert build(spec, tuned=tuned, store=store, compiler=FAKE).up_to_date
+    assert build(spec, tuned=[tuned], store=store, compiler=FAKE).up_to_date
     choices(tuned, spec, {"tile": {"n": 96}, "warps": {"consumer": 2}})
-    assert origins(build(spec, tuned=tuned, jobs=1, store=store, compiler=FAKE)) == {"built": 1, "cached": 1}
+    assert origins(build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE)) == {"built": 1, "cached": 1}
     assert build(spec, jobs=1, store=store, compiler=FAKE).kernels[0].key == plain.kernels[0].key
+
+
+def test_cards_that_differ_have_a_kernel_each(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
+    """Where one has no choice, it takes the plan's own; what both choose alike is one kernel."""
+    spec.write_text(OPEN)
+    narrow, wide = {"tile": {"n": 64}, "warps": {"consumer": 2}}, {"tile": {"n": 96}, "warps": {"consumer": 2}}
+    (own, _) = build(spec, jobs=1, store=store, compiler=FAKE).kernels
+
+    def names(*chosen: dict[str, object] | None) -> dict[str, list[str]]:
+        files = []
+        for i, choice in enumerate(chosen):
+            files.append(choices(tmp_path / f"{i}.yaml", spec, choice or {}, gpu=f"card {i}"))
+            if choice is None:
+                files[-1].write_text(tuned_text(f"card {i}", {}, []))
+        kernels = build(spec, tuned=files, jobs=1, store=store, compiler=FAKE).kernels
+        return {kernel.name: [row["gpu"] for row in kernel.manifest.get("tuned", ())] for kernel in kernels[:-1]}
+
+    n64, n96 = (f"fwd_sm90a_wgmma_bf16_d64_causal_m128n{n}s2c2" for n in (64, 96))
+    assert names(narrow, wide) == {n64: ["card 0"], n96: ["card 1"]}
+    assert names(narrow, narrow) == {n64: ["card 0", "card 1"]}
+    assert names(None, wide) == {own.name: [], n96: ["card 1"]}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +234,7 @@ def test_a_choice_that_does_not_fit_is_passed_over(
     spec.write_text(OPEN)
     expected = [kernel.name for kernel in narrow(spec, store).kernels]
     report = build(
-        spec, tuned=choices(tmp_path / "card.yaml", spec, choice), jobs=1, store=store,
+        spec, tuned=[choices(tmp_path / "card.yaml", spec, choice)], jobs=1, store=store,
         compiler="tests.store.fakes:compile_narrow",
     )  # fmt: skip
     assert report.failures == ()
@@ -219,7 +244,7 @@ def test_a_choice_that_does_not_fit_is_passed_over(
 def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
     tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}})
     spec.write_text(OPEN)
-    (warning,) = build(spec, tuned=tuned, jobs=1, store=store, compiler=FAKE).warnings
+    (warning,) = build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE).warnings
     assert warning == f"{tuned} has no choice for a kernel of this spec that leaves it open"
 
 
@@ -467,6 +492,8 @@ def test_keys_see_every_field_of_a_plan(spec: Path) -> None:
             changed = other.variant
         elif field.name == "refused":
             changed = (Refused("other", "cuda", "40 B of spills"),)
+        elif field.name == "tuned":
+            changed = (TunedOn("a.yaml", "a card"),)
         elif field.name in ("times", "visible"):
             changed = (1.0, 2.0, 3.0)
         elif field.name in ("launches", "workspaces"):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from attngen import resources
 from attngen.errors import (
     AttngenError,
     InternalError,
@@ -81,7 +82,7 @@ def build(
     spec: str | Path,
     *,
     arches: Sequence[str] = (),
-    tuned: str | Path | None = None,
+    tuned: Sequence[str | Path] = (),
     jobs: int | None = None,
     store: Store | None = None,
     observer: Observer | None = None,
@@ -89,9 +90,10 @@ def build(
 ) -> BuildReport:
     """Build the kernels of a spec that the cache lacks, and index all of them under the spec's package.
 
-    ``arches`` restricts the build to kernels for these. ``tuned`` is a file of choices (``attngen.schema.tuned``) for
-    kernels whose spec leaves them open. ``jobs`` is how many compiles run at once, as many as there are cores by
-    default; fewer if memory does not suffice. Needs neither a GPU nor torch.
+    ``arches`` restricts the build to kernels for these. ``tuned`` are files of choices (``attngen.schema.tuned``) for
+    kernels whose spec leaves them open; where they choose differently for one, each of its choices becomes a kernel.
+    ``jobs`` is how many compiles run at once, as many as there are cores by default; fewer if memory does not
+    suffice. Needs neither a GPU nor torch.
 
     Raises SpecError before anything is compiled if the spec is wrong or none of its kernels can be planned, and
     StoreError if the cache cannot be written. A kernel that cannot be planned, or whose compile fails, does not stop
@@ -100,7 +102,7 @@ def build(
     start = time.perf_counter()
     path, store = Path(spec), store or Store()
     store.require_trusted()
-    chosen = None if tuned is None else Path(tuned)
+    chosen = [resources.tuned_file(path) for path in tuned]
     known = _known(path, arches, store, chosen)
     if known is not None:
         kernels = known[1]
@@ -109,7 +111,7 @@ def build(
 
 
 def _known(
-    path: Path, arches: Sequence[str], store: Store, tuned: Path | None
+    path: Path, arches: Sequence[str], store: Store, tuned: Sequence[Path]
 ) -> tuple[str, tuple[BuiltKernel, ...]] | None:
     """Return package and kernels of a build that need not run again, or None."""
     receipt = read_receipt(store, path, arches, tuned)
@@ -129,7 +131,7 @@ def _known(
 def _build(
     path: Path,
     arches: Sequence[str],
-    tuned: Path | None,
+    tuned: Sequence[Path],
     jobs: int | None,
     store: Store,
     observer: Observer,
@@ -141,7 +143,7 @@ def _build(
 
     generator = generator_digest()  # before anything is read: later changes are for the next build
     loaded = load_spec(path)
-    choices = None if tuned is None else load_tuned(tuned)
+    choices = [load_tuned(file) for file in tuned]
     prepared, failures = prepare_each(loaded, arches, tuned=choices)
     if failures and not prepared:
         raise _together([failure.error for failure in failures])
@@ -161,8 +163,7 @@ def _build(
     if built:  # if nothing compiles, what an earlier build made stays
         write_index(store, _with_other_arches(store, index, arches))
     if not failures:
-        if choices is not None:
-            inputs |= {str(Path(choices.file).resolve()): choices.sha256}
+        inputs |= {str(Path(file.file).resolve()): file.sha256 for file in choices}
         receipt = Receipt(inputs, generator, loaded.package, tuple((kernel.name, kernel.key) for kernel in built))
         with contextlib.suppress(StoreError):  # without it, the next build takes a little longer
             write_receipt(store, path, arches, receipt, tuned)
@@ -177,10 +178,12 @@ def _build(
     )
 
 
-def _unused(choices: Tuned | None, prepared: Sequence[Prepared]) -> Iterable[str]:
-    """Yield a warning if a file of choices has none for any kernel of a spec."""
-    if choices is not None and not any(kernel.plan.tuned for kernel in prepared):
-        yield f"{choices.file} has no choice for a kernel of this spec that leaves it open"
+def _unused(choices: Sequence[Tuned], prepared: Sequence[Prepared]) -> Iterable[str]:
+    """Yield a warning for each file of choices that has none for any kernel of a spec."""
+    used = {(row.file, row.gpu) for kernel in prepared for row in kernel.plan.tuned}
+    for file in choices:
+        if (file.name, file.gpu) not in used:
+            yield f"{file.file} has no choice for a kernel of this spec that leaves it open"
 
 
 def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
@@ -193,7 +196,7 @@ def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
     return list(found.values())
 
 
-def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Tuned | None = None) -> list[Prepared]:
+def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = ()) -> list[Prepared]:
     """Return the kernels of a spec, planned and rendered, each once, in its order; raises what ``plans`` does."""
     prepared, failures = prepare_each(spec, arches, tuned=tuned)
     if failures:
@@ -202,7 +205,7 @@ def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Tuned | None = Non
 
 
 def prepare_each(
-    spec: Spec, arches: Sequence[str] = (), *, tuned: Tuned | None = None, repeated: list[Repeated] | None = None
+    spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = (), repeated: list[Repeated] | None = None
 ) -> tuple[list[Prepared], list[Failure]]:
     """Return the kernels of a spec that can be planned and rendered, and why the others cannot.
 
@@ -236,7 +239,7 @@ def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan
 
 
 def plan_each(
-    spec: Spec, arches: Sequence[str] = (), *, tuned: Tuned | None = None, repeated: list[Repeated] | None = None
+    spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = (), repeated: list[Repeated] | None = None
 ) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
     """Return the kernels of a spec that can be planned, with their plans, each once, and why the others cannot.
 
@@ -263,39 +266,53 @@ def plan_each(
     for kernel in kernel_specs:
         if arches and kernel.arch not in arches:
             continue
-        planned = _attempt(kernel, partial(_plan, kernel, tuned))
-        if not isinstance(planned, AttngenError):
-            first = found.setdefault(planned.name, (kernel, planned))
-            if first[1] is planned or _chosen_alike(first[1]) == _chosen_alike(planned):
-                if repeated is not None and first[0] is not kernel:
-                    repeated.append(Repeated(planned.name, first[0], kernel))
-                continue
-            planned = _clash(planned.name, first[0], kernel)
-        failures.append(Failure(_label(kernel), planned, kernel.location))
-    planned_specs = [kernel for kernel, _ in found.values()]
-    for kernel in (*appends(planned_specs), *quantizers(planned_specs)):
-        planned = _attempt(kernel, partial(plan, kernel))
+        planned = _attempt(kernel, partial(_plans, kernel, tuned))
         if isinstance(planned, AttngenError):
             failures.append(Failure(_label(kernel), planned, kernel.location))
+            continue
+        for each in planned:
+            first = found.setdefault(each.name, (kernel, each))
+            if first[1] is not each and _chosen_alike(first[1]) != _chosen_alike(each):
+                clash = _clash(each.name, first[0], kernel)
+                failures.append(Failure(_label(kernel), clash, kernel.location))
+            elif repeated is not None and first[0] is not kernel:
+                repeated.append(Repeated(each.name, first[0], kernel))
+    planned_specs = [kernel for kernel, _ in found.values()]
+    for kernel in (*appends(planned_specs), *quantizers(planned_specs)):
+        helper = _attempt(kernel, partial(plan, kernel))
+        if isinstance(helper, AttngenError):
+            failures.append(Failure(_label(kernel), helper, kernel.location))
         else:
-            found[planned.name] = kernel, planned
+            found[helper.name] = kernel, helper
     return list(found.values()), failures
 
 
-def _plan(kernel: KernelSpec, tuned: Tuned | None) -> Plan:
-    """Return the plan of a kernel, with the choices that were measured for it, if there are any and it takes them."""
-    from attngen.plan import plan
+def _plans(kernel: KernelSpec, tuned: Sequence[Tuned]) -> list[Plan]:
+    """Return the plans of a kernel, one for each way in which the files of ``tuned`` choose for it.
 
-    chosen = None if tuned is None else tuned.applied(kernel)
-    if tuned is not None and chosen is not None:
-        with contextlib.suppress(PlanError):
-            return replace(plan(chosen), tuned=tuned.told)
-    return plan(kernel)
+    A file that has no choice for it, or one that the plan refuses, takes the plan's own.
+    """
+    from attngen.plan import plan
+    from attngen.plan.model import TunedOn
+    from attngen.plan.times import tuned_times
+
+    own = plan(kernel)
+    found: dict[str, Plan] = {}
+    for file in tuned:
+        choice, chosen = file.applied(kernel), own
+        if choice is not None:
+            with contextlib.suppress(PlanError):
+                chosen = plan(choice)
+        chosen = found.setdefault(chosen.name, chosen)
+        if choice is not None and chosen is not own:
+            row = TunedOn(file.name, file.gpu, tuned_times(own, chosen, file.speedup(kernel)))
+            found[chosen.name] = replace(chosen, tuned=(*chosen.tuned, row))
+    return list(found.values()) or [own]
 
 
 def _chosen_alike(planned: Plan) -> dict[str, Any]:
     """Return a plan as JSON, whoever made its choices."""
-    return replace(planned, tuned="").to_dict()
+    return replace(planned, tuned=()).to_dict()
 
 
 _T = TypeVar("_T")

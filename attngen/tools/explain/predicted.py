@@ -18,7 +18,7 @@ def predicted(plan: Plan, seqlen: int) -> float | None:
 
     from attngen.runtime.arguments import Call, View
     from attngen.runtime.module import Kernel
-    from attngen.runtime.prediction import predict
+    from attngen.runtime.prediction import Card, predict
 
     nothing = View((), (), ())
     call = Call(
@@ -27,7 +27,7 @@ def predicted(plan: Plan, seqlen: int) -> float | None:
         total_q=BATCH * seqlen, total_k=BATCH * seqlen,
     )  # fmt: skip
     kernel = Kernel({**plan.to_dict(), "resources": {"shared_memory": plan.structure.shared_bytes}}, bytes)
-    found = predict(kernel, call, MULTIPROCESSORS.value)
+    found = predict(kernel, call, Card(MULTIPROCESSORS.value))
     return None if found is None else found.microseconds
 
 

@@ -10,7 +10,7 @@ import torch
 from attngen.plan.times import LAUNCH, Measured
 from attngen.runtime.arguments import Call
 from attngen.runtime.module import Kernel
-from attngen.runtime.prediction import predict
+from attngen.runtime.prediction import Card, predict
 
 #: Times that the path is followed with the constants of the round before.
 _ROUNDS = 8
@@ -42,8 +42,8 @@ def key_of(kernel: Kernel) -> tuple[int, int, int]:
     return manifest["structure"]["consumers"], kernel.tile_n, columns
 
 
-def fit(timed: Sequence[Timed], blocks: int) -> Fit:
-    """Return the constants of all kernels that were timed, with ``blocks`` at work at once.
+def fit(timed: Sequence[Timed], card: Card) -> Fit:
+    """Return the constants of all kernels that were timed, on a card.
 
     The path of the block that is done last depends on the constants, and is followed again with each new set of them.
     """
@@ -58,7 +58,7 @@ def fit(timed: Sequence[Timed], blocks: int) -> Fit:
         rows = torch.zeros(len(timed), len(constants), dtype=torch.float64)
         for row, one in zip(rows, timed, strict=True):
             at = place[key_of(one.kernel)]
-            found = predict(one.kernel, one.call, blocks, (constants[0].item(), *constants[at : at + 2].tolist()))
+            found = predict(one.kernel, one.call, card, (constants[0].item(), *constants[at : at + 2].tolist()))
             assert found is not None
             row[0], row[at], row[at + 1] = 1.0, *found.path
             row /= 1e3 * one.microseconds

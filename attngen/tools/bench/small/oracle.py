@@ -15,9 +15,9 @@ import torch
 from attngen.errors import CallError, LoadError, NoKernelError
 from attngen.runtime import driver as drivers
 from attngen.runtime.module import Kernel
-from attngen.runtime.prediction import predict
+from attngen.runtime.prediction import Card, predict
 from attngen.runtime.registry import Package, registry
-from attngen.runtime.select import Request, select
+from attngen.runtime.select import Request, card_of, select
 from attngen.schema import load_spec, preset
 from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.kernels import chosen, compiled, reader
@@ -118,7 +118,7 @@ def compare(spec: str | Path, part: str | None, rounds: int, jobs: int | None, o
     generator, order = torch.Generator(gpu.device).manual_seed(seed), random.Random(seed)
     report = OracleReport(str(spec), facts, len(candidates), failures=failures)
     timed: list[Timed] = []
-    blocks = drivers.current().multiprocessors(gpu.device.index or 0)
+    card = card_of(drivers.current(), gpu.device.index or 0)
     with torch.no_grad():
         for shape, members in candidates.items():
             own = [kernels[one.plan.name] for one in members if one.plan.name in kernels]
@@ -126,7 +126,7 @@ def compare(spec: str | Path, part: str | None, rounds: int, jobs: int | None, o
             measured, failed = _timed(own, inputs, clock, cuda_graph, rounds, order)
             failures = {**failures, **failed}
             if measured:
-                report = replace(report, rows=(*report.rows, compared(shape, own, measured, blocks)), failures=failures)
+                report = replace(report, rows=(*report.rows, compared(shape, own, measured, card)), failures=failures)
                 timed += [
                     Timed(kernel, call_of(shape, kernel.variant), measured[kernel.name])
                     for kernel in own
@@ -135,14 +135,14 @@ def compare(spec: str | Path, part: str | None, rounds: int, jobs: int | None, o
             observer(report, len(candidates))
             del inputs
             torch.cuda.empty_cache()
-    return replace(report, failures=failures, fit=fit(timed, blocks) if timed else None)
+    return replace(report, failures=failures, fit=fit(timed, card) if timed else None)
 
 
-def compared(shape: Shape, kernels: Sequence[Kernel], measured: Mapping[str, float], blocks: int) -> Compared:
+def compared(shape: Shape, kernels: Sequence[Kernel], measured: Mapping[str, float], card: Card) -> Compared:
     """Return what a call took on each kernel, and which of them the dispatcher takes."""
     call = call_of(shape, kernels[0].variant)
     running = [kernel for kernel in kernels if kernel.name in measured]
-    foreseen = {kernel.name: predict(kernel, call, blocks) for kernel in running}
+    foreseen = {kernel.name: predict(kernel, call, card) for kernel in running}
     request = Request(call, 0, dict.fromkeys(("q", "k", "v"), _ADDRESS), shape.arguments)
     taken = select(running, request, drivers.current()).kernel
     assert taken is not None, "each of them ran the call"
