@@ -13,7 +13,7 @@ import torch
 
 from attngen.errors import CallError
 from attngen.lang.eager import evaluate
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.module import Kernel
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.plan import Plan, plan
 from attngen.render import render
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.pinned import Buffers, prepared_shapes
 from attngen.runtime.tile_map import eager_tile_map
 from attngen.schema import expand, load_spec_text

@@ -23,7 +23,8 @@ from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.driver import Launch as KernelLaunch
 from attngen.runtime.module import Kernel
 from attngen.runtime.paging import Paging, bind_paged

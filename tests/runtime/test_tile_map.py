@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.tile_map import eager_tile_map
 from tests.runtime.support import variant
 
