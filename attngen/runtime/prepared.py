@@ -147,9 +147,3 @@ class PreparedCall:
             return out
         lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
         return out, lse.fill_(-math.inf)
-
-    @property
-    def kernel_label(self) -> str:
-        """What ran the forward, as messages name it."""
-        assert self._kernel is not None
-        return self._kernel.full_name

@@ -29,9 +29,9 @@ from attngen.runtime.driver import Launch as KernelLaunch
 from attngen.runtime.module import Kernel
 from attngen.runtime.paging import Paging, bind_paged
 from attngen.runtime.reference import reference
-from attngen.runtime.tile_map import eager_tile_map
 from attngen.store import Store
 from attngen.store.index import Index, IndexEntry, write_index
+from tests.runtime.eager_map import eager_tile_map
 
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 _STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h"), "paged": ("s", "h")}

@@ -9,7 +9,7 @@ from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import bind
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.checked import Call, Packing
-from attngen.runtime.tile_map import eager_tile_map
+from tests.runtime.eager_map import eager_tile_map
 from tests.runtime.support import variant
 
 TILE_M, TILE_N = 8, 4
