@@ -45,11 +45,6 @@ class DType:
         """Elements of 16 bytes: what wide loads and stores take, what swizzles move, what strides are multiples of."""
         return CHUNK_BYTES // self.bytes
 
-    @property
-    def swizzle_columns(self) -> int:
-        """Columns of the widest swizzle, that of 128 bytes."""
-        return SWIZZLE_BYTES // self.bytes
-
 
 _ROWS = (
     DType("bf16", "bfloat16", "bf16", "bfloat16", "bf16", 2, "float", "bf16", "BFLOAT16"),

@@ -43,11 +43,6 @@ def templates_dir() -> Path:
     return root() / "templates"
 
 
-def generated_dir() -> Path:
-    """Return the folder of the committed rendered sources, one subfolder for each spec."""
-    return root() / "generated"
-
-
 def variants_file() -> Path:
     """Return the file of the shipped variants as JSON: the presets, and what integrations ask for."""
     return _PACKAGE / "integrations" / "variants.json"

@@ -97,12 +97,3 @@ def parameter_places(cubin: bytes, symbol: str | None = None) -> list[tuple[int,
     found = re.findall(r"Ordinal\s*:\s*(\w+)\s+Offset\s*:\s*(\w+)\s+Size\s*:\s*(\w+)", text)
     rows = sorted({tuple(int(value, 16) for value in row) for row in found})
     return [(offset, size) for _, offset, size in rows]
-
-
-def resource_usage(cubin: bytes) -> dict[str, int]:
-    """Return what the cubin itself declares: ``REG``, ``STACK``, ``SHARED`` (static), ``LOCAL``."""
-    text = _run_tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
-    usage = re.search(r"^\s*Function [^\n]*\n(?P<values>[^\n]*)", text, re.MULTILINE)
-    if usage is None:
-        raise CompileError(f"no function in the cubin: {text.strip()}")
-    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage["values"])}

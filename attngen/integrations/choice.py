@@ -22,8 +22,8 @@ from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime import calls, dispatch, on_demand
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import ATTENTION_DTYPES
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.checked import ATTENTION_DTYPES
 from attngen.runtime.dispatch import is_traced
 from attngen.runtime.dropout import draw
 from attngen.runtime.module import Kernel

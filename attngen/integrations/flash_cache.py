@@ -20,7 +20,7 @@ from attngen.integrations.choice import Candidate, Pages, attend
 from attngen.integrations.flash_arguments import candidates_for, refused, sides_of, steppable, tensor
 from attngen.runtime.append import append_kv
 from attngen.runtime.append_torch import rotated
-from attngen.runtime.arguments import TORCH_DTYPES
+from attngen.runtime.checked import TORCH_DTYPES
 from attngen.runtime.dispatch import is_traced
 
 #: The shipped spec that builds what these functions ask for.

@@ -26,7 +26,7 @@ from attngen.integrations.mask_structure import StructuredMask, structure_of
 from attngen.integrations.model_config import TORCH_DTYPES, made, offline, quiet, sentence, without_interface
 from attngen.integrations.model_inputs import BATCH, TOKENS, inputs_of, of_images, step_of
 from attngen.integrations.model_without_data import without_data
-from attngen.runtime.arguments import ATTENTION_DTYPES
+from attngen.runtime.checked import ATTENTION_DTYPES
 
 #: The implementation of attention that records calls and computes nothing.
 _NAME = "attngen_requests"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
-from attngen.runtime.arguments import PAGE_LAYOUTS, check_rank, index_vector, mixes
+from attngen.runtime.arguments import check_rank, index_vector
+from attngen.runtime.checked import PAGE_LAYOUTS, mixes
 
 _ROTARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

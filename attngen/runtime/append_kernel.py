@@ -16,7 +16,7 @@ from attngen.dtypes import CHUNK_BYTES
 from attngen.errors import LoadError
 from attngen.formats import APPEND, APPEND_VARIANT
 from attngen.runtime.append_arguments import DESCALES, Append, Sizes, scales_of
-from attngen.runtime.arguments import ATTENTION_DTYPES
+from attngen.runtime.checked import ATTENTION_DTYPES
 from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import registry

@@ -11,7 +11,8 @@ from attngen.dtypes import DESCALES, HEAD_DIMS, QUANTIZED_DTYPES
 from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
-from attngen.runtime.arguments import ATTENTION_DTYPES, Call, Packing, bind, check_out_dtype
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import ATTENTION_DTYPES, Call, Packing, check_out_dtype
 from attngen.runtime.descales import check_descales
 from attngen.runtime.given import Given
 from attngen.runtime.paging import Paging, bind_paged

@@ -15,7 +15,7 @@ import torch
 from attngen.errors import CallError
 from attngen.lang.variant import Bound
 from attngen.lang.variant import Tensor as DeclaredTensor
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 
 _depth = 0
 

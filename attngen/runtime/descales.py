@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attngen.dtypes import DESCALE_BLOCKS, DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import CallError
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 
 #: Tokens that may share a scale, where not all of a head do.
 _BLOCKS = tuple(block for block in DESCALE_BLOCKS.values() if block > 0)

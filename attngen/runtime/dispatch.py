@@ -22,9 +22,9 @@ from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime import on_demand, transforms
 from attngen.runtime.addresses import FORWARD, NO_FORWARD
-from attngen.runtime.arguments import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.binding import bind_call, find, require_reference
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.checked import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.dropout import with_state
 from attngen.runtime.explanation import Explanation
 from attngen.runtime.given import TENSORS, Given, keyed_of, tensors_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, MULTIPLIERS, RNG_STATE, ROUNDS, UNITS, WEYL
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 
 _WORD = 2**32 - 1
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.prediction import Prediction

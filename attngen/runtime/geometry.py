@@ -8,7 +8,7 @@ from typing import Protocol
 
 from attngen.dtypes import DType
 from attngen.errors import LoadError
-from attngen.runtime.arguments import Call, View
+from attngen.runtime.checked import Call, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from attngen.runtime.arguments import Call, View, view
+from attngen.runtime.checked import Call, View, view
 from attngen.runtime.paging import rows_view
 from attngen.runtime.sinks import add_gradients
 

@@ -14,8 +14,8 @@ from typing import Any
 from attngen.errors import LoadError
 from attngen.runtime import counters
 from attngen.runtime.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
-from attngen.runtime.arguments import Call, View
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.checked import Call, View
 from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.geometry import Geometry, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.module import Entry, Kernel

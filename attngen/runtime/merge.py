@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
-from attngen.runtime.arguments import ATTENTION_DTYPES, LAYOUTS
+from attngen.runtime.checked import ATTENTION_DTYPES, LAYOUTS
 
 
 def merge(

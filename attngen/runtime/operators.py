@@ -19,7 +19,8 @@ from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime import at_trace, dispatch, paged_operators, training
-from attngen.runtime.arguments import hint_for, out_dtype_of
+from attngen.runtime.checked import out_dtype_of
+from attngen.runtime.declared import hint_for
 from attngen.runtime.derivatives import reference_gradients
 from attngen.runtime.dropout import check_rate, draw
 from attngen.runtime.given import Given

@@ -14,7 +14,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime import at_trace, dispatch
-from attngen.runtime.arguments import out_dtype_of
+from attngen.runtime.checked import out_dtype_of
 from attngen.runtime.given import Given
 from attngen.runtime.signature import TAGS, Signature, parameters_of
 

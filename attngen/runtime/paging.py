@@ -11,18 +11,8 @@ import torch
 from attngen.errors import CallError, suggest
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import (
-    PAGE_LAYOUTS,
-    Call,
-    View,
-    check_alike,
-    check_rank,
-    common,
-    finish,
-    index_vector,
-    length_of,
-    view,
-)
+from attngen.runtime.arguments import check_alike, check_rank, common, finish, index_vector, length_of
+from attngen.runtime.checked import PAGE_LAYOUTS, Call, View, view
 from attngen.runtime.given import Given
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attngen.errors import NoKernelError
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.geometry import geometries, map_shapes, workspace_sizes
 from attngen.runtime.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.launch import PreparedLaunches

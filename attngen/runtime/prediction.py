@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from attngen.lang.host import evaluate
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 

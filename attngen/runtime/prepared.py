@@ -12,12 +12,13 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.addresses import LSE, OUT
-from attngen.runtime.arguments import Call, Number, default_scale, softmax_scale_of
+from attngen.runtime.arguments import default_scale, softmax_scale_of
+from attngen.runtime.checked import Call
 from attngen.runtime.driver import Driver
 from attngen.runtime.given import Given
 from attngen.runtime.launch import PreparedLaunch, PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
-from attngen.runtime.scalars import Scalars
+from attngen.runtime.scalars import Number, Scalars
 from attngen.runtime.tile_map import TileMap
 
 #: Calls that are kept prepared, and as many backwards; each takes a few kilobytes of host memory.
@@ -72,7 +73,7 @@ class PreparedCall:
         self.sinks_only = kernel is None and call.return_lse and call.variant.sink is not None
         self._device, self._scale = call.device, default_scale(call.head_dim_qk)
         self._dtype = call.out_dtype
-        self.scalars = Scalars(call)
+        self.scalars = Scalars(call.variant.name, call.rules)
         self._call = call.without_tensors()
         self._launch: PreparedLaunches | None = None
         self._enqueue: PreparedLaunches | PreparedLaunch | None = None
@@ -146,9 +147,3 @@ class PreparedCall:
             return out
         lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
         return out, lse.fill_(-math.inf)
-
-    @property
-    def kernel_label(self) -> str:
-        """What ran the forward, as messages name it."""
-        assert self._kernel is not None
-        return self._kernel.full_name

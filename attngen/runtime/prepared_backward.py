@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attngen.lang.variant import Variant
 from attngen.runtime.addresses import DK, DOUT, DQ, DV
-from attngen.runtime.arguments import Call, View, contiguous_view, default_scale, softmax_scale_of
+from attngen.runtime.arguments import default_scale, softmax_scale_of
+from attngen.runtime.checked import Call, View, contiguous_view
 from attngen.runtime.driver import Driver
 from attngen.runtime.given import Given
 from attngen.runtime.gradients import differentiable, gradient_shapes
@@ -60,7 +61,7 @@ class PreparedBackward:
         """
         self._kept, self.unordered = kept, unordered
         self._call, self._device = call.without_tensors(), call.device
-        self._scalars, self._scale = Scalars(call), default_scale(call.head_dim_qk)
+        self._scalars, self._scale = Scalars(call.variant.name, call.rules), default_scale(call.head_dim_qk)
         shapes = gradient_shapes(call)
         made = {name: contiguous_view(shape, call.order) for name, shape in shapes.items()}
         self._contiguous_dout = dout is None

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
-from attngen.runtime.arguments import LAYOUTS, check_rank, index_vector
+from attngen.runtime.arguments import check_rank, index_vector
+from attngen.runtime.checked import LAYOUTS
 
 #: What a scale is of. The numbers are tokens: a block of so many, of one head.
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "head", 64, 128, "token")

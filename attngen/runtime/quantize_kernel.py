@@ -17,7 +17,7 @@ from torch import Tensor
 from attngen.dtypes import CHUNK_BYTES
 from attngen.errors import LoadError
 from attngen.formats import QUANTIZE, QUANTIZE_VARIANT
-from attngen.runtime.arguments import ATTENTION_DTYPES
+from attngen.runtime.checked import ATTENTION_DTYPES
 from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.module import Kernel
 from attngen.runtime.quantize_arguments import Quantize, Sizes, in_rows, random_signs, transform_size

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Variant
 from attngen.runtime.anchor import with_zero_gradients
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.descales import dequantized
 from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.sinks import sinks

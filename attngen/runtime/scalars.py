@@ -1,23 +1,90 @@
-"""The scalars of a prepared call, whose bounds are known: what is left is to check the values that it passes."""
+"""Run-time scalars: what each of a call may be, and the check of the values that a call passes."""
 
 from __future__ import annotations
 
+import math
+import numbers
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from attngen.runtime.arguments import Call, Number, ScalarRule
+import torch
+
+from attngen.errors import CallError
+
+#: Largest finite float32.
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+Number = bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarRule:
+    """What one run-time scalar of a call may be, with all extents resolved."""
+
+    name: str
+    dtype: str
+    low: float
+    high: float
+    default: Number | None
+    const: Number | None
+
+    def check(self, value: Any, variant: str) -> Number:
+        """Return the value as a plain number of the declared type, or raise CallError."""
+        if isinstance(value, torch.Tensor):
+            raise CallError(
+                f"{variant}: scalar '{self.name}' must be a Python number, got a tensor: reading it would wait for the "
+                "GPU; pass value.item(), or declare it as a tensor of shape []"
+            )
+        number = _as_number(value, self.dtype)
+        if number is None:
+            kind = {"bool": "True or False", "fp32": "a number of the range of float32"}.get(self.dtype, "an integer")
+            raise CallError(f"{variant}: scalar '{self.name}' is {self.dtype}, so it must be {kind}, got {value!r}")
+        if self.const is not None and number != self.const:
+            raise CallError(
+                f"{variant}: scalar '{self.name}' was fixed to {self.const} when the kernels were built, got {value!r}"
+            )
+        if not self.low <= number <= self.high:
+            raise CallError(
+                f"{variant}: scalar '{self.name}' must lie within {_show(self.low)} .. {_show(self.high)}, "
+                f"got {value!r}"
+            )
+        return number
+
+
+def _as_number(value: Any, dtype: str) -> Number | None:
+    """Return a value as a number of the dtype, or None if it is not one. Other integer types (NumPy's) are taken."""
+    if dtype == "bool":
+        return value if isinstance(value, bool) else None
+    if isinstance(value, bool):
+        return None
+    if dtype == "fp32":
+        if not isinstance(value, numbers.Real) or math.isnan(float(value)):
+            return None
+        number = float(value)
+        return number if math.isinf(number) or abs(number) <= FLOAT32_MAX else None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _show(bound: float) -> str:
+    return {math.inf: "inf", -math.inf: "-inf"}.get(bound, str(bound))
+
 
 #: Python type that a scalar of each dtype usually has; others go through the full check.
 _PLAIN_TYPES = {"int32": int, "int64": int, "fp32": float, "bool": bool}
 
 
 class Scalars:
-    """Returns the checked values of a variant's scalars, in order of declaration."""
+    """The scalars of a prepared call, whose bounds are known: returns the checked values, in order of declaration."""
 
     __slots__ = ("_rules", "_variant")
 
-    def __init__(self, call: Call) -> None:
-        self._variant = call.variant.name
+    def __init__(self, variant: str, rules: Sequence[ScalarRule]) -> None:
+        self._variant = variant
         self._rules: list[tuple[str, type | None, float, float, ScalarRule, Any]] = [
             (
                 rule.name,
@@ -27,7 +94,7 @@ class Scalars:
                 rule,
                 rule.const if rule.const is not None else rule.default,
             )
-            for rule in call.rules
+            for rule in rules
         ]
 
     def __call__(self, arguments: Mapping[str, Any]) -> Sequence[Number]:

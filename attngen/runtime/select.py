@@ -19,13 +19,14 @@ from attngen.dtypes import (
 )
 from attngen.errors import NoKernelError
 from attngen.runtime import on_demand, tensormap
-from attngen.runtime.arguments import ATTENTION_DTYPES as ATTENTION_NAMES
-from attngen.runtime.arguments import Call, Number, View
+from attngen.runtime.checked import ATTENTION_DTYPES as ATTENTION_NAMES
+from attngen.runtime.checked import Call, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
 from attngen.runtime.prediction import Card, Prediction, predict
+from attngen.runtime.scalars import Number
 
 #: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_BLOCKS = 2**31 - 1

@@ -17,7 +17,7 @@ from attngen.lang.derivative import differentiate_loads
 from attngen.lang.eager import evaluate
 from attngen.lang.ir import Expr, Load, Type, Var, names
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 
 
 def sinks(call: Call, compute: torch.dtype, *, checked: bool = True) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel, Launch
 

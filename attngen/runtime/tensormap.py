@@ -14,7 +14,6 @@ from attngen.runtime.driver import Driver
 ADDRESS_ALIGNMENT = 16
 STRIDE_ALIGNMENT = 16
 MAX_STRIDE_BYTES = 2**40
-MAX_EXTENT = 2**32
 MAX_BOX = 256
 
 #: Descriptors that are kept, of 128 bytes each.

@@ -19,9 +19,9 @@ from attngen.lang.variant import Variant
 from attngen.runtime import driver as drivers
 from attngen.runtime import on_demand
 from attngen.runtime.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT
-from attngen.runtime.arguments import Call, view
 from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.checked import Call, view
 from attngen.runtime.given import OTHERS, TENSORS, Given, keyed_of, make, settings_of
 from attngen.runtime.gradients import differentiable, gradient_shapes
 from attngen.runtime.keys import note_others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -19,7 +20,7 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.compile import Artifact, compile_source
 from attngen.compile.environment import is_scrubbed, scrubbed
-from attngen.compile.inspect import disassemble, parameter_places, resource_usage, resources_of_log
+from attngen.compile.inspect import disassemble, nvidia_tool, parameter_places, resources_of_log
 from attngen.compile.parameters import check_parameters
 from attngen.errors import CompileError
 from attngen.plan.model import Argument
@@ -88,10 +89,13 @@ def test_an_artifact_holds_what_it_says() -> None:
     assert pickle.loads(pickle.dumps(artifact)) == artifact
 
 
-def test_the_manifest_agrees_with_the_cubin() -> None:
+def test_the_manifest_agrees_with_the_cubin(tmp_path: Path) -> None:
     for plan in (DESCRIPTOR, POINTER):
         artifact = compiled(plan)
-        assert resource_usage(artifact.cubin)["REG"] == artifact.manifest["resources"]["registers"]
+        (tmp_path / "kernel.cubin").write_bytes(artifact.cubin)
+        tool = [str(nvidia_tool("cuobjdump")), "--dump-resource-usage", str(tmp_path / "kernel.cubin")]
+        declared = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+        assert re.findall(r"\bREG:(\d+)", declared) == [str(artifact.manifest["resources"]["registers"])]
 
 
 def test_parameters_are_those_of_the_ptx() -> None:

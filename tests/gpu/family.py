@@ -16,7 +16,7 @@ from attngen.arch import arch_of
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan
 from attngen.render import render
-from attngen.runtime.arguments import Call, Packing
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.runtime.reference import lengths, names_of

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.tools.cases import Case
 from attngen.tools.verify.trial import Trial, try_kernel

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import PinnedGradients, prepared_shapes
 from attngen.runtime.registry import package_of_kernels, registry

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError, NoKernelError
-from attngen.runtime.arguments import Packing
+from attngen.runtime.checked import Packing
 from attngen.runtime.pinned import Buffers
 from attngen.tools.cases import Case
 from attngen.tools.verify.inputs import Inputs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.schema import load_spec

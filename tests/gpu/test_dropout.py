@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attngen
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.runtime.registry import package_of_kernels, registry

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from attngen.compile.triton import WRONG_CODE
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.schema import load_spec

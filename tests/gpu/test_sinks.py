@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.runtime.registry import package_of_kernels, registry

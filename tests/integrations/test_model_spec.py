@@ -24,7 +24,7 @@ from attngen.commands.check import check_spec
 from attngen.integrations import flash_cache
 from attngen.integrations.choice import kernels_of
 from attngen.plan import plan
-from attngen.runtime.arguments import ATTENTION_DTYPES
+from attngen.runtime.checked import ATTENTION_DTYPES
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import KernelSpec, expand, load_spec

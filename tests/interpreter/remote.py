@@ -15,9 +15,9 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.plan import Plan, plan
 from attngen.render import render
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.pinned import Buffers, prepared_shapes
-from attngen.runtime.tile_map import eager_tile_map
 from attngen.schema import expand, load_spec_text
 from attngen.tools.cases import Case
 from attngen.tools.verify import interpreter
@@ -26,6 +26,7 @@ from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from attngen.tools.verify.interpreter import Interpreted, prepare_process
 from attngen.tools.verify.poison import poisoned, poisoned_gradients
 from attngen.tools.verify.trial import try_backward, try_kernel
+from tests.runtime.eager_map import eager_tile_map
 
 prepare_process()
 gc.freeze()  # as in tests/conftest.py: garbage is looked for seldom, and never among modules

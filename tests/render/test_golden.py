@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from attngen.resources import generated_dir, specs_dir
+from attngen.resources import root, specs_dir
 from attngen.tools.build.generate import generate
 from tests.render.sources import GOLDEN, SHIPPED
 
+GENERATED = root() / "generated"
 MAX_BYTES = 9 * 2**20
 
 
@@ -22,7 +23,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_generated_sources_are_up_to_date(name: str, tmp_path: Path) -> None:
     generate(specs_dir() / f"{name}.yaml", tmp_path)
-    fresh, kept = files(tmp_path / name), files(generated_dir() / name)
+    fresh, kept = files(tmp_path / name), files(GENERATED / name)
     command = f"attngen build specs/{name}.yaml --render-only"
     assert sorted(fresh) == sorted(kept), f"other kernels than in generated/{name}: run {command}"
     stale = [file for file, content in fresh.items() if kept[file] != content]
@@ -30,9 +31,9 @@ def test_generated_sources_are_up_to_date(name: str, tmp_path: Path) -> None:
 
 
 def test_generated_holds_nothing_else() -> None:
-    folders = {path.name for path in generated_dir().iterdir() if path.is_dir()}
+    folders = {path.name for path in GENERATED.iterdir() if path.is_dir()}
     assert folders <= set(SHIPPED)
-    paths = [path for path in generated_dir().rglob("*") if path.is_file()]
+    paths = [path for path in GENERATED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in paths) < MAX_BYTES
     assert {path.suffix for path in paths} <= {".py", ".cu", ".md"}
 

@@ -23,14 +23,15 @@ from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.driver import Launch as KernelLaunch
 from attngen.runtime.module import Kernel
 from attngen.runtime.paging import Paging, bind_paged
 from attngen.runtime.reference import reference
-from attngen.runtime.tile_map import eager_tile_map
 from attngen.store import Store
 from attngen.store.index import Index, IndexEntry, write_index
+from tests.runtime.eager_map import eager_tile_map
 
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 _STRIDED = {"dense": ("b", "s", "h"), "varlen": ("s", "h"), "paged": ("s", "h")}

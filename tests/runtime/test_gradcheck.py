@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Packing
 from attngen.runtime.reference import reference
 from tests.runtime.support import variant
 

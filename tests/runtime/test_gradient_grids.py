@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from attngen.plan import plan
-from attngen.runtime.arguments import Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Packing
 from attngen.runtime.geometry import geometries, workspace_sizes
 from attngen.runtime.module import Kernel
 from attngen.schema import expand, load_spec_text

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime.arguments import Call, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call
 from attngen.runtime.geometry import Geometry
 from attngen.runtime.module import Kernel
 from attngen.runtime.registry import package_of_kernels, registry

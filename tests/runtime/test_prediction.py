@@ -10,7 +10,8 @@ import torch
 
 from attngen.lang.variant import Variant
 from attngen.runtime import prediction
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.module import Kernel
 from attngen.runtime.prediction import Card, predict
 from attngen.runtime.select import preferred

@@ -13,7 +13,8 @@ import attngen
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.reference import reference
 from attngen.runtime.sinks import add_gradients, learned, without_keys
 from attngen.schema import preset

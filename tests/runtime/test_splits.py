@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from attngen.runtime import counters, splits
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import Call, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call
 from attngen.runtime.splits import Capacity, reciprocal, split_sizes
 from tests.plan.specs import planned
 from tests.runtime.support import FakeDriver, variant

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.tile_map import eager_tile_map
+from attngen.runtime.checked import Call, Packing
+from tests.runtime.eager_map import eager_tile_map
 from tests.runtime.support import variant
 
 TILE_M, TILE_N = 8, 4

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.check import compile_variant
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import Tally, deviation

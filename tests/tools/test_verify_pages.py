@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attngen.runtime import debug
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers
 from attngen.runtime.reference import reference

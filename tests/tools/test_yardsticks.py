@@ -21,7 +21,7 @@ from attngen.dtypes import dtype as dtype_row
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Tensor as Tensor_
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.reference import names_of
 from attngen.tools.cases import Case

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attngen.lang.eager import evaluate
-from attngen.runtime.arguments import Call, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call
 from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.reference import names_of
 from attngen.tools.bench.workloads import Workload

@@ -13,8 +13,8 @@ from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
-from attngen.runtime.arguments import TORCH_DTYPES
 from attngen.runtime.calls import attention
+from attngen.runtime.checked import TORCH_DTYPES
 from attngen.runtime.dispatch import tile_map
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import Package, registry

@@ -16,7 +16,7 @@ def predicted(plan: Plan, seqlen: int) -> float | None:
         return None
     import torch
 
-    from attngen.runtime.arguments import Call, View
+    from attngen.runtime.checked import Call, View
     from attngen.runtime.module import Kernel
     from attngen.runtime.prediction import Card, predict
 

@@ -14,8 +14,8 @@ from attngen.dtypes import DESCALES
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import Call
 from attngen.runtime.binding import bind_call, find
+from attngen.runtime.checked import Call
 from attngen.runtime.dropout import with_state
 from attngen.runtime.given import Given
 from attngen.runtime.paging import in_rows

@@ -16,7 +16,8 @@ from attngen.lang.eager import evaluate
 from attngen.lang.facts import Facts
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
-from attngen.runtime.arguments import Call, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call
 from attngen.runtime.reference import names_of
 from attngen.tools.explain.explanation import Band
 

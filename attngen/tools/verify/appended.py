@@ -17,7 +17,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.append_arguments import Append, check
 from attngen.runtime.append_kernel import PreparedAppend, prepare_on
 from attngen.runtime.append_run import addresses_of
-from attngen.runtime.arguments import PAGE_LAYOUTS, TORCH_DTYPES
+from attngen.runtime.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.module import Kernel
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import CaseResult, Trial

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attngen.lang.eager import evaluate
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.descales import dequantized
 from attngen.runtime.dropout import kept, rate_of
 from attngen.runtime.reference import lengths, names_of

@@ -19,7 +19,7 @@ from attngen.lang.dropout import RNG_STATE
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Variant
 from attngen.runtime import calls, dispatch
-from attngen.runtime.arguments import Call, out_dtype_of
+from attngen.runtime.checked import Call, out_dtype_of
 from attngen.runtime.dropout import draw, kept, rate_of
 from attngen.runtime.given import Given
 from attngen.runtime.gradients import differentiable

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.reference import lengths, reference
 from attngen.tools.verify.baseline import Fused, fused, plain, sdpa
 

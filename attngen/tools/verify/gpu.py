@@ -17,7 +17,7 @@ from attngen.errors import AttngenError
 from attngen.formats import APPEND, QUANTIZE
 from attngen.plan.model import Plan
 from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients

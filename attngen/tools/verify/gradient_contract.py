@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers, differentiable
 from attngen.runtime.reference import lengths, reference
 from attngen.tools.verify.baseline import Fused, fused, fused_gradients, gradients_of, plain_gradients

@@ -18,7 +18,8 @@ from torch import Tensor
 from attngen.dtypes import CHUNK_BYTES, DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import Call, Packing, bind
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Call, Packing
 from attngen.runtime.descales import check_descales
 from attngen.runtime.paging import Paging, bind_paged
 from attngen.tools.cases import Case

@@ -20,7 +20,7 @@ import torch
 
 from attngen.errors import CompileError
 from attngen.plan.model import Plan
-from attngen.runtime.arguments import Call, View
+from attngen.runtime.checked import Call, View
 from attngen.runtime.geometry import Geometry, geometries
 from attngen.runtime.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.module import Entry, Kernel

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers, differentiable, gradient_shapes
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers, prepared_shapes

@@ -13,7 +13,7 @@ from torch import Tensor
 from attngen.errors import AttngenError, LoadError
 from attngen.runtime import driver as drivers
 from attngen.runtime import quantize_torch
-from attngen.runtime.arguments import LAYOUTS, TORCH_DTYPES
+from attngen.runtime.checked import LAYOUTS, TORCH_DTYPES
 from attngen.runtime.module import Kernel
 from attngen.runtime.quantize_arguments import GRANULARITIES, LARGEST, Quantize, check
 from attngen.runtime.quantize_kernel import PreparedQuantize, prepare_on

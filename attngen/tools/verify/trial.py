@@ -11,7 +11,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import AttngenError
 from attngen.lang.variant import Bound, Variant
 from attngen.runtime import debug
-from attngen.runtime.arguments import TORCH_DTYPES, Call
+from attngen.runtime.checked import TORCH_DTYPES, Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.module import Kernel
 from attngen.runtime.pinned import Buffers

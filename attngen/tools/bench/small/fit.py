@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attngen.plan.times import LAUNCH, Measured
-from attngen.runtime.arguments import Call
+from attngen.runtime.checked import Call
 from attngen.runtime.module import Kernel
 from attngen.runtime.prediction import Card, predict
 
