@@ -13,13 +13,16 @@ from typing import Any
 @cache
 def quicken() -> None:
     """Replace the slow parts of the interpreter, in this process. Triton is imported, to interpret."""
-    from triton.language import semantic
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     kind = semantic.TritonSemantic
     for owner, name, make in (
         (kind, "binary_op_sanitize_overflow_impl", _overflow),
         (kind, "broadcast_impl_value", _broadcast),
+        (core, "_unwrap_if_constexpr", _unwrap),
+        (core.block_type, "__init__", _block_types),
+        (core.tensor, "__init__", _tensors),
         (interpreter, "_get_np_dtype", _dtypes),
         (interpreter, "_patch_lang", _patches),
     ):
@@ -47,6 +50,51 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, lhs, rhs)
 
     return broadcast
+
+
+def _unwrap(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return at once what is no list, tuple or constant of Triton's, as most arguments are not."""
+    from triton.language import core
+
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+
+    def unwrap(value: Any) -> Any:
+        return value if type(value) in plain else original(value)
+
+    return unwrap
+
+
+def _block_types(original: Callable[..., None]) -> Callable[..., None]:
+    """Check the shape of a type of blocks, and write its name, once."""
+    known: dict[tuple[Any, tuple[int, ...]], dict[str, Any]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        if not all(type(extent) is int for extent in shape):
+            original(self, element_ty, shape)
+            return
+        key = (str(element_ty), tuple(shape))
+        if key not in known:
+            original(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        else:
+            self.__dict__.update(known[key], element_ty=element_ty)
+
+    return init
+
+
+def _tensors(original: Callable[..., None]) -> Callable[..., None]:
+    """Write the shape of tensors as constants of Triton's once for each shape, not for each tensor."""
+    known: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:  # both are given by these names, too
+        shape = type.shape if type.is_block() else ()
+        if shape not in known:
+            original(self, handle, type)
+            known[shape] = {name: value for name, value in vars(self).items() if name in ("shape", "numel")}
+        else:
+            self.__dict__.update(known[shape], handle=handle, type=type, dtype=type.scalar)
+
+    return init
 
 
 def _dtypes(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
