@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from attngen.store import limits
+from attngen.store import jobs, limits
+from tests import forked
 
 _GPU = Path(__file__).parent / "gpu"
 
@@ -32,6 +35,15 @@ def _share_cores() -> None:
 
 
 _share_cores()
+
+#: Workers of jobs start as forks of a process that has imported what they need; tests of the workers have fresh ones.
+jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+
+
+@pytest.fixture
+def fresh_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of jobs start as they do outside of tests."""
+    monkeypatch.setattr(jobs, "subprocess", subprocess)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
