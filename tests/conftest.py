@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
-import sys
-import tempfile
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from attngen.store import limits
+from attngen.store import jobs, limits
+from tests import forked
 
 _GPU = Path(__file__).parent / "gpu"
 
@@ -36,17 +36,14 @@ def _share_cores() -> None:
 
 _share_cores()
 
+#: Workers of jobs start as forks of a process that has imported what they need; tests of the workers have fresh ones.
+jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Compile each module once, where Python is told to write no bytecode: workers and the processes that tests start
-    find it in a folder of this run."""
-    if not sys.dont_write_bytecode or "PYTHONPYCACHEPREFIX" in os.environ:
-        return
-    folder = tempfile.mkdtemp(prefix="attngen-bytecode-")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder
-    del os.environ["PYTHONDONTWRITEBYTECODE"]
-    sys.dont_write_bytecode = False
+
+@pytest.fixture
+def fresh_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of jobs start as they do outside of tests."""
+    monkeypatch.setattr(jobs, "subprocess", subprocess)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

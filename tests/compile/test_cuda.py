@@ -41,7 +41,7 @@ KERNELS: tuple[tuple[str, int, bool], ...] = (
     ("sliding_window_sink", 64, True),  # a sink for each row
 )
 #: Padded and packed kernels of a plain mask: tests/compile/test_head_dims.py and the packed ones above show as much.
-MORE = {("causal", 80, False), ("causal", 128, True)}
+MORE = {("causal", 80, False), ("causal", 128, True), ("causal_sink", 64, False)}
 each = pytest.mark.parametrize(
     ("variant", "head_dim", "pack_gqa"),
     [

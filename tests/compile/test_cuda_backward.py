@@ -17,9 +17,9 @@ DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropou
 @pytest.mark.parametrize(
     ("variant", "fields"),
     [
-        ("causal", {"head_dim": 128}),
+        pytest.param("causal", {"head_dim": 128}, marks=pytest.mark.exhaustive),
         pytest.param("full", {"head_dim": 64, "dtype": "fp16"}, marks=pytest.mark.exhaustive),
-        ("alibi", {"head_dim": 96, "layout": "varlen"}),
+        pytest.param("alibi", {"head_dim": 96, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         ("allowed", {"head_dim": 64}),  # and its classifier
         pytest.param("causal_sink", {"head_dim": 80}, marks=pytest.mark.exhaustive),
         ("dropped", {"head_dim": 128, "deterministic": "true"}),

@@ -6,11 +6,12 @@ tests/gpu/test_examples.py runs them on a GPU, with the kernels that they need.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
@@ -38,9 +39,7 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(path), *ARGUMENTS.get(path.stem, [])],
-        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
-    )  # fmt: skip
+    command = [sys.executable, str(path), *ARGUMENTS.get(path.stem, [])]
+    done = forked.preload().run(command, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout

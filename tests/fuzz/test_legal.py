@@ -20,11 +20,11 @@ from tests.fuzz.legal import legal
 from tests.fuzz.trials import Planned, asked_for, plan_one
 from tests.gpu import generated
 
-PLANNED = range(80)
+PLANNED = range(50)
 ALL = range(2000)
 #: Specs whose CUDA sources go through NVRTC in each run, without ptxas, and those that become cubins: a kernel takes
 #: half a second of a core for the one, and 2 to 8 s for the other.
-CHECKED, COMPILED = range(12), (2, 11, 19)
+CHECKED, COMPILED = range(6), (2, 11)
 
 
 def planned(seeds: Sequence[int]) -> list[Planned]:
@@ -100,7 +100,7 @@ def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cuda_sources_are_right() -> None:
     sources = [kernel.source for spec in planned(CHECKED) for kernel in spec.kernels if kernel.plan.backend == "cuda"]
-    assert len(sources) > 6
+    assert len(sources) > 3
     for source in sources:
         to_ptx(source)
 

@@ -39,6 +39,11 @@ def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
             pytest.exit(f"{request.node.nodeid} lost the CUDA context: {error}", returncode=1)
 
 
+@pytest.fixture(autouse=True)
+def _workers(fresh_workers: None) -> None:
+    """Jobs run in processes of their own, as they do for users."""
+
+
 @pytest.fixture
 def only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Make the kernels of one shipped spec known, and no others."""

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,7 +20,7 @@ class Interpreter:
     def __init__(self) -> None:
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from attngen.store.worker import main; main()"
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        self._process = subprocess.Popen(
+        self._process = forked.popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
 

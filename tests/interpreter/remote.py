@@ -51,21 +51,21 @@ def planned(text: str) -> Plan:
     return plan(spec)
 
 
-def part(half: int | None) -> slice:
-    """Return which cases are run: all, or every second one from the first (0) or the second (1)."""
-    return slice(None) if half is None else slice(half, None, 2)
+def part(third: int | None) -> slice:
+    """Return which cases are run: all, or every third one from one of the first three."""
+    return slice(None) if third is None else slice(third, None, 3)
 
 
-def problems(text: str, seed: int, half: int | None = None) -> tuple[str, ...]:
-    """Return what is wrong with a kernel on all of its cases, or on half of them."""
+def problems(text: str, seed: int, third: int | None = None) -> tuple[str, ...]:
+    """Return what is wrong with a kernel on all of its cases, or on a third of them."""
     run = kernel(text)
-    return try_kernel(run.kernel, run, "cpu", seed, small=True, part=part(half)).problems
+    return try_kernel(run.kernel, run, "cpu", seed, small=True, part=part(third)).problems
 
 
-def gradient_problems(text: str, seed: int, half: int | None = None) -> tuple[str, ...]:
-    """Return what is wrong with a backward on all of its cases, or on half of them."""
+def gradient_problems(text: str, seed: int, third: int | None = None) -> tuple[str, ...]:
+    """Return what is wrong with a backward on all of its cases, or on a third of them."""
     run = kernel(text)
-    return try_backward(run.kernel, run.differentiate, "cpu", seed, small=True, part=part(half)).problems
+    return try_backward(run.kernel, run.differentiate, "cpu", seed, small=True, part=part(third)).problems
 
 
 def gradients_with(

@@ -11,7 +11,7 @@ import pytest
 from attngen.schema import preset_names
 from attngen.tools.cases import Case
 from tests.interpreter.process import Interpreter
-from tests.interpreter.test_numerics import DRIVEN, HALVES, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES
+from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES, THIRDS
 from tests.sampling import sampled
 
 
@@ -24,15 +24,15 @@ def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str
 
 
 @sampled(
-    name=preset_names(), layout=LAYOUTS[::-1], half=HALVES
+    name=preset_names(), layout=LAYOUTS[::-1], third=THIRDS
 )  # each in the layout that the forwards are not sampled in
-def test_every_preset(interpreter: Interpreter, name: str, layout: str, half: int) -> None:
-    assert interpreter.call("gradient_problems", spec(name, layout=layout), 21, half) == ()
+def test_every_preset(interpreter: Interpreter, name: str, layout: str, third: int) -> None:
+    assert interpreter.call("gradient_problems", spec(name, layout=layout), 21, third) == ()
 
 
-@sampled(head_dim=["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", *ODD_HEAD_DIMS], loads=LOADS, half=HALVES)
-def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, half: int) -> None:
-    assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22, half) == ()
+@sampled(head_dim=["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", *ODD_HEAD_DIMS], loads=LOADS, third=THIRDS)
+def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, third: int) -> None:
+    assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22, third) == ()
 
 
 @sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS)
@@ -41,32 +41,36 @@ def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str
     assert interpreter.call("gradient_problems", text, 23) == ()
 
 
-@sampled(head_dim=ODD_HEAD_DIMS, loads=LOADS)
-def test_odd_head_dims_in_float32(interpreter: Interpreter, head_dim: str, loads: str) -> None:
+@sampled(head_dim=ODD_HEAD_DIMS, loads=LOADS, third=THIRDS)
+def test_odd_head_dims_in_float32(interpreter: Interpreter, head_dim: str, loads: str, third: int) -> None:
     text = spec(head_dim=head_dim, loads=loads, dtype="fp32", layout="varlen")
-    assert interpreter.call("gradient_problems", text, 29) == ()
+    assert interpreter.call("gradient_problems", text, 29, third) == ()
 
 
-@sampled(variant=["sliding_window", "sink_window", "neighbourhood_2d"], tile=["{m: 16, n: 64}", "{m: 64, n: 16}"])
-def test_tiles(interpreter: Interpreter, variant: str, tile: str) -> None:
-    assert interpreter.call("gradient_problems", spec(variant, tile=tile), 24) == ()
+@sampled(
+    variant=["sliding_window", "sink_window", "neighbourhood_2d"],
+    tile=["{m: 16, n: 64}", "{m: 64, n: 16}"],
+    third=THIRDS,
+)
+def test_tiles(interpreter: Interpreter, variant: str, tile: str, third: int) -> None:
+    assert interpreter.call("gradient_problems", spec(variant, tile=tile), 24, third) == ()
 
 
-@sampled(variant=DRIVEN, tile_map=["always", "never"], layout=LAYOUTS)
-def test_drivers(interpreter: Interpreter, variant: str, tile_map: str, layout: str) -> None:
-    assert interpreter.call("gradient_problems", spec(variant, tile_map=tile_map, layout=layout), 25) == ()
+@sampled(variant=DRIVEN, tile_map=["always", "never"], layout=LAYOUTS, third=THIRDS)
+def test_drivers(interpreter: Interpreter, variant: str, tile_map: str, layout: str, third: int) -> None:
+    assert interpreter.call("gradient_problems", spec(variant, tile_map=tile_map, layout=layout), 25, third) == ()
 
 
-@sampled(mask=MASKS, layout=LAYOUTS[::-1], half=HALVES)
-def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str, half: int) -> None:
+@sampled(mask=MASKS, layout=LAYOUTS[::-1], third=THIRDS)
+def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str, third: int) -> None:
     declared = f'variants:\n  odd: {{mask: "{mask}"}}\n'
-    assert interpreter.call("gradient_problems", spec("odd", declared=declared, layout=layout), 26, half) == ()
+    assert interpreter.call("gradient_problems", spec("odd", declared=declared, layout=layout), 26, third) == ()
 
 
-@sampled(fields=SCORES, half=HALVES)
-def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, half: int) -> None:
+@sampled(fields=SCORES, third=THIRDS)
+def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, third: int) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
-    assert interpreter.call("gradient_problems", spec("odd", declared=declared), 27, half) == ()
+    assert interpreter.call("gradient_problems", spec("odd", declared=declared), 27, third) == ()
 
 
 LEARNED = {

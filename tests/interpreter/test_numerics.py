@@ -16,7 +16,7 @@ from tests.interpreter.process import Interpreter
 from tests.sampling import sampled
 
 #: Every second case of a kernel, from the first or the second one.
-HALVES = (0, 1)
+THIRDS = (0, 1, 2)
 LAYOUTS, LOADS = ("dense", "varlen"), ("descriptor", "pointer")
 #: One for each kind of driver that a map may take the place of.
 DRIVEN = ("full", "prefix_lm", "packed_documents", "dilated", "allowed")
@@ -30,9 +30,9 @@ def spec(variant: str = "causal", *, more: str = "", declared: str = "", **field
     return f"{declared}kernels:\n  - variant: {variant}\n{lines}{more}"
 
 
-@sampled(name=preset_names(), layout=LAYOUTS, half=HALVES)
-def test_every_preset(interpreter: Interpreter, name: str, layout: str, half: int) -> None:
-    assert interpreter.call("problems", spec(name, layout=layout), 11, half) == ()
+@sampled(name=preset_names(), layout=LAYOUTS, third=THIRDS)
+def test_every_preset(interpreter: Interpreter, name: str, layout: str, third: int) -> None:
+    assert interpreter.call("problems", spec(name, layout=layout), 11, third) == ()
 
 
 HEAD_DIMS = ["48", "96", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", "256"]
@@ -40,10 +40,10 @@ HEAD_DIMS = ["48", "96", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", "256"]
 ODD_HEAD_DIMS = ["8", "24", "40", "72", "104", "136", "{qk: 40, v: 24}", "{qk: 8, v: 72}"]
 
 
-@sampled(head_dim=[*HEAD_DIMS, *ODD_HEAD_DIMS], loads=LOADS, half=HALVES)
-def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, half: int) -> None:
+@sampled(head_dim=[*HEAD_DIMS, *ODD_HEAD_DIMS], loads=LOADS, third=THIRDS)
+def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, third: int) -> None:
     text = spec(head_dim=head_dim, loads=loads)
-    assert interpreter.call("problems", text, 12, half) == ()
+    assert interpreter.call("problems", text, 12, third) == ()
 
 
 @sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS)
@@ -88,10 +88,10 @@ MASKS = {
 }
 
 
-@sampled(mask=MASKS, layout=LAYOUTS, half=HALVES)
-def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str, half: int) -> None:
+@sampled(mask=MASKS, layout=LAYOUTS, third=THIRDS)
+def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str, third: int) -> None:
     declared = f'variants:\n  odd: {{mask: "{mask}"}}\n'
-    assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 16, half) == ()
+    assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 16, third) == ()
 
 
 #: Monotone tensors along an extent that no scalar declares: it is that of the tensor at the call.
@@ -170,10 +170,10 @@ SCORES = {
 }
 
 
-@sampled(fields=SCORES, layout=LAYOUTS, half=HALVES)
-def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, layout: str, half: int) -> None:
+@sampled(fields=SCORES, layout=LAYOUTS, third=THIRDS)
+def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, layout: str, third: int) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
-    assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 17, half) == ()
+    assert interpreter.call("problems", spec("odd", declared=declared, layout=layout), 17, third) == ()
 
 
 #: Names that the templates use for their own values, and one that Python keeps for itself.

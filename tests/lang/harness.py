@@ -19,6 +19,7 @@ from attngen.lang.ir import Expr, Type
 from attngen.lang.languages import Target
 from attngen.lang.ranges import declared_ranges
 from attngen.lang.statements import lines
+from tests import forked
 from tests.lang import randoms
 from tests.lang.randoms import BATCH, HEADS, SEQLEN_K, SEQLEN_Q
 
@@ -147,13 +148,8 @@ def run_triton(exprs: Sequence[Expr], folder: Path, *, fast_math: bool = False) 
     (folder / "kernels.py").write_text(text + _TRITON_MAIN.format(grid=grid))
     torch.save(jobs, folder / "data.pt")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, folder / "kernels.py", folder / "data.pt"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, folder / "kernels.py", folder / "data.pt"]
+    done = forked.preload().run(command, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:] + "\n" + text[:4000]
     results = torch.load(folder / "data.pt")
     return [results[f"kernel_{i}"] for i in range(len(exprs))]

@@ -15,6 +15,7 @@ from zipfile import ZipFile
 
 from attngen.packaging.make import Made, package
 from attngen.packaging.project import Choices
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,9 +99,12 @@ def run(program: str, *sites: Path, alone: bool = True, options: Sequence[str] =
     text = WITHOUT_ANYTHING + program if alone else program
     places = sites if alone else (*sites, ROOT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *options, "-c", text],
-        capture_output=True, text=True, check=False, env=environment, cwd=sites[0],
-    )  # fmt: skip
+    command = [sys.executable, *options, "-c", text]
+    if alone and not options:  # torch takes two seconds to import, and what compiles programs four
+        done = forked.preload(WITHOUT_ANYTHING + "import torch, torch._dynamo", ()).run(
+            command, env=environment, cwd=sites[0]
+        )
+    else:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=sites[0])
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import torch
 
+from attngen.resources import root
 from attngen.schema import preset
+from tests import forked
 from tests.runtime import sharded
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     whole = tmp_path / "whole.pt"
     arguments = (2, "cpu", str(tmp_path / "meeting"), [], str(whole))
-    torch.multiprocessing.spawn(sharded.run, args=arguments, nprocs=2)
+    program = (
+        "import torch.multiprocessing\nfrom tests.runtime import sharded\n"
+        f"torch.multiprocessing.start_processes(sharded.run, {arguments!r}, nprocs=2, start_method='fork')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(root())}
+    done = forked.preload().run([sys.executable, "-c", program], env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     alone = sharded.model(preset("causal"), "cpu")
     before = [parameter.detach().clone() for parameter in alone.parameters()]
     sharded.train(alone, slice(None))

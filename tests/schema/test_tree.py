@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
+from pathlib import Path
 
 import pytest
 
 from attngen.errors import Location, SpecError
+from attngen.resources import specs_dir
 from attngen.schema import tree
 
 
@@ -114,3 +117,42 @@ def test_large_files_end_soon(text):
 def test_too_many_bytes():
     with pytest.raises(SpecError, match="1,000,001 bytes"):
         parse(b" " * 1_000_001)
+
+
+@pytest.mark.parametrize("path", sorted((specs_dir() / "presets").glob("*.yaml"))[::4], ids=lambda path: path.stem)
+def test_the_parser_in_c_gives_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places, values and errors, of shipped specs and of damaged ones."""
+    if tree._QUICK is None:
+        pytest.skip("PyYAML has no parser in C here")
+    content, chance = path.read_bytes(), random.Random(path.stem)
+    damaged = [content]
+    for piece in (
+        b":",
+        b"\t",
+        b"'",
+        b"]",
+        b"&a ",
+        b"*a",
+        b"!x ",
+        b"|",
+        b"\x00",
+        b"\xc2\x85",
+        b"? ",
+        b"---\n",
+        b"\r",
+        b"@",
+    ):
+        at = chance.randrange(min(len(content), 1500))
+        damaged.append(content[:at] + piece + content[at + chance.randrange(4) :][: 3000 - at])
+    if len(content) > 3000:
+        del damaged[0]
+    for text in damaged:
+        found = []
+        for quick in (tree._QUICK, None):
+            with monkeypatch.context() as patch:
+                patch.setattr(tree, "_QUICK", quick)
+                try:
+                    found.append(repr(tree.parse(text, "spec.yaml")))
+                except SpecError as error:
+                    found.append(str(error))
+        assert found[0] == found[1]

@@ -17,6 +17,8 @@ from attngen.store.jobs import Job, Result, run_jobs, worker_processes
 
 FAKES = "tests.store.fakes"
 
+pytestmark = pytest.mark.usefixtures("fresh_workers")
+
 
 def job(name: str, *arguments: Any) -> Job:
     return Job(name, f"{FAKES}:{name}", arguments)

@@ -407,6 +407,7 @@ def test_a_cache_that_cannot_be_written_stops_the_build(spec: Path, tmp_path: Pa
     assert log.read_text() == ""
 
 
+@pytest.mark.usefixtures("fresh_workers")  # which have the limits of this process
 def test_a_disk_that_fills_up_is_reported(spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
