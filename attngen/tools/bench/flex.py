@@ -148,6 +148,7 @@ def measure(variant: str, rounds: int) -> Cell:
     from torch.nn.attention import flex_attention as theirs
 
     from attngen.integrations import flex_attention as ours
+    from attngen.integrations.flex_meaning import forget
 
     cell = Cell(variant, Side(), Side())
     q, k, v, dout = inputs()
@@ -157,7 +158,7 @@ def measure(variant: str, rounds: int) -> Cell:
     cell.torch.mask, block_mask = _milliseconds(
         lambda: theirs.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
     )
-    ours._TRACED.clear()
+    forget()
     cell.attngen.mask, mask = _milliseconds(
         lambda: ours.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
     )
