@@ -88,6 +88,7 @@ class _Maker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._compiles = False  # whether the last kernel that was asked for had to be compiled
         self._used: list[tuple[Variant, str]] = []  # each with the lines of a spec that ask for the kernel
 
     def make(self, request: Request, soon: Request | None = None) -> bool:
@@ -126,24 +127,31 @@ class _Maker:
 
         Those that are needed ``soon`` are compiled at the same time, if they can be.
         """
-        from attngen.plan import plan
-        from attngen.render import render
         from attngen.runtime.module import read_kernel
         from attngen.runtime.registry import registry
         from attngen.store import Store
+        from attngen.store.jobs import worker_processes
         from attngen.tools.build.compiles import Prepared
-        from attngen.tools.build.pipeline import compile_kernels
 
         start = time.perf_counter()
         store = Store()
         store.require_trusted()
-        planned = plan(asked)
-        prepared = [Prepared(asked, planned, render(planned))]
-        for other in soon:
-            with suppress(AttngenError):  # told when it is asked for
-                following = plan(other)
-                prepared.append(Prepared(other, following, render(following)))
-        built, failures = compile_kernels(prepared, store=store, jobs=len(prepared))
+        # Processes that compile start while kernels are planned and rendered, where these are likely to be missing.
+        ahead = 1 + len(soon) if self._compiles or not store.all_keys() else 0
+        with worker_processes(ahead, "attngen.compile.cuda:load") as workers:
+            from attngen.plan import plan
+            from attngen.render import render
+            from attngen.tools.build.pipeline import compile_kernels
+
+            planned = plan(asked)
+            prepared = [Prepared(asked, planned, render(planned))]
+            for other in soon:
+                with suppress(AttngenError):  # told when it is asked for
+                    following = plan(other)
+                    prepared.append(Prepared(other, following, render(following)))
+            prepared.reverse()  # a backward takes longer, and goes first
+            built, failures = compile_kernels(prepared, store=store, jobs=len(prepared), workers=workers)
+        self._compiles = any(kernel.origin == "built" for kernel in built.values())
         for failure in failures:
             if failure.name == planned.name:
                 raise failure.error
