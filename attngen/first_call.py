@@ -155,7 +155,7 @@ class _Maker:
         for failure in failures:
             if failure.name == planned.name:
                 raise failure.error
-        for kernel in built.values():
+        for kernel in reversed(built.values()):
             registry.add_compiled(read_kernel(store.path(kernel.key), sealed=True))
             if kernel.origin == "built":
                 print(f"attngen.jit: compiled {kernel.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr)
