@@ -37,12 +37,16 @@ class Jit:
     def __init__(self) -> None:
         self._maker = _Maker()
 
-    def __call__(self, on: bool = True) -> _Switched:
-        """Turn it on or off, and return a context manager that restores the state before."""
-        before = on_demand.maker
-        on_demand.maker = self._maker if on else None
+    def __call__(self, on: bool = True, *, fast_math: bool = True) -> _Switched:
+        """Turn it on or off, and return a context manager that restores the state before.
+
+        Without ``fast_math``, what is compiled from now on takes no approximations (docs/spec.md), such as that of
+        tanh. Kernels that are there already serve calls as before.
+        """
+        before = on_demand.maker, self._maker.fast_math
+        on_demand.maker, self._maker.fast_math = (self._maker if on else None), fast_math
         _forget()
-        return _Switched(before)
+        return _Switched(self._maker, *before)
 
     @property
     def on(self) -> bool:
@@ -63,8 +67,8 @@ class Jit:
 class _Switched:
     """A context manager that restores what the switch was before."""
 
-    def __init__(self, before: on_demand.Maker | None) -> None:
-        self._before = before
+    def __init__(self, own: _Maker, before: on_demand.Maker | None, fast_math: bool) -> None:
+        self._own, self._before, self._fast_math = own, before, fast_math
 
     def __enter__(self) -> None:
         """Do nothing: the switch was turned when this was made."""
@@ -72,7 +76,7 @@ class _Switched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        on_demand.maker = self._before
+        on_demand.maker, self._own.fast_math = self._before, self._fast_math
         _forget()
 
 
@@ -88,7 +92,9 @@ class _Maker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._used: list[tuple[Variant, str]] = []  # each with the lines of a spec that ask for the kernel
+        self._compiles = False  # whether the last kernel that was asked for had to be compiled
+        self._used: list[tuple[Variant, str, bool]] = []  # each with the lines of a spec that ask for it, and fast_math
+        self.fast_math = True
 
     def make(self, request: Request, soon: Request | None = None) -> bool:
         """See ``on_demand.Maker``. Raises NoKernelError, with the reason, for a kernel that cannot be compiled."""
@@ -126,28 +132,37 @@ class _Maker:
 
         Those that are needed ``soon`` are compiled at the same time, if they can be.
         """
-        from attngen.plan import plan
-        from attngen.render import render
         from attngen.runtime.module import read_kernel
         from attngen.runtime.registry import registry
         from attngen.store import Store
+        from attngen.store.jobs import worker_processes
         from attngen.tools.build.compiles import Prepared
-        from attngen.tools.build.pipeline import compile_kernels
 
         start = time.perf_counter()
         store = Store()
         store.require_trusted()
-        planned = plan(asked)
-        prepared = [Prepared(asked, planned, render(planned))]
-        for other in soon:
-            with suppress(AttngenError):  # told when it is asked for
-                following = plan(other)
-                prepared.append(Prepared(other, following, render(following)))
-        built, failures = compile_kernels(prepared, store=store, jobs=len(prepared))
+        # Processes that compile start while kernels are planned and rendered, where these are likely to be missing.
+        ahead = 1 + len(soon) if self._compiles or not store.all_keys() else 0
+        with worker_processes(ahead, "attngen.compile.cuda:load") as workers:
+            from attngen.plan import plan
+            from attngen.render import render
+            from attngen.tools.build.pipeline import compile_kernels
+
+            asked = asked if self.fast_math else exact(asked)
+            planned = plan(asked)
+            prepared = [Prepared(asked, planned, render(planned))]
+            for other in soon:
+                with suppress(AttngenError):  # told when it is asked for
+                    wanted = other if self.fast_math else exact(other)
+                    following = plan(wanted)
+                    prepared.append(Prepared(wanted, following, render(following)))
+            prepared.reverse()  # a backward takes longer, and goes first
+            built, failures = compile_kernels(prepared, store=store, jobs=len(prepared), workers=workers)
+        self._compiles = any(kernel.origin == "built" for kernel in built.values())
         for failure in failures:
             if failure.name == planned.name:
                 raise failure.error
-        for kernel in built.values():
+        for kernel in reversed(built.values()):
             registry.add_compiled(read_kernel(store.path(kernel.key), sealed=True))
             if kernel.origin == "built":
                 print(f"attngen.jit: compiled {kernel.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr)
@@ -161,9 +176,12 @@ class _Maker:
         if arch_of(capability) is not None:
             lines = "\n".join(yaml_lines(request.call, capability, request))
             with self._lock:
-                if not any(known.definition == request.call.variant.definition and lines == said
-                           for known, said in self._used):  # fmt: skip
-                    self._used.append((request.call.variant, lines))
+                told = request.call.variant, lines, self.fast_math
+                if not any(
+                    known.definition == told[0].definition and (lines, self.fast_math) == tuple(said)
+                    for known, *said in self._used
+                ):
+                    self._used.append(told)
 
     def spec(self, path: Path) -> str:
         """Return a spec of the kernels that were used, as checked YAML text."""
@@ -178,14 +196,16 @@ class _Maker:
             raise CallError("no call used a kernel while attngen.jit was on, so there is nothing to save")
         names: dict[object, str] = {}
         kernels: list[dict[str, Any]] = []
-        for variant, lines in used:
+        for variant, lines, fast_math in used:
             name = names.setdefault(variant.definition, _free(variant.name, set(names.values())))
             said = yaml.safe_load(lines)
             kernels.append({**said["kernels"][0], "variant": name, "arch": said["arch"]})
+            if not fast_math:
+                kernels[-1]["fast_math"] = False
         forwards = [{key: entry[key] for key in entry if key not in ("passes", "deterministic")} for entry in kernels]
         implied = [forward for forward, entry in zip(forwards, kernels, strict=True) if forward != entry]
         kernels = [entry for entry in kernels if entry not in implied]  # a backward's entry builds its forward, too
-        variants = {names[variant.definition]: declaration(variant) for variant, _ in used}
+        variants = {names[variant.definition]: declaration(variant) for variant, *_ in used}
         text = spec_text(variants, kernels)
         load_spec_text(text, str(path))
         return text
@@ -203,6 +223,18 @@ def _asked(request: Request, capability: int) -> KernelSpec:
         kernel for kernel in expand(load_spec_text(placeholder, "call.yaml")) if kernel.direction == request.direction
     ]
     return replace(found[0], variant=variant)
+
+
+def exact(asked: KernelSpec) -> KernelSpec:
+    """Return the kernel without approximations, on the backend that the one with them has, if that can be."""
+    from attngen.plan import plan
+
+    backend = plan(asked).backend
+    for found in (replace(asked, fast_math=False, backend=backend), replace(asked, fast_math=False)):
+        with suppress(AttngenError):
+            plan(found)
+            return found
+    return asked
 
 
 def _free(name: str, taken: set[str]) -> str:

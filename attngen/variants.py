@@ -132,11 +132,20 @@ def variant(
 
 def _made(name: str, fields: dict[str, Any]) -> PythonVariant:
     """Return the variant of a name and fields."""
+    return settled(checked(name, fields), fields)
+
+
+def checked(name: str, fields: Mapping[str, Any]) -> Variant:
+    """Return the variant of a name and fields, as declared; a fraction of the work. Raises SpecError."""
     try:
         from attngen.schema import declare_variant
     except ModuleNotFoundError as error:
         raise SpecError(
             f"making a variant needs {error.name}, which is not installed: pip install 'attngen[build]'"
         ) from None
-    value = settle(declare_variant(name, fields))  # as in the plans of its kernels
-    return PythonVariant(value, deepcopy(fields))
+    return declare_variant(name, fields)
+
+
+def settled(declared: Variant, fields: Mapping[str, Any]) -> PythonVariant:
+    """Return what calls take for a checked variant and its fields."""
+    return PythonVariant(settle(declared), deepcopy(fields))  # settled as in the plans of its kernels

@@ -1,7 +1,7 @@
 """CUDA source → cubin by NVRTC, offline: no GPU, no driver, no header of the toolkit.
 
-NVRTC is reached through the bindings that come with CuPy (``cupy_backends``), below CuPy's own compile functions, which
-would look for a GPU. The bindings import CuPy when they are first called.
+NVRTC is reached by its C interface (``nvrtc.py``); where the wheel of that is not found, through the bindings that come
+with CuPy (``cupy_backends``), below CuPy's own compile functions, which would look for a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.compile.artifact import Artifact
 from attngen.compile.drivers import min_driver
-from attngen.compile.inspect import Resources, count_instructions, parameter_places, resources_of_log
+from attngen.compile.inspect import Resources, parameter_places, resources_of_log
+from attngen.compile.machine import count_products
+from attngen.compile.nvrtc import library
 from attngen.compile.options import nvrtc_options
 from attngen.compile.parameters import place_parameters
 from attngen.compile.speed import require_fast
@@ -25,9 +27,6 @@ from attngen.lang.settle import reads_products
 if TYPE_CHECKING:
     from attngen.plan.model import Launch, Plan
     from attngen.render import Source
-
-#: wgmma in machine code: HGMMA with operands of 16 bits, QGMMA with operands of 8.
-_PRODUCT = "[HQ]GMMA"
 
 _NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]', or say 'backend: triton' in the spec"
 
@@ -62,7 +61,7 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
         "spills": main.spills,
         "shared_memory": max(launch.shared_bytes for launch in plan.launches),
         "cubin_bytes": len(cubin),
-        "wgmma": count_instructions(cubin, _PRODUCT),
+        "wgmma": count_products(cubin),
         "serialized_wgmma": main.serialized_wgmma,
         "compile_seconds": round(time.perf_counter() - start, 3),
     }
@@ -79,14 +78,21 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) ->
     except nvrtc.NVRTCError as error:
         raise ChoiceError(f"{name}: NVRTC refused the source: {error}\n{_log(nvrtc, program)}") from None
     else:
-        # CuPy takes the image for a string, and drops its last byte, which is part of the padding of an ELF file.
-        return nvrtc.getCUBIN(program) + b"\0", _log(nvrtc, program)
+        cubin = nvrtc.getCUBIN(program)
+        if nvrtc is not library():  # CuPy takes the image for a string, and drops its last byte, an ELF file's padding
+            cubin += b"\0"
+        return cubin, _log(nvrtc, program)
     finally:
         nvrtc.destroyProgram(program)
 
 
 def _log(nvrtc: Any, program: Any) -> str:
     return nvrtc.getProgramLog(program).rstrip("\0\n")  # a C string, with its NUL
+
+
+def load() -> None:
+    """Load the compiler, so that the first compile of a process does not wait for it."""
+    nvrtc_version()
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -96,6 +102,9 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _nvrtc() -> Any:
+    found = library()
+    if found is not None:
+        return found
     try:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -120,7 +129,7 @@ def _check(plan: Plan, cubin: bytes, found: Mapping[str, Resources]) -> None:
         if launch.max_spills is not None:
             require_fast(plan, plan.name, found[launch.name], launch.max_spills)
     planned = sum(launch.products or 0 for launch in plan.launches)
-    counted = count_instructions(cubin, _PRODUCT)
+    counted = count_products(cubin)
     # where no logit depends on products of Q and K, ptxas may drop them
     if planned != counted and reads_products(plan.variant):
         raise ChoiceError(f"{plan.name}: {counted} wgmma instructions in the cubin, but {planned} were planned")

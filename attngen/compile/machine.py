@@ -34,7 +34,7 @@ _WIDE = {"128": 4, "64": 2, "WIDE": 2}
 #: Bits 0 to 8 are the operation, 9 to 11 the form of its operands, 16 to 23 the register that it writes, 24 to 31
 #: the first that it reads.
 _OPERATION, _OPERATION_AND_FORM = 0x1FF, 0xFFF
-_BRA, _HGMMA, _HGMMA_OF_SHARED_MEMORY = 0x147, 0x1F0, 0x9F0
+_BRA, _HGMMA, _QGMMA, _HGMMA_OF_SHARED_MEMORY = 0x147, 0x1F0, 0x1F3, 0x9F0
 _NO_REGISTER = 255
 _INSTRUCTION_BYTES = 16
 
@@ -146,6 +146,11 @@ def decode(cubin: bytes) -> list[Instruction]:
     CompileError for anything but a cubin.
     """
     return [_decode(place, low, high) for place, (low, high) in enumerate(_words(cubin))]
+
+
+def count_products(cubin: bytes) -> int:
+    """Return how many warpgroup products a cubin has: HGMMA with operands of 16 bits, QGMMA with operands of 8."""
+    return sum(low & _OPERATION in (_HGMMA, _QGMMA) for low, _ in _words(cubin))
 
 
 def _words(cubin: bytes) -> Iterator[tuple[int, int]]:

@@ -12,22 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from hashlib import sha256
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
 
-import attngen
-from attngen.errors import AttngenError, CallError, SpecError
-from attngen.integrations.flex_identity import identity, watch
+from attngen.errors import AttngenError, CallError
+from attngen.integrations.flex_identity import Watch
+from attngen.integrations.flex_meaning import Functions, Traced, argument, meaning
 from attngen.integrations.flex_paths import NoPathError, follow, paths_of
-from attngen.integrations.flex_trace import refusal, traced
-from attngen.integrations.flex_translate import CONVERTED, Translation, Translator
 from attngen.runtime import calls
-from attngen.runtime.cache import RecentCache
 
 __all__ = ["BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks"]
 
@@ -37,50 +33,6 @@ _BLOCK_SIZE = 128
 _is_compiling = torch.compiler.is_compiling
 
 
-class Traced:
-    """What functions mean: a variant, and the tensors that its calls pass."""
-
-    def __init__(
-        self, mask_mod: Mod | None, score_mod: Mod | None, device: torch.device, *, looks: bool = True
-    ) -> None:
-        """Raises CallError for a function that the language cannot say. Unless it ``looks``, nothing depends on what
-        tensors hold that the score_mod alone captures."""
-        names = Translation()
-        fields: dict[str, Any] = {}
-        for kind, field, function in (("mask_mod", "mask", mask_mod), ("score_mod", "score", score_mod)):
-            if function is not None:
-                graph = traced(function, kind, device)
-                may_look = looks or field == "mask"
-                fields[field] = Translator(function, kind, graph, names, looks=may_look).expression()
-        captured = list(names.tensors.values())
-        if captured:
-            fields["tensors"] = {one.name: one.fields() for one in captured}
-        digest = sha256(repr(sorted(fields.items())).encode()).hexdigest()[:8]
-        try:
-            self.variant = attngen.variant(**fields, name=f"flex_{digest}")
-        except SpecError as error:
-            told = score_mod if mask_mod is None else mask_mod
-            kind = "score_mod" if mask_mod is None else "mask_mod"
-            assert told is not None
-            raise refusal(told, kind, " ".join(str(error).split("\n")[0].split())) from error
-        self.captured = captured
-        self.handle = self.variant.handle
-
-    def holds(self) -> bool:
-        """Whether all captured tensors are still there; else others may have their identities."""
-        return all(one.find() is not None for one in self.captured)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the arguments of a call."""
-        return {one.name: one.given() for one in self.captured} if self.captured else _NOTHING
-
-
-_NOTHING: dict[str, Tensor] = {}
-
-#: Captured tensors are part of a key by identity and version, and are not kept alive by it.
-_TRACED: RecentCache[Traced] = RecentCache(256)
-
-
 #: What a score_mod meant at its last call without a mask, and what tells whether it still does.
 _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 
@@ -88,27 +40,24 @@ _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 class _Known:
     """What functions meant at a call, while they are as they were: the next call finds out in about a microsecond."""
 
-    __slots__ = ("_found", "_score", "_watches", "checked")
+    __slots__ = ("_found", "_score", "_watch", "checked")
 
     def __init__(self, mask_mod: Mod | None, score_mod: Mod | None, found: Traced) -> None:
-        seen = [watch(one) for one in (mask_mod, score_mod) if one is not None]
-        self._watches = None if None in seen else tuple(one for one in seen if one is not None)
+        self._watch = Watch(*(one for one in (mask_mod, score_mod) if one is not None))
         try:
             self._score = None if score_mod is None else ref(score_mod)
         except TypeError:  # something that is no function, and keeps no references
-            self._watches = None
+            self._watch.complete = False
         self._found = found
         #: Shapes of query and key, and enable_gqa, of which nothing is left to check.
         self.checked: tuple[Any, Any, bool] | None = None
 
     def of(self, score_mod: Mod | None) -> Traced | None:
         """Return it for a call with this score_mod, or None."""
-        if self._watches is None or score_mod is not (None if self._score is None else self._score()):
+        watch = self._watch
+        if not watch.complete or score_mod is not (None if self._score is None else self._score()):
             return None
-        for one in self._watches:
-            if not one.holds():
-                return None
-        return self._found
+        return self._found if watch.holds() else None
 
 
 def _last(block_mask: BlockMask | None, score_mod: Mod | None) -> _Known | None:
@@ -132,14 +81,9 @@ def known(block_mask: BlockMask | None, score_mod: Mod | None, device: torch.dev
     return found, last
 
 
-def meaning(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -> Traced:
-    """Return what functions mean. The same code over the same captured values is traced once."""
-    key = (identity(mask_mod), identity(score_mod), device.type)
-    found = _TRACED[key]
-    if found is None or not found.holds():
-        found = Traced(mask_mod, score_mod, device)
-        _TRACED.put(key, found)
-    return found
+#: Masks that no call has asked yet what they mean; and whether compiled programs take masks, which ask at once.
+_UNASKED: WeakSet[BlockMask] = WeakSet()
+_PROGRAMS = [False]
 
 
 class BlockMask:
@@ -159,8 +103,16 @@ class BlockMask:
         self.handle: str | None = None
         self.tensors: dict[str, Tensor] = {}
         if not fallback:
-            found = meaning(mask_mod, None, device)  # what cannot be said is refused here, not at the first call
-            self.handle, self.tensors = found.handle, found.tensors()
+            Functions(mask_mod, None, device).check()
+            if _PROGRAMS[0]:
+                self.ask()
+            else:
+                _UNASKED.add(self)
+
+    def ask(self) -> None:
+        """Find out what a compiled program takes of it, for which it may have to wait for the GPU."""
+        found = meaning(self.mask_mod, None, self._device)
+        self.handle, self.tensors = found.handle, found.tensors()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -322,6 +274,7 @@ def _in_a_program(
     """
     wants_lse = _asked(block_mask, return_lse, return_aux)
     _check(query, key, block_mask, enable_gqa)
+    _ask_all()
     handle, tensors = None if block_mask is None else block_mask.handle, {}
     if score_mod is not None and _made_inside(score_mod):
         handle = None
@@ -354,6 +307,15 @@ def _in_a_program(
     return result if return_aux is None else _with_aux(result, wants_lse=wants_lse)
 
 
+@torch.compiler.assume_constant_result
+def _ask_all() -> bool:
+    """Find out what masks mean that exist, before a program reads it; those made from now on find out at once."""
+    _PROGRAMS[0] = True
+    while _UNASKED:
+        _UNASKED.pop().ask()
+    return True
+
+
 def _made_inside(score_mod: Any) -> bool:
     """Whether a function was made by the program that is traced, which then has no closure that could be read."""
     try:
@@ -379,15 +341,15 @@ def _meaning_at_trace(
     entries: list[tuple[str, Any, tuple[int, ...], torch.dtype | None]] = []
     try:
         paths, numbers = ({}, ()) if score_mod is None else paths_of(score_mod)
-        shared = () if mask_mod is None else meaning(mask_mod, None, where).captured
-        of_mask = {id(one.tensor) for one in shared}
-        found = Traced(mask_mod, score_mod, where, looks=False)
-        for one in found.captured:
-            if id(one.tensor) in of_mask:
-                entries.append((one.name, None, tuple(one.given().shape), None))
+        shared = [] if mask_mod is None else [tensor for _, tensor in meaning(mask_mod, None, where).captured()]
+        of_mask = {id(tensor) for tensor in shared}
+        found = Functions(mask_mod, score_mod, where).meaning_whatever_they_hold(shared)
+        for one, tensor in found.captured():
+            if id(tensor) in of_mask:
+                given = argument(tensor, one.converted, scalar=not one.dims)
+                entries.append((one.name, None, tuple(given.shape), None))
             else:  # what no path leads to was made inside the function
-                path = paths[id(one.tensor)]
-                entries.append((one.name, path, tuple(one.tensor.shape), CONVERTED.get(one.tensor.dtype)))
+                entries.append((one.name, paths[id(tensor)], tuple(tensor.shape), one.converted))
     except (AttngenError, NoPathError, KeyError):
         return None, (), ()
     return found.handle, tuple(entries), numbers

@@ -21,6 +21,8 @@ from attngen.integrations.flex_identity import names, of_torch
 _GLOBALS = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _CELLS = ("STORE_DEREF", "DELETE_DEREF")
 
+_ASSIGNING = frozenset(dis.opmap[name] for name in (*_GLOBALS, *_CELLS) if name in dis.opmap)
+
 #: How deep captured functions and objects are looked into, and the longest container that is compared.
 _DEPTH, _LONGEST = 4, 4096
 
@@ -29,6 +31,8 @@ def effect_of(function: Callable[..., Any]) -> tuple[Any, str, int | None] | Non
     """Return the function, a sentence and the line of an effect that its code, or that of a captured one, has."""
     for one in _functions(function, 0, set()):
         for code in _codes(one.__code__):
+            if _ASSIGNING.isdisjoint(code.co_code[::2]) and "print" not in code.co_names:
+                continue
             line = None
             for step in dis.get_instructions(code):
                 line = _line(step) or line

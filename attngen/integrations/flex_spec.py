@@ -10,7 +10,7 @@ import torch
 
 import attngen
 from attngen.errors import SpecError
-from attngen.integrations.flex_attention import meaning
+from attngen.integrations.flex_meaning import meaning
 from attngen.integrations.flex_trace import plain_of
 
 

@@ -1,139 +1,323 @@
-"""A mask_mod or score_mod of FlexAttention as a graph of aten operations, by torch's own tracer.
+"""A mask_mod or score_mod of FlexAttention as a list of aten operations.
 
-The function runs once on indices that are tensors without dimensions. Indexing a tensor by one becomes a gather, where
-torch would read the index as a number.
+The function runs once, on indices that are tensors without dimensions, and what torch dispatches is written down.
+Indexing a tensor by one becomes a gather, where torch would read the index as a number.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attngen.errors import CallError
 from attngen.integrations.flex_effects import Kept, effect_of
+from attngen.integrations.flex_identity import Reading
 
-#: What nodes of a trace call the line of the function that was traced.
-_LINE = "line of the traced function"
+_aten = torch.ops.aten
+_NO_TENSORS: frozenset[int] = frozenset()
 
 
-class _Gathers(TorchFunctionMode):
-    """Makes indexing by tensors without dimensions a gather, as in FlexAttention.
+@dataclass(eq=False, slots=True)
+class Step:
+    """An argument, or an operation on what depends on arguments; args hold other operands, and Python's numbers."""
 
-    If the indexed tensor requires a gradient, a number as an index is made to depend on an argument, too, so that the
-    trace has the gather. Each operation of the trace gets the line of ``function``'s file at which it was written.
+    name: str  # such as "add"; of an argument "argument"
+    overload: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+    shape: torch.Size
+    line: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Given:
+    """A captured tensor: its place among those of the reading, and its name."""
+
+    slot: int
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    requires_grad: bool
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """A tensor that does not depend on arguments: made inside of the function, or computed from captured ones.
+
+    Of one ``element`` of a captured tensor, ``tensor`` is left out.
     """
 
-    def __init__(self, argument: Tensor, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._argument = argument
-        self._code = getattr(plain_of(function), "__code__", None)
+    tensor: Tensor | None
+    dtype: torch.dtype
+    shape: torch.Size
+    sources: frozenset[int]  # slots of the captured tensors that it was computed from
+    line: int | None
+    element: tuple[Given, tuple[int, ...]] | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._computed(func, args, kwargs)
-        self._mark(sys._getframe(1))
-        return result
 
-    def _mark(self, frame: FrameType | None) -> None:
-        """Write down where the last operations of the trace stand."""
-        tracing = get_proxy_mode()
-        if tracing is None or self._code is None:
-            return
-        while frame is not None and frame.f_code.co_filename != self._code.co_filename:
-            frame = frame.f_back
-        for node in reversed(tracing.tracer.graph.nodes):
-            if frame is None or node.op == "placeholder" or _LINE in node.meta:
-                break
-            node.meta[_LINE] = frame.f_lineno
+Operand = Step | Given | Made
 
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is Tensor.__getitem__:
-            tensor, index = args
-            indices = index if isinstance(index, tuple) else (index,)
-            numbers = all(isinstance(i, int) or (isinstance(i, Tensor) and not i.dim()) for i in indices)
-            if numbers and 0 < len(indices) <= tensor.dim():
-                gathered = [torch.as_tensor(i, device=tensor.device) for i in indices]
-                if tensor.requires_grad and not any(isinstance(i, Tensor) for i in indices):
-                    gathered = [0 * self._argument + i for i in indices]
-                return torch.ops.aten.index(tensor, gathered)
-        return func(*args, **(kwargs or {}))
+
+@dataclass(slots=True)
+class Trace:
+    """What a function computes: steps in order, and the one that it returns."""
+
+    steps: list[Step] = field(default_factory=list)
+    result: Step | None = None
+    #: Slots of captured tensors whose values, not only shapes, decided what was recorded.
+    fixed: set[int] = field(default_factory=set)
+    #: Whether a tensor was met that the reading of the function did not find.
+    strange: bool = False
+
+
+#: What a function may ask of a tensor without reading what it holds.
+_ABOUT = {
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__, Tensor.is_cuda.__get__,
+    Tensor.requires_grad.__get__, Tensor.layout.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__,
+    Tensor.nelement, Tensor.is_floating_point, Tensor.ndimension,
+}  # fmt: skip
 
 
 class _OperationError(Exception):
     """An operation that a mask_mod or score_mod may not have; the text says why."""
 
 
-class _Watch(TorchDispatchMode):
-    """Refuses operations before they run: those that change a tensor, since captured tensors are the caller's, and
-    those on nothing but captured tensors that require a gradient, since a trace has only their result."""
+class _Gathers(TorchFunctionMode):
+    """Makes indexing by tensors without dimensions a gather, as in FlexAttention.
 
-    def __init__(self, arguments: Sequence[Tensor]) -> None:
+    If the indexed tensor requires a gradient, a number as an index is made to depend on an argument, too, so that the
+    trace has the gather.
+    """
+
+    def __init__(self, argument: Tensor, recorder: _Recorder) -> None:
         super().__init__()
-        self._depend = {id(argument) for argument in arguments}
-        self._alive: list[Any] = []  # so that nothing else gets the identity of what depends on the arguments
+        self._argument, self._recorder = argument, recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            raise _OperationError(f"it changes a tensor ({func}); a function may only compute")
-        given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
-        depends = any(id(leaf) in self._depend for leaf in given)
-        learned = any(leaf.requires_grad for leaf in given)
-        if learned and not depends and func is not torch.ops.aten.detach.default:
-            raise _OperationError(
-                f"it computes {func} of a captured tensor that requires a gradient, which would be lost; index the "
-                "tensor first, or compute that outside of the function"
-            )
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            numbers = all(isinstance(i, int) or (isinstance(i, Tensor) and not i.dim()) for i in indices)
+            if numbers and 0 < len(indices) <= tensor.dim():
+                self._recorder.expect(tensor)
+                constant = not any(isinstance(i, Tensor) for i in indices)
+                if constant and tensor.requires_grad:
+                    indices = tuple(0 * self._argument + i for i in indices)
+                elif constant and len(indices) == tensor.dim():
+                    return self._recorder.element(tensor, indices)
+                return _aten.index(tensor, [i if isinstance(i, Tensor) else torch.tensor(i) for i in indices])
         result = func(*args, **(kwargs or {}))
-        if depends:
-            self._alive.append(result)
-            self._depend.update(id(leaf) for leaf in tree_leaves(result))
+        if func not in _ABOUT and not isinstance(result, Tensor):
+            self._recorder.read(args)  # tolist and the like are not dispatched
         return result
 
 
-def traced(function: Callable[..., Any], kind: str, device: torch.device) -> GraphModule:
-    """Return the graph of a function of (b, h, q_idx, kv_idx), or with ``kind='score_mod'`` of (score, b, h, …).
+class _Recorder(TorchDispatchMode):
+    """Writes down what depends on the arguments, and computes what does not.
 
-    Raises CallError, in one sentence with the place, for a function that cannot be traced.
+    Refused before they run are operations that change a tensor, since captured tensors are the caller's, and those on
+    nothing but captured tensors that require a gradient, since only their result would be known.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Sequence[Tensor], reading: Reading, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._device = device
+        self._file = getattr(getattr(plain_of(function), "__code__", None), "co_filename", None)
+        self._alive: list[Any] = list(arguments)  # so that nothing else gets the identity of what is known
+        self.known: dict[int, Operand] = {
+            id(tensor): Given(slot, name, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
+            for slot, (name, tensor) in enumerate(reading.tensors)
+        }
+        for argument in arguments:
+            step = Step("argument", "", (), {}, argument.dtype, argument.shape)
+            self.known[id(argument)] = step
+            self.trace.steps.append(step)
+
+    def expect(self, tensor: Tensor) -> None:
+        """Refuse a captured tensor that is on another device than the call."""
+        if tensor.dim() and tensor.device.type != self._device.type:
+            found = self.known.get(id(tensor))
+            name = f"'{found.name}' " if isinstance(found, Given) else ""
+            raise _OperationError(f"the captured tensor {name}is on {tensor.device}, the call on {self._device}")
+
+    def element(self, tensor: Tensor, indices: tuple[int, ...]) -> Tensor:
+        """Return an element of a tensor, which is read where it is used, unless its value is looked at here."""
+        found = self.known.get(id(tensor))
+        if not isinstance(found, Given):
+            return _aten.index(tensor, [torch.tensor(i) for i in indices])
+        places = tuple(i + size if i < 0 else i for i, size in zip(indices, found.shape, strict=True))
+        with torch._C._DisableTorchDispatch():
+            result = tensor[places]
+        self.known[id(result)] = Made(
+            None, result.dtype, result.shape, frozenset({found.slot}), self._line(), (found, places)
+        )
+        self._alive.append(result)
+        return result
+
+    def read(self, values: Any) -> None:
+        """Take note that the values of tensors were read."""
+        for tensor in _tensors(values):
+            found = self.known.get(id(tensor))
+            if isinstance(found, Given):
+                self.trace.fixed.add(found.slot)
+            elif isinstance(found, Made):
+                self.trace.fixed |= found.sources
+            elif found is None:
+                self.trace.strange = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            raise _OperationError(f"it changes a tensor ({func}); a function may only compute")
+        known, tensors = self.known, list(_tensors((args, kwargs)))
+        for tensor in tensors:
+            self.expect(tensor)
+        depends = any(type(known.get(id(tensor))) is Step for tensor in tensors)
+        if not depends and tensors:
+            return self._constant(func, args, kwargs, tensors)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _OperationError(f"{func} gives other numbers at each call")
+        if func is _aten.index.Tensor:
+            result = self._gathered(*args)
+        else:
+            result = func(*args, **kwargs)
+        if not isinstance(result, Tensor | tuple | list):
+            raise _OperationError(
+                "it branches on the value of an index, as 'if' and .item() do; write torch.where with both arms"
+            )
+        for one in _tensors(result):
+            self._alive.append(one)
+            self.known[id(one)] = self._step(func, args, kwargs, one) if depends or not one.dim() else self._made(one)
+        return result
+
+    def _step(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step:
+        overload, given = str(func), {key: self._operand(value) for key, value in kwargs.items()}
+        step = Step(
+            overload.split(".")[1], overload, self._operands(args), given, result.dtype, result.shape, self._line()
+        )
+        self.trace.steps.append(step)
+        return step
+
+    def _gathered(self, tensor: Tensor, indices: Sequence[Any]) -> Tensor:
+        """Return a gather's result, of which nothing but dtype and shape is looked at, whatever the indices."""
+        if any(index is None or index.dim() for index in indices):
+            return _aten.index.Tensor(tensor, indices)
+        return torch.empty(tensor.shape[len(indices) :], dtype=tensor.dtype, device=tensor.device)
+
+    def _constant(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Compute something that does not depend on arguments."""
+        sources: set[int] = set()
+        if func is not _aten.lift_fresh.default:  # of a number that the function made a tensor
+            for tensor in tensors:
+                found = self.known.get(id(tensor))
+                if isinstance(found, Given):
+                    sources.add(found.slot)
+                elif isinstance(found, Made):
+                    sources |= found.sources
+                else:
+                    self.trace.strange = True
+            if func is not _aten.detach.default and any(tensor.requires_grad for tensor in tensors):
+                raise _OperationError(
+                    f"it computes {func} of a captured tensor that requires a gradient, which would be lost; index the "
+                    "tensor first, or compute that outside of the function"
+                )
+        self.trace.fixed |= sources
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            if id(tensor) not in self.known:
+                self.known[id(tensor)] = self._made(tensor, frozenset(sources))
+                self._alive.append(tensor)
+        return result
+
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found = self.known.get(id(value))
+            if found is None:  # that the reading of the function did not find
+                self.trace.strange = True
+                found = self.known[id(value)] = self._made(value)
+                self._alive.append(value)
+            return found
+        return self._operands(value) if isinstance(value, list | tuple) else value
+
+    def _operands(self, values: Any) -> tuple[Any, ...]:
+        return tuple(self._operand(value) for value in values)
+
+    def _made(self, tensor: Tensor, sources: frozenset[int] = _NO_TENSORS) -> Made:
+        return Made(tensor, tensor.dtype, tensor.shape, sources, self._line())
+
+    def _line(self) -> int | None:
+        """Return the line of the function's file that runs now."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self._file:
+            frame = frame.f_back  # type: ignore[assignment]
+        return None if frame is None else frame.f_lineno
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+
+
+_SAMPLES: dict[torch.device, tuple[Tensor, ...]] = {}
+
+
+def _samples(kind: str, device: torch.device) -> list[Tensor]:
+    """Return arguments for a function: a logit, and four indices."""
+    found = _SAMPLES.get(device)
+    if found is None:
+        with torch.inference_mode(False):
+            indices = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(4))
+            found = _SAMPLES[device] = (torch.ones((), device=device), *indices)
+    return [*found] if kind == "score_mod" else [*found[1:]]
+
+
+def traced(function: Callable[..., Any], kind: str, device: torch.device, reading: Reading) -> Trace:
+    """Return what a function of (b, h, q_idx, kv_idx) computes, or with ``kind='score_mod'`` of (score, b, h, …).
+
+    ``reading`` is of this function, or of several with it. Raises CallError, in one sentence with the place, for a
+    function that cannot be traced.
     """
     effect = effect_of(function)
     if effect is not None:
         told, reason, line = effect
         raise refusal(told, kind, f"{reason}; a function may only compute", line)
-    for name, tensor in captured_tensors(function).values():
-        if tensor.dim() and tensor.device.type != device.type:
-            raise refusal(function, kind, f"the captured tensor '{name}' is on {tensor.device}, the call on {device}")
-    indices = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)]
-    samples = [torch.ones((), device=device), *indices] if kind == "score_mod" else indices
-
-    def called(*arguments: Tensor) -> Any:
-        with _Gathers(arguments[-1], function), _Watch(arguments):
-            return function(*arguments)
-
+    arguments = _samples(kind, device)
+    recorder = _Recorder(function, arguments, reading, device)
     kept = Kept(function)
     try:
-        with torch.no_grad():
-            graph = make_fx(called, tracing_mode="real")(*samples)
+        with torch.no_grad(), recorder, _Gathers(arguments[-1], recorder):
+            returned = function(*arguments)
     except Exception as error:
         kept.changed()
         raise refusal(function, kind, _reason(error), _line_of_error(error, function)) from error
     changed = kept.changed()
     if changed is not None:
         raise refusal(function, kind, f"it changes {changed}, which a trace does once; a function may only compute")
-    returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
-    if not isinstance(returned, Node):
+    result = recorder.known.get(id(returned)) if isinstance(returned, Tensor) else None
+    if not isinstance(result, Step):
         raise refusal(function, kind, "it returns no tensor that depends on its arguments")
-    return graph
+    recorder.trace.result = result
+    return recorder.trace
 
 
 def _line_of_error(error: Exception, function: Callable[..., Any]) -> int | None:
@@ -150,8 +334,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, _OperationError):
         return str(error)
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if "data-dependent" in str(error) or "get value out of a tracing tensor" in str(error):
-        return "it branches on the value of an index, as 'if' and .item() do; write torch.where with both arms"
     return f"it cannot be traced: {text}"
 
 
@@ -173,45 +355,3 @@ def plain_of(function: Callable[..., Any]) -> Any:
         return function
     call = vars(type(function)).get("__call__")
     return call if isinstance(call, FunctionType) else function
-
-
-def line_of(node: Node) -> int | None:
-    """Return the line of the traced function's file at which an operation was written, if it is known."""
-    found = node.meta.get(_LINE)
-    return found if isinstance(found, int) else None
-
-
-def captured_names(function: Callable[..., Any]) -> dict[int, str]:
-    """Return what a function calls the tensors that it captures, by their identity."""
-    return {identity: name for identity, (name, _) in captured_tensors(function).items()}
-
-
-def captured_tensors(function: Callable[..., Any]) -> dict[int, tuple[str, Tensor]]:
-    """Return names and tensors that a function captures, by identity: closures, globals, arguments."""
-    found: dict[int, tuple[str, Tensor]] = {}
-
-    def look(value: Any, name: str, depth: int = 0) -> None:
-        if type(value) is ModuleType or isinstance(value, type):
-            return
-        if isinstance(value, Tensor):
-            found.setdefault(id(value), (name, value))
-        elif depth < 3 and isinstance(value, tuple | list):
-            for given in value:
-                look(given, name, depth)
-        elif depth < 3 and isinstance(value, partial):
-            for key, given in value.keywords.items():
-                look(given, key, depth + 1)
-            look(value.func, name, depth + 1)
-        elif depth < 3 and isinstance(value, FunctionType | MethodType):
-            for key, given in inspect.getclosurevars(value).nonlocals.items():
-                look(given, key, depth + 1)
-            for key, given in inspect.getclosurevars(value).globals.items():
-                look(given, key, depth + 1)
-            if isinstance(value, MethodType):
-                look(value.__self__, name, depth + 1)
-        elif depth < 3 and hasattr(value, "__dict__"):
-            for key, given in vars(value).items():
-                look(given, key, depth + 1)
-
-    look(function, "captured")
-    return found

@@ -67,11 +67,15 @@ class Workers:
 
 
 @contextmanager
-def worker_processes() -> Iterator[Workers]:
-    """Give processes that several calls of ``run_jobs`` share, one after the other: each takes a while to start."""
+def worker_processes(ahead: int = 0, load: str | None = None) -> Iterator[Workers]:
+    """Give processes that several calls of ``run_jobs`` share, one after the other: each takes a while to start.
+
+    So many as ``ahead`` are started at once, and call ``load`` ("module:name") before their first job.
+    """
     with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
         workers = Workers(scratch)
         try:
+            workers.idle.extend(_spawn(scratch, load) for _ in range(ahead))
             yield workers
         finally:
             for worker in workers.idle:
@@ -205,9 +209,9 @@ def _answers(worker: _Worker) -> int:
     return worker.process.stdout.fileno()
 
 
-def _spawn(scratch: str) -> _Worker:
+def _spawn(scratch: str, load: str | None = None) -> _Worker:
     # The same interpreter and search path as here, whatever that came from.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from attngen.store.worker import main; main()"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from attngen.store.worker import main; main({load!r})"
     environment = {name: value for name, value in os.environ.items() if not is_scrubbed(name)}
     environment["TMPDIR"] = scratch
     log = open(os.path.join(scratch, f"log-{secrets.token_hex(6)}"), "w+b")  # noqa: SIM115 (closed with its worker)

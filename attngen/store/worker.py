@@ -14,6 +14,8 @@ import pickle
 import signal
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from attngen.errors import AttngenError, internal_error
@@ -27,16 +29,19 @@ def retire() -> None:
     _retired = True
 
 
-def main() -> None:
-    """Serve requests until standard input ends."""
+def main(load: str | None = None) -> None:
+    """Call ``load`` ("module:name"), if anything, and serve requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends it to the whole group
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    if load is not None:
+        with suppress(Exception):  # the job that needs it says what is wrong
+            _named(load)()
     while True:
         try:
             function, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
-            return
+            os._exit(0)  # exit handlers of libraries take time, and may hang
         answer = _answer(function, arguments)
         try:
             pickle.dump((*answer, _retired), answers)
@@ -44,7 +49,13 @@ def main() -> None:
         except BrokenPipeError:
             return  # nobody listens any more
         if _retired:
-            os._exit(0)  # exit handlers of libraries may hang
+            os._exit(0)
+
+
+def _named(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[str]]:
@@ -52,8 +63,7 @@ def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            module, _, name = function.partition(":")
-            ok, value = True, getattr(importlib.import_module(module), name)(*arguments)
+            ok, value = True, _named(function)(*arguments)
             pickle.dumps(value)
         except AttngenError as error:
             ok, value = False, error

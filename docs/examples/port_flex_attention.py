@@ -2,8 +2,8 @@
 
 Trains it twice from the same weights and on the same batches, with torch's FlexAttention and with attngen's, and once
 more with torch's and the sequences of each batch in the opposite order: on paper the same training, in other sums.
-The runs part by rounding, and by what soft-capping is computed with: attngen's kernels take the hardware's tanh, which
-is right to 2^-11, unless a spec says ``fast_math: false``. On a GPU attngen's kernels are compiled on the first call.
+The runs part by rounding alone: on a GPU attngen's kernels are compiled on the first call, and without ``fast_math``,
+since the hardware's tanh, which it takes for soft-capping, is right to 2^-11.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def main() -> None:
 
     theirs = train(of_torch, layers, batches)
     flipped = train(of_torch, layers, batches, flip=True)
-    with attngen.jit(device == "cuda"):
+    with attngen.jit(device == "cuda", fast_math=False):
         ours = train(of_attngen, layers, batches)
     noise, apart = ((losses - theirs).abs().mean().item() for losses in (flipped, ours))
     ends = [losses[-10:].mean().item() for losses in (theirs, ours)]
     print(f"loss {theirs[0]:.4f} -> {ends[0]:.4f} with torch's, {ends[1]:.4f} with attngen's")
     print(f"apart in the mean by {apart:.1e}; torch's, with its batches flipped, by {noise:.1e}")
-    assert abs(ends[1] - ends[0]) <= 0.02 * ends[0], ends
+    assert apart <= 2 * noise + 1e-3, (apart, noise)
 
 
 if __name__ == "__main__":

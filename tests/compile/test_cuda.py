@@ -172,6 +172,16 @@ def test_no_path_of_this_machine_is_in_the_cubin() -> None:
 # --- refusals -------------------------------------------------------------------------------------------------
 
 
+def test_nvrtc_gives_the_same_bytes_however_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
+    assert cuda.library() is not None
+    direct = compile_text("twice", text, {}, "sm90a")
+    monkeypatch.setattr(cuda, "library", lambda: None)  # by CuPy's bindings
+    other = compile_text("twice", text, {}, "sm90a")
+    assert direct[0] == other[0]
+    assert direct[1].split("Compile time")[0] == other[1].split("Compile time")[0]
+
+
 def test_a_source_that_is_no_cuda_is_refused_with_the_log() -> None:
     plan = planned(backend="cuda")
     source = render(plan)

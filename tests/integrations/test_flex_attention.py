@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as theirs
 
 from attngen.errors import CallError
 from attngen.integrations import flex_attention as ours
+from attngen.integrations import flex_meaning as meanings
 from tests.integrations.flex_mods import BATCH, HEADS, LENGTH, MODS, causal_mask
 
 DIM = 8
@@ -86,9 +87,9 @@ def test_masks_of_documents_have_bands() -> None:
 
 def test_the_same_code_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[Any] = []
-    traced = ours.traced
-    monkeypatch.setattr(ours, "traced", lambda *given: traces.append(given) or traced(*given))
-    ours._TRACED.clear()
+    traced = meanings.traced
+    monkeypatch.setattr(meanings, "traced", lambda *given: traces.append(given) or traced(*given))
+    meanings._TRACED.clear()
 
     def window(size: int) -> Any:
         return lambda b, h, q, kv: (q >= kv) & (q - kv < size)
@@ -105,8 +106,17 @@ def test_the_same_code_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ours.flex_attention(q, k, v, None, ours.create_block_mask(by_tensor, None, None, LENGTH, LENGTH, "cpu"))
     numbers.fill_(0)  # what the tensor holds is looked at again
     second = ours.flex_attention(q, k, v, None, ours.create_block_mask(by_tensor, None, None, LENGTH, LENGTH, "cpu"))
-    assert len(traces) == 4
+    assert len(traces) == 3
     assert not torch.equal(first, second)
+    for length in (7, 11):  # other tensors of the same shape
+        docs = torch.arange(LENGTH) // length
+        made = ours.create_block_mask(_documents_of(docs), None, None, LENGTH, LENGTH, "cpu")
+        assert torch.equal(made.visible()[0, 0], docs[:, None] == docs)
+    assert len(traces) == 4
+
+
+def _documents_of(docs: Tensor) -> Any:
+    return lambda b, h, q, kv: docs[q] == docs[kv]
 
 
 REACH = 4

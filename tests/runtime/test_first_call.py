@@ -94,6 +94,20 @@ def test_a_forward_and_its_backward_are_compiled_once(
     ]  # fmt: skip
 
 
+def test_what_is_compiled_without_approximations(
+    launched: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It keeps the backend of the kernel with them, where that has one without."""
+    made = attngen.variant("q_pos >= kv", "8.0 * tanh(s / 8.0)", name="capped")
+    q = tensors()
+    with attngen.jit(fast_math=False):
+        attngen.attention(q, q, q, variant=made)
+    assert attngen.jit._maker.fast_math
+    assert "fwd_sm90a_wgmma_bf16_d64_capped_m192n64s2c3_exactmath" in capsys.readouterr().err
+    attngen.jit.save(tmp_path / "mine.yaml")
+    assert [k.fast_math for k in expand(load_spec(tmp_path / "mine.yaml")) if k.variant.name == "capped"] == [False]
+
+
 class _Recorder:
     """Stands for the compiler: takes what it is asked for, and adds a kernel made by hand."""
 

@@ -52,6 +52,14 @@ def test_workers_may_serve_several_calls() -> None:
         os.kill(first, 0)
 
 
+def test_workers_that_are_started_ahead_load_what_jobs_need() -> None:
+    with worker_processes(2, "attngen.compile.cuda:load") as workers:
+        ahead = {worker.process.pid for worker in workers.idle}
+        assert {result.value for result in run([job("process")] * 2, shared=workers)} <= ahead
+    with worker_processes(1, "attngen.no_such_module:load") as workers:
+        assert run([job("add", 1, 2)], shared=workers)[0].value == 3
+
+
 def test_what_a_job_prints_does_not_disturb_its_answer() -> None:
     assert [len(result.value) for result in run([job("chatty")] * 2)] == [300_000] * 2
 

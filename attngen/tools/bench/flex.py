@@ -4,7 +4,8 @@
 
 One sequence of 16,384, 32 query heads, 8 KV heads, head dim 128, bf16. Each function is called by both libraries as its
 author would: by the import alone. Raced are the forward and the backward; measured besides are the first call with its
-gradient, tracing and compiling included, the making of the mask, and what a small call costs the host.
+gradient, tracing and compiling included, the making of the mask, at first and again over other tensors, and what a
+small call costs the host.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ ASKED_MEAN, ASKED_LEAST = 1.5, 1.2
 #: Calls of which one figure of host time is made, and their shape (batch, heads, seqlen, head_dim).
 HOST_CALLS, HOST_SHAPE = 200, (1, 8, 128, 128)
 
+#: Masks of which the median is taken of the time to make one again.
+MASKS = 5
+
 #: Sets of gradients differ by rounding alone: largest difference, relative to the largest element.
 AGREEMENT = 3e-2
 
@@ -65,12 +69,14 @@ def functions(device: str) -> dict[str, tuple[Mod, Mod | None]]:
 
 @dataclass
 class Side:
-    """What one library took: milliseconds of a call, of its backward, of the first step and of making the mask."""
+    """What one library took: milliseconds of a call, of its backward, of the first step, of making the mask, and of
+    making it again: a new function of the same code, over new tensors."""
 
     forward: float = math.nan
     backward: float = math.nan
     first: float = math.nan
     mask: float = math.nan
+    again: float = math.nan
 
 
 @dataclass
@@ -148,19 +154,24 @@ def measure(variant: str, rounds: int) -> Cell:
     from torch.nn.attention import flex_attention as theirs
 
     from attngen.integrations import flex_attention as ours
+    from attngen.integrations.flex_meaning import forget
 
     cell = Cell(variant, Side(), Side())
     q, k, v, dout = inputs()
     mask_mod, score_mod = functions("cuda")[variant]
-    theirs.create_block_mask(causal_mask, None, None, SEQLEN, SEQLEN, device="cuda")  # what it imports and loads
-    ours.create_block_mask(causal_mask, None, None, SEQLEN, SEQLEN, device="cuda")
-    cell.torch.mask, block_mask = _milliseconds(
-        lambda: theirs.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
-    )
-    ours._TRACED.clear()
-    cell.attngen.mask, mask = _milliseconds(
-        lambda: ours.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
-    )
+    doc = torch.zeros(SEQLEN, dtype=torch.int32, device="cuda")
+    made: dict[str, Any] = {}
+    for library, side in ((theirs, cell.torch), (ours, cell.attngen)):
+
+        def make(mask_mod: Mod, library: Any = library) -> Any:
+            return library.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
+
+        make(lambda b, h, q, kv: (q >= kv) & (doc[q] == doc[kv]))  # what it imports and loads
+        forget()
+        side.mask, made[library.__name__] = _milliseconds(partial(make, mask_mod))
+        others = [functions("cuda")[variant][0] for _ in range(MASKS)]
+        side.again = statistics.median(_milliseconds(partial(make, other))[0] for other in others)
+    block_mask, mask = made[theirs.__name__], made[ours.__name__]
     torch._dynamo.reset()
     compiled = torch.compile(theirs.flex_attention, dynamic=False)
     calls: dict[str, Callable[[], Any]] = {
@@ -235,14 +246,17 @@ def host_times() -> dict[str, float]:
 
 def report(cells: list[Cell], host: dict[str, float]) -> str:
     """Return the tables, and what is asked for beside what was found."""
-    head = f"{'':20s} {'forward, ms':>21s} {'backward, ms':>21s} {'first step, s':>19s} {'mask, ms':>17s}   apart"
-    lines = [head, f"{'':20s} " + "   ".join(["torch attngen    x"] * 2) + "     torch attngen     torch attngen"]
+    head = f"{'':20s} {'forward, ms':>21s} {'backward, ms':>21s} {'first step, s':>19s}"
+    head += f"{'mask, ms':>18s} {'again, ms':>17s}   apart"
+    sides = "     torch attngen" * 3
+    lines = [head, f"{'':20s} " + "   ".join(["torch attngen    x"] * 2) + sides]
     for cell in cells:
         a, b = cell.torch, cell.attngen
         lines.append(
             f"{cell.variant:20s} {a.forward:7.3f} {b.forward:7.3f} {cell.ratio('forward'):4.2f} "
             f"{a.backward:8.3f} {b.backward:7.3f} {cell.ratio('backward'):4.2f} "
-            f"{a.first / 1e3:10.1f} {b.first / 1e3:7.1f} {a.mask:9.1f} {b.mask:7.1f}   {cell.apart:.0e}"
+            f"{a.first / 1e3:10.1f} {b.first / 1e3:7.1f} {a.mask:9.1f} {b.mask:7.2f} "
+            f"{a.again:9.1f} {b.again:7.2f}   {cell.apart:.0e}"
         )
         if cell.error is not None:
             lines.append(f"  {cell.error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -144,8 +145,11 @@ class Compiles:
     failures: list[Failure] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def run(self, prepared: Sequence[Prepared], jobs: int | None) -> None:
-        """Find or compile kernels, whose names differ. Raises CompileError where a compiler is not installed."""
+    def run(self, prepared: Sequence[Prepared], jobs: int | None, workers: Workers | None = None) -> None:
+        """Find or compile kernels, whose names differ, in processes of their own where no ``workers`` are given.
+
+        Raises CompileError where a compiler is not installed.
+        """
         self.store.require_trusted()
         found = [self._find(Task.of(kernel)) for kernel in prepared]
         missing = [task for task in found if task is not None]
@@ -156,15 +160,15 @@ class Compiles:
                 if lacking := toolchain.missing(backend):
                     raise CompileError(lacking)
         if missing:
-            self._compile(missing, jobs)
+            self._compile(missing, jobs, workers)
 
-    def _compile(self, tasks: Sequence[Task], jobs: int | None) -> None:
+    def _compile(self, tasks: Sequence[Task], jobs: int | None, workers: Workers | None) -> None:
         """Compile kernels, and what is to be tried where an attempt is refused."""
         from attngen.store.jobs import worker_processes
 
-        with worker_processes() as workers:
+        with worker_processes() if workers is None else nullcontext(workers) as given:
             while tasks:
-                tasks = [task for task in self._round(tasks, jobs, workers) if self._can_compile(task)]
+                tasks = [task for task in self._round(tasks, jobs, given) if self._can_compile(task)]
 
     def _can_compile(self, task: Task) -> bool:
         """Whether the compiler of a later attempt, which may be another one, is installed; if not, the kernel fails."""

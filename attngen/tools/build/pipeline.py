@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from attngen.plan.model import Plan
     from attngen.schema import KernelSpec, Spec
     from attngen.schema.tuned import Tuned
+    from attngen.store.jobs import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,15 +356,21 @@ def _clash(name: str, first: KernelSpec, second: KernelSpec) -> PlanError:
 
 
 def compile_kernels(
-    prepared: Sequence[Prepared], *, store: Store, jobs: int | None = None, observer: Observer | None = None
+    prepared: Sequence[Prepared],
+    *,
+    store: Store,
+    jobs: int | None = None,
+    observer: Observer | None = None,
+    workers: Workers | None = None,
 ) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
     """Find or compile kernels in the cache without indexing them, so that calls do not find them.
 
+    ``workers`` are processes that were started ahead (``attngen.store.jobs.worker_processes``).
     Returns the kernels by the names of their plans, in the order of ``prepared`` (the one that was built may have
     another name), and those that could not be compiled. Raises StoreError if the cache cannot be written.
     """
     outcome = Compiles(store, observer or Silent(), COMPILER)
-    outcome.run(prepared, jobs)
+    outcome.run(prepared, jobs, workers)
     names = (kernel.plan.name for kernel in prepared)  # their order, not that in which compiles end
     return {name: outcome.kernels[name] for name in names if name in outcome.kernels}, tuple(outcome.failures)
 

@@ -1,0 +1,106 @@
+"""What captured tensors hold, as far as it decides what a function means: each tensor is looked at once.
+
+A look is queued on the tensor's stream, and answers when it is asked: making a mask does not wait for the GPU.
+"""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.integrations.flex_identity import state_of
+
+#: Elements of the largest tensor that is searched.
+_MOST = 2**24
+
+#: What stands in pinned memory until the GPU has answered.
+_PENDING = -1
+
+
+class Look:
+    """The facts about one tensor's numbers."""
+
+    __slots__ = ("_answers", "_done", "_found")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Queue what finds them out. Raises CallError while a CUDA graph is captured, in which nothing runs."""
+        self._found: tuple[bool, int] | None = None  # whether they rise, and the least
+        if not answers_exist(tensor):
+            self._found = False, -1
+            return
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CallError(
+                "what a captured tensor holds cannot be looked at while a CUDA graph is captured: make the mask, or "
+                "call with the score_mod, once before"
+            )
+        with torch.no_grad():
+            numbers = tensor.detach()
+            least = numbers.amin()
+            rises = (numbers[..., 1:] >= numbers[..., :-1]).all() if numbers.dim() else least >= least
+            answers = torch.stack((rises, least))
+        if not tensor.is_cuda:
+            self._read(answers)
+            return
+        self._answers = torch.full((2,), _PENDING, dtype=answers.dtype, pin_memory=True)
+        self._answers.copy_(answers, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(tensor.device))
+
+    def _read(self, answers: Tensor) -> tuple[bool, int]:
+        rises, least = answers.tolist()
+        self._found = bool(rises), least
+        return self._found
+
+    def _wait(self) -> tuple[bool, int]:
+        if self._found is not None:
+            return self._found
+        if not torch.cuda.is_current_stream_capturing():
+            self._done.synchronize()
+        elif self._answers.tolist()[0] == _PENDING:  # a capture may not wait, but all before it is done
+            raise CallError("a mask of this call was made while a CUDA graph is captured: make it before")
+        return self._read(self._answers)
+
+    @property
+    def rises(self) -> bool:
+        """Whether no number is less than the one before it along the last axis, as in document numbers."""
+        return self._wait()[0]
+
+    @property
+    def natural(self) -> bool:
+        """Whether no number is negative."""
+        return self._wait()[1] >= 0
+
+    @property
+    def positive(self) -> bool:
+        """Whether all numbers are at least 1."""
+        return self._wait()[1] >= 1
+
+
+def answers_exist(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers are looked at: integers, some, and not too many."""
+    dtype = tensor.dtype
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool and 0 < tensor.numel() <= _MOST
+
+
+class Looks:
+    """The looks at tensors that exist, which are not kept alive; a tensor that was changed is looked at again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[ref[Tensor], tuple[int, int], Look]] = {}
+
+    def at(self, tensor: Tensor) -> Look:
+        """Return the look at a tensor, a new one where there is none. Changes in inference mode are not counted."""
+        identity, state = id(tensor), state_of(tensor)
+        known = self._known.get(identity)
+        counted = not tensor.is_inference()
+        if known is not None and known[0]() is tensor and known[1] == state and counted:
+            return known[2]
+        look = Look(tensor)
+        self._known[identity] = ref(tensor, lambda _: self._known.pop(identity, None)), state, look
+        return look
+
+
+looks = Looks()
