@@ -40,8 +40,8 @@ _LEAST_KEYS = 16
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-#: Registers with which a warp that transposes V has four fragments in flight, not two.
-_REGISTERS_OF_FOUR = 32
+#: Registers with which a warp that transposes V has four fragments in flight, not three.
+_REGISTERS_OF_FOUR = 40
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
 #: the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
@@ -87,12 +87,16 @@ _FEWER_KEYS = (64, 32, 16)
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """How P stays within its dtype: the sum of a lane's probabilities that asks for a new reference, the growth of the
-    running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set."""
+    """How P stays within its dtype: the sum of a lane's probabilities in a step that asks for a new reference, how many
+    times that of all steps before it may be, the growth of the running max at which a lazy reference follows, and log2
+    of P of the largest logit when the reference is set. ``settled``, where the largest P is not far above that: log2 of
+    the sum at most that a new reference leaves a lane; there is no limit of growth then."""
 
     redo_above: str
+    redo_growth: str = "4.0f"
     raise_above: str = "8.0f"
     peak: int = 0
+    settled: int = 0
 
 
 #: Sums stay far below the largest float16, and below float32's square root for their own sake.
@@ -330,10 +334,11 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,
-        redo_growth="4.0f",
+        redo_growth=numbers.redo_growth,
         raise_above=numbers.raise_above,
         peak=numbers.peak,
-        ahead=(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 2)
+        settled=numbers.settled,
+        ahead=(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3)
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
