@@ -87,13 +87,12 @@ _FEWER_KEYS = (64, 32, 16)
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """How P stays within its dtype: the sum of a lane's probabilities in a step that asks for a new reference, how many
-    times that of all steps before it may be, the growth of the running max at which a lazy reference follows, and log2
-    of P of the largest logit when the reference is set. ``settled``, where the largest P is not far above that: log2 of
-    the sum at most that a new reference leaves a lane; there is no limit of growth then."""
+    """How P stays within its dtype: the sum of a lane's probabilities that asks for a new reference, the growth of the
+    running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set.
+    ``settled``, where the largest P is not far above that, so that a partial first tile, or many logits that are alike,
+    would ask for a new reference often: log2 of the sum at most that one leaves a lane."""
 
     redo_above: str
-    redo_growth: str = "4.0f"
     raise_above: str = "8.0f"
     peak: int = 0
     settled: int = 0
@@ -334,7 +333,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,
-        redo_growth=numbers.redo_growth,
+        redo_growth="4.0f",
         raise_above=numbers.raise_above,
         peak=numbers.peak,
         settled=numbers.settled,
@@ -391,6 +390,8 @@ def _families(spec: KernelSpec) -> frozenset[str]:
         found.add("score")
     if reads_data_per_key(spec.variant):
         found.add("listed")
+    if spec.pack_gqa:
+        found.add("packed")
     if spec.scale_block:
         found.add("tokens" if spec.scale_block == 1 else "blocks")
     return frozenset(found)

@@ -30,7 +30,7 @@ class HopperForward(Structure):
     v_by_columns: bool  # V lies in shared memory with keys along the rows, as products of 8 bits want it
     transposes: bool  # it arrives as rows of keys, and warps turn it
     redo_above: str  # literal; see docs/performance.md
-    redo_growth: str  # the same; "": no limit
+    redo_growth: str
     raise_above: str  # growth of the running max, in units of log2, at which a lazy reference follows
     ahead: int  # fragments of V in flight at once where it is transposed
     peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top

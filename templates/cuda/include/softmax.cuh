@@ -63,8 +63,9 @@ __device__ __forceinline__ void lift_by_sum(
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     float exponent;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(exponent) : "f"(largest));
-    // a reference that was set by no key, or overflow: the maximum alone tells
-    if (largest < 0x1p64f) maximum[row] = fmaxf(maximum[row], reference[row] + exponent - kAbove);
+    // By whole powers of two, so that what had few bits keeps them. A sum beyond all bounds says nothing: no key had set
+    // the reference.
+    if (largest < 0x1p64f) maximum[row] = fmaxf(maximum[row], reference[row] + ceilf(exponent) - kAbove);
   }
 }
 
