@@ -398,7 +398,7 @@ def _families(spec: KernelSpec) -> frozenset[str]:
 
 
 def _key_step(operands: Operands, v_by_columns: bool, transposed_v: bool) -> int:
-    """Return what the keys of a tile are a multiple of; where they are columns of V, they fill rows that are swizzled."""
+    """Return what the keys of a tile are a multiple of; where they are columns of V, they fill swizzled rows."""
     if v_by_columns:
         return (BOX_BYTES if transposed_v else TRANSPOSED_BYTES)[-1] // operands.v.bytes
     return max(_LEAST_KEYS, operands.p.mma_k)
