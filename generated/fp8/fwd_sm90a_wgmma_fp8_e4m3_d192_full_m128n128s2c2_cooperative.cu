@@ -29,7 +29,7 @@ constexpr int kThreads = 384;
 constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 32;  // K of one wgmma: the elements that it sums over
@@ -40,13 +40,13 @@ constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 192;  // columns of O that are staged at once
 constexpr int kVBoxBytes = 128;  // of a row of V, once it is transposed
-constexpr int kAhead = 2;  // fragments of V that a transposer has in flight
+constexpr int kAhead = 4;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
-
+constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
@@ -301,36 +301,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const uint32_t lane_load = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
       const uint32_t lane_store = lane * kVBoxBytes + 16 * swizzled<kVBoxBytes>(lane, 0);
       const int first_strip = warp % 2 * (kStrips / 2);
-      WorkRing work_ring;
-      for (int done = 0, until = 0;; ++done) {  // tiles of V
-        if (__any_sync(~0u, done == until)) {
-          work_ring.wait();
-          const int tiles = place_at(work_ring.stage).tiles;
-          __syncwarp();
-          if (lane == 0) work_ring.release();
-          work_ring.advance();
-          if (__any_sync(~0u, tiles < 0)) break;
-          until += tiles;
-        }
-        const VRing v_ring = VRing::at(done);
-        v_ring.acquire();
-#pragma unroll 1
-        for (int box = 0; box < kBoxes; ++box) {
-          const VRowsRing v_rows_ring = VRowsRing::at(kBoxes * done + box);
-          const uint32_t from = kVRows + v_rows_ring.stage * kVRowsBytes;
-          const uint32_t to = kV + v_ring.stage * kVBytes + box * kBoxColumns * kVBoxBytes;
-          v_rows_ring.wait();
-#pragma unroll 1
-          for (int strip = first_strip; strip < first_strip + kStrips / 2; ++strip) {
-            transpose_strip<kBlockN, kBoxBytes, kVBoxBytes, kHeadDimV, kAhead>(
-                from + (lane_load ^ 32 * strip), to + 32 * strip * kVBoxBytes + lane_store);
-          }
-          __syncwarp();
-          if (lane == 0) v_rows_ring.release();
-        }
-        fence_async_proxy();  // wgmma reads what was written here
+      int taken = 0, done = 0;  // tiles of work and of V, from which all phases follow: few registers are left
+      while (true) {
+        const auto work_ring = WorkRing::at(taken++);
+        work_ring.wait();
+        int tiles = place_at(work_ring.stage).tiles;
         __syncwarp();
-        if (lane == 0) v_ring.arrive();
+        if (lane == 0) work_ring.release();
+        if (__any_sync(~0u, tiles < 0)) break;
+        for (; __any_sync(~0u, tiles > 0); --tiles, ++done) {
+          const VRing v_ring = VRing::at(done);
+          v_ring.acquire();
+#pragma unroll 1
+          for (int box = 0; box < kBoxes; ++box) {
+            const VRowsRing v_rows_ring = VRowsRing::at(kBoxes * done + box);
+            const uint32_t from = kVRows + v_rows_ring.stage * kVRowsBytes;
+            const uint32_t to = kV + v_ring.stage * kVBytes + box * kBoxColumns * kVBoxBytes;
+            v_rows_ring.wait();
+#pragma unroll 1
+            for (int strip = first_strip; strip < first_strip + kStrips / 2; ++strip) {
+              transpose_strip<kBlockN, kBoxBytes, kVBoxBytes, kHeadDimV, kAhead>(
+                  from + (lane_load ^ 32 * strip), to + 32 * strip * kVBoxBytes + lane_store);
+            }
+            __syncwarp();
+            if (lane == 0) v_rows_ring.release();
+          }
+          fence_async_proxy();  // wgmma reads what was written here
+          __syncwarp();
+          if (lane == 0) v_ring.arrive();
+        }
       }
     }
   } else {
@@ -448,6 +447,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       // The first tile. Its S is there.
       release_k();
       finish_logits();
+      // Few keys say little about those to come: after a partial tile the next one sets references again.
+      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
@@ -468,10 +469,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_products<0>();
         settle(acc);
         release_v();
+        if (__any_sync(~0u, renews)) {
+          find_maximum(s, scale_log2e, maximum);
+          raise_reference<kPeak>(maximum, reference, alpha);
+          rescale(acc, alpha);
+          row_sum[0] *= alpha[0];
+          row_sum[1] *= alpha[1];
+        }
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
+          lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -482,6 +491,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           }
           exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
+        renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
       }

@@ -17,6 +17,7 @@ from attngen.plan.operands import fragment_registers
 from attngen.plan.schedules import schedules
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
+from attngen.render.views.hopper_forward import SWIZZLES
 from attngen.resources import root
 from tests.plan.one_byte import use_one_byte
 from tests.plan.specs import planned
@@ -135,14 +136,16 @@ def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> N
 
 def test_descriptors_have_boxes_of_the_bytes_that_are_swizzled(found: tuple[Plan, str, dict[str, int]]) -> None:
     plan, text, numbers = found
-    rows_of_boxes = {plan.structure.box_bytes, 64 * plan.operands.q.bytes}
+    rows_of_boxes = {plan.structure.box_bytes, 64 * plan.operands.q.bytes, numbers.get("kVBoxBytes")}
     sides = {numbers["kBlockM"], numbers.get("kKeys", numbers["kBlockN"])}
     matrices = re.findall(r"using \w+ = Matrix<(.*?), (.*?), (\d)>;", text)
     assert len(matrices) >= 3
-    for leading, stride, _ in matrices:
+    for leading, stride, swizzle in matrices:
         size, rest = divmod(evaluate(stride, numbers), 8)  # rows
         assert rest == 0
         assert size in rows_of_boxes, stride
+        if "kVBoxBytes" in stride:  # what a kernel transposes it swizzles itself
+            assert SWIZZLES[size] == int(swizzle)
         assert evaluate(leading, numbers) in {16, *(rows * size for rows in sides)}, leading
 
 

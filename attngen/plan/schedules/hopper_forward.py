@@ -31,6 +31,8 @@ _ROWS = 64  # query rows of a consumer: M of wgmma
 #: Bytes of a row that one copy may bring, swizzled: as many as divide the rows of all operands. Rows are padded to
 #: the fewest.
 BOX_BYTES = (SWIZZLE_BYTES, 64)
+#: Bytes of a row of V where a kernel transposes it, so that no copy brings it.
+TRANSPOSED_BYTES = (*BOX_BYTES, 32)
 
 #: Keys that N of wgmma goes by in these kernels, at least.
 _LEAST_KEYS = 16
@@ -38,8 +40,8 @@ _LEAST_KEYS = 16
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-#: Registers with which a warp that transposes V has four fragments in flight, not two.
-_REGISTERS_OF_FOUR = 32
+#: Registers with which a warp that transposes V has four fragments in flight, not three.
+_REGISTERS_OF_FOUR = 40
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
 #: the consumers can spare them.
 _SEARCHING_REGISTERS = _REGISTERS | {3: (56, 152)}
@@ -86,11 +88,14 @@ _FEWER_KEYS = (64, 32, 16)
 @dataclass(frozen=True, slots=True)
 class Probabilities:
     """How P stays within its dtype: the sum of a lane's probabilities that asks for a new reference, the growth of the
-    running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set."""
+    running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set.
+    ``settled``, where the largest P is not far above that, so that a partial first tile, or many logits that are alike,
+    would ask for a new reference often: log2 of the sum at most that one leaves a lane."""
 
     redo_above: str
     raise_above: str = "8.0f"
     peak: int = 0
+    settled: int = 0
 
 
 #: Sums stay far below the largest float16, and below float32's square root for their own sake.
@@ -146,9 +151,9 @@ def _widths(spec: KernelSpec, operands: Operands) -> tuple[Columns, Columns]:
     return widths(spec.head_dim_qk, operands.q, parts), widths(spec.head_dim_v, operands.v, parts)
 
 
-def widest_box(*row_bytes: int) -> int:
+def widest_box(*row_bytes: int, among: tuple[int, ...] = BOX_BYTES) -> int:
     """Return the bytes of a row of one copy: the most of which each of ``row_bytes`` is a whole number."""
-    return next(box for box in BOX_BYTES if all(size % box == 0 for size in row_bytes))
+    return next(box for box in among if all(size % box == 0 for size in row_bytes))
 
 
 def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
@@ -269,7 +274,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     qk, v = (columns.width for columns in _widths(spec, operands_of(spec)))
     families = _families(spec)
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
-    step = _key_step(operands_of(spec), transposes=form.transposes)
+    step = _key_step(operands_of(spec), form.transposes, spec.transposed_v)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
     usual = min(choice.tile_n, spec.scale_block) if spec.scale_block > 1 else choice.tile_n
     *larger, least = spec.tile_n or usual, *fewer
@@ -287,7 +292,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = _ROWS * consumers
-    step = _key_step(operands, transposes=form.transposes)
+    step = _key_step(operands, form.transposes, spec.transposed_v)
     if spec.scale_block > 1 and spec.scale_block % tile_n:
         raise refuse(
             spec,
@@ -331,7 +336,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         redo_growth="4.0f",
         raise_above=numbers.raise_above,
         peak=numbers.peak,
-        ahead=(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 2)
+        settled=numbers.settled,
+        ahead=(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3)
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
@@ -348,7 +354,7 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     given, most = spec.roles or Roles(), first.structure.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
     assert isinstance(first.structure, HopperForward)
-    step = _key_step(first.operands, transposes=first.structure.v_by_columns)
+    step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
     narrower = [n for n in _FEWER_KEYS if n < first.tile_n and n % step == 0] if spec.tile_n is None else []
     tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
     if not fixed:
@@ -364,7 +370,7 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     """Yield the spec of a forward with each tile, depth and order of consumers that may be the fastest."""
     assert isinstance(first.structure, HopperForward)
-    step = _key_step(first.operands, transposes=first.structure.transposes)
+    step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
     consumers = (1, 2) if spec.pack_gqa else (2, 3)
     keys = [n for n in _TUNED_KEYS if n % step == 0]
     for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, ("pingpong", "cooperative")):
@@ -384,14 +390,18 @@ def _families(spec: KernelSpec) -> frozenset[str]:
         found.add("score")
     if reads_data_per_key(spec.variant):
         found.add("listed")
+    if spec.pack_gqa:
+        found.add("packed")
     if spec.scale_block:
         found.add("tokens" if spec.scale_block == 1 else "blocks")
     return frozenset(found)
 
 
-def _key_step(operands: Operands, *, transposes: bool) -> int:
-    """Return what the keys of a tile are a multiple of; where V is transposed, they fill rows as wide as a copy's."""
-    return BOX_BYTES[-1] // operands.v.bytes if transposes else max(_LEAST_KEYS, operands.p.mma_k)
+def _key_step(operands: Operands, v_by_columns: bool, transposed_v: bool) -> int:
+    """Return what the keys of a tile are a multiple of; where they are columns of V, they fill swizzled rows."""
+    if v_by_columns:
+        return (BOX_BYTES if transposed_v else TRANSPOSED_BYTES)[-1] // operands.v.bytes
+    return max(_LEAST_KEYS, operands.p.mma_k)
 
 
 def refusal(spec: KernelSpec, arch: Arch, numbers: Mapping[str, Probabilities]) -> PlanError | None:

@@ -30,22 +30,23 @@ from attngen.plan.schedules.hopper_forward import (
 from attngen.schema.expand import KernelSpec, Roles
 
 #: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the reference is set, and may
-#: grow until a lane's sum, and so each of its terms, could exceed 448.
-#: They are e4m3 whatever q, k and v are.
-PROBABILITIES = dict.fromkeys(QUANTIZED_DTYPES, Probabilities("448.0f", raise_above="4.0f", peak=4))
+#: grow until a lane's sum, and so each of its terms, could exceed 448. Where many are alike, the new reference leaves a
+#: lane a sum of 2^6. They are e4m3 whatever q, k and v are.
+PROBABILITIES = dict.fromkeys(QUANTIZED_DTYPES, Probabilities("448.0f", raise_above="4.0f", peak=4, settled=6))
 
 #: As in ``hopper_forward``; "blocks", or "tokens", have scales of their own. Measured on an H200:
 #: docs/notebook/hopper_fp8.md.
 TABLE = (
     Choice("tokens", 128, 3, 64, "cooperative"),
     Choice("tokens", 256, 2, 64, "cooperative"),
+    Choice("window", 64, 3, 96, "cooperative"),
     Choice("any", 64, 3, 128, "pingpong"),
     Choice("blocks", 128, 3, 64, "cooperative"),
-    Choice("window", 128, 3, 64, "cooperative"),
     Choice("gather", 128, 3, 64, "cooperative"),
-    Choice("score", 128, 3, 64, "cooperative"),
     Choice("listed", 128, 3, 64, "cooperative"),
-    Choice("any", 128, 2, 192, "pingpong"),
+    Choice("packed", 128, 2, 192, "pingpong"),
+    Choice("any", 128, 3, 96, "cooperative"),
+    Choice("any", 192, 2, 128, "cooperative"),
     Choice("any", 256, 2, 128, "cooperative", (24, 240)),
 )
 

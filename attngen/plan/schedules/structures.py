@@ -34,6 +34,7 @@ class HopperForward(Structure):
     raise_above: str  # growth of the running max, in units of log2, at which a lazy reference follows
     ahead: int  # fragments of V in flight at once where it is transposed
     peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top
+    settled: int  # log2 of the sum at most that a new reference leaves a lane in a step; 0: what the maximum gives
     softmax: str
 
     def __post_init__(self) -> None:

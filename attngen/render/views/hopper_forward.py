@@ -11,7 +11,7 @@ from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.hopper_forward import widest_box
+from attngen.plan.schedules.hopper_forward import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.cuda_statements import int_constant
@@ -26,7 +26,7 @@ _REGION_TEXTS = {
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
 }  # fmt: skip
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
-SWIZZLES = {128: 1, 64: 2}
+SWIZZLES = {128: 1, 64: 2, 32: 3}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
 _TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4"}
 
@@ -144,7 +144,10 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
     kv_first = f"{tile} * kBlockN + 2 * (lane % 4)"
-    v_box = widest_box(plan.tile_n * plan.operands.v.bytes) if hopper.v_by_columns else hopper.box_bytes
+    v_box = hopper.box_bytes
+    if hopper.v_by_columns:
+        among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
+        v_box = widest_box(plan.tile_n * plan.operands.v.bytes, among=among)
     alike = plan.operands.alike("q", "k", "v", "p")
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     return CudaView(

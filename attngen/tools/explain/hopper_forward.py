@@ -113,10 +113,10 @@ class HopperExplanation(ScheduleExplanation):
             yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
         else:
             yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
-        yield (
-            "softmax",
-            _SOFTMAX[self.plan.softmax].format(above=hopper.redo_above, growth=hopper.redo_growth.rstrip("f")),
-        )
+        softmax = _SOFTMAX[self.plan.softmax].format(above=hopper.redo_above, growth=hopper.redo_growth.rstrip("f"))
+        if hopper.settled and self.plan.softmax == "fixed_reference":
+            softmax += "; from a new maximum after a partial first tile"
+        yield "softmax", softmax
         yield "masks", _masks(self.plan)
         if hopper.skips:
             held = f"up to {self.plan.stages - 1} while it holds V of the last that it saw"

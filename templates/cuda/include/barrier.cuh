@@ -54,6 +54,13 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The number of the thread, read again where S, P and O leave no register to keep what follows from it.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Registers move from the producer, which needs few, to the consumers (PTX ISA, "setmaxnreg").
 
 template <int kRegisters>

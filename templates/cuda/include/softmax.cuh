@@ -52,6 +52,23 @@ __device__ __forceinline__ void raise_reference(const float (&maximum)[2], float
   }
 }
 
+// Where many logits are alike, it is their number that makes a lane's sum too large: raises the maximum of a row until
+// the sums of its lanes are 2^kAbove at most, measured from there.
+template <int kAbove>
+__device__ __forceinline__ void lift_by_sum(
+    const float (&sum)[2], const float (&reference)[2], float (&maximum)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float largest = fmaxf(sum[row], __shfl_xor_sync(~0u, sum[row], 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    float exponent;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(exponent) : "f"(largest));
+    // By whole powers of two, so that what had few bits keeps them. A sum beyond all bounds says nothing: no key had set
+    // the reference.
+    if (largest < 0x1p64f) maximum[row] = fmaxf(maximum[row], reference[row] + ceilf(exponent) - kAbove);
+  }
+}
+
 // Where a row (all four lanes of it) asks for no new reference, puts its old one in place of its maximum: a warp raises
 // references together, but no row's bits may depend on the rows beside it.
 __device__ __forceinline__ void keep_references(

@@ -1,4 +1,4 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d64_sliding_window_m192n128s2c3
+// fwd_sm90a_wgmma_fp8_e4m3_d128_sliding_window_m192n96s2c3_cooperative
 //
 // Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
@@ -20,15 +20,15 @@ using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 128;  // keys of one step
-constexpr int kHeadDimQk = 64;
-constexpr int kHeadDimV = 64;
+constexpr int kBlockN = 96;  // keys of one step
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
-constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
+constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
@@ -36,38 +36,38 @@ static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 
 constexpr int kMmaK = 32;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockN>::kK);
 constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
-constexpr int kBoxBytes = 64;  // of a row of one copy, swizzled
+constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
-constexpr int kOutColumns = 64;  // columns of O that are staged at once
-constexpr int kVBoxBytes = 128;  // of a row of V, once it is transposed
-constexpr int kAhead = 4;  // fragments of V that a transposer has in flight
+constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kVBoxBytes = 32;  // of a row of V, once it is transposed
+constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
-
+constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 24576 B: Q
-constexpr uint32_t kK = kShared + 24576;  // 16384 B: K, a tile per stage
-constexpr uint32_t kVRows = kShared + 40960;  // 16384 B: V as it lies in memory, a box per stage
-constexpr uint32_t kV = kShared + 57344;  // 16384 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 73728;  // 24576 B: O, for its store
-constexpr uint32_t kWork = kShared + 98304;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 98944;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 98960;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 98976;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 98992;  // 16 B: barriers
-constexpr uint32_t kVRowsFull = kShared + 99008;  // 16 B: barriers
-constexpr uint32_t kVRowsEmpty = kShared + 99024;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 99040;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 99056;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 99072;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 99088;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 99104;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 99112;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
+constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
+constexpr uint32_t kVRows = kShared + 73728;  // 24576 B: V as it lies in memory, a box per stage
+constexpr uint32_t kV = kShared + 98304;  // 24576 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 122880;  // 49152 B: O, for its store
+constexpr uint32_t kWork = kShared + 172032;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 172672;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 172688;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 172704;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 172720;  // 16 B: barriers
+constexpr uint32_t kVRowsFull = kShared + 172736;  // 16 B: barriers
+constexpr uint32_t kVRowsEmpty = kShared + 172752;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 172768;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 172784;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 172800;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 172816;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 172832;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 172840;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the scheduler -> each consumer
@@ -78,8 +78,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
-  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -88,16 +87,16 @@ constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kVRowsBytes = kBlockN * kBoxBytes;  // a box of V, before it is transposed
-static_assert(VRowsRing::kStages * kVRowsBytes == 16384);
+static_assert(VRowsRing::kStages * kVRowsBytes == 24576);
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 24576);
-static_assert(QRing::kStages * kQBytes == 24576);
-static_assert(KRing::kStages * kKBytes == 16384 && VRing::kStages * kVBytes == 16384);
+static_assert(kConsumers * kOutBytes == 49152);
+static_assert(QRing::kStages * kQBytes == 49152);
+static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
 // How wgmma reads these: all are K-major.
-using QMatrix = Matrix<16, 8 * kBoxBytes, 2>;
-using KMatrix = Matrix<16, 8 * kBoxBytes, 2>;
-using VMatrix = Matrix<16, 8 * kVBoxBytes, 1>;
+using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
+using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
+using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -127,7 +126,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d64_sliding_window_m192n128s2c3(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_sliding_window_m192n96s2c3_cooperative(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -208,9 +207,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 8; i += 32) {
-            const int q = work.q_start + i / 8;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 8)) = {};
+          for (int i = lane; i < rows * 16; i += 32) {
+            const int q = work.q_start + i / 16;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -260,6 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
+        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.advance();
           }
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -301,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit);
+          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
+          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
         }
         load_v();
       }
@@ -311,36 +312,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const uint32_t lane_load = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
       const uint32_t lane_store = lane * kVBoxBytes + 16 * swizzled<kVBoxBytes>(lane, 0);
       const int first_strip = warp % 2 * (kStrips / 2);
-      WorkRing work_ring;
-      for (int done = 0, until = 0;; ++done) {  // tiles of V
-        if (__any_sync(~0u, done == until)) {
-          work_ring.wait();
-          const int tiles = place_at(work_ring.stage).tiles;
-          __syncwarp();
-          if (lane == 0) work_ring.release();
-          work_ring.advance();
-          if (__any_sync(~0u, tiles < 0)) break;
-          until += tiles;
-        }
-        const VRing v_ring = VRing::at(done);
-        v_ring.acquire();
-#pragma unroll 1
-        for (int box = 0; box < kBoxes; ++box) {
-          const VRowsRing v_rows_ring = VRowsRing::at(kBoxes * done + box);
-          const uint32_t from = kVRows + v_rows_ring.stage * kVRowsBytes;
-          const uint32_t to = kV + v_ring.stage * kVBytes + box * kBoxColumns * kVBoxBytes;
-          v_rows_ring.wait();
-#pragma unroll 1
-          for (int strip = first_strip; strip < first_strip + kStrips / 2; ++strip) {
-            transpose_strip<kBlockN, kBoxBytes, kVBoxBytes, kHeadDimV, kAhead>(
-                from + (lane_load ^ 32 * strip), to + 32 * strip * kVBoxBytes + lane_store);
-          }
-          __syncwarp();
-          if (lane == 0) v_rows_ring.release();
-        }
-        fence_async_proxy();  // wgmma reads what was written here
+      int taken = 0, done = 0;  // tiles of work and of V, from which all phases follow: few registers are left
+      while (true) {
+        const auto work_ring = WorkRing::at(taken++);
+        work_ring.wait();
+        int tiles = place_at(work_ring.stage).tiles;
         __syncwarp();
-        if (lane == 0) v_ring.arrive();
+        if (lane == 0) work_ring.release();
+        if (__any_sync(~0u, tiles < 0)) break;
+        for (; __any_sync(~0u, tiles > 0); --tiles, ++done) {
+          const VRing v_ring = VRing::at(done);
+          v_ring.acquire();
+#pragma unroll 1
+          for (int box = 0; box < kBoxes; ++box) {
+            const VRowsRing v_rows_ring = VRowsRing::at(kBoxes * done + box);
+            const uint32_t from = kVRows + v_rows_ring.stage * kVRowsBytes;
+            const uint32_t to = kV + v_ring.stage * kVBytes + box * kBoxColumns * kVBoxBytes;
+            v_rows_ring.wait();
+#pragma unroll 1
+            for (int strip = first_strip; strip < first_strip + kStrips / 2; ++strip) {
+              transpose_strip<kBlockN, kBoxBytes, kVBoxBytes, kHeadDimV, kAhead>(
+                  from + (lane_load ^ 32 * strip), to + 32 * strip * kVBoxBytes + lane_store);
+            }
+            __syncwarp();
+            if (lane == 0) v_rows_ring.release();
+          }
+          fence_async_proxy();  // wgmma reads what was written here
+          __syncwarp();
+          if (lane == 0) v_ring.arrive();
+        }
       }
     }
   } else {
@@ -380,10 +380,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
-    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
-    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
-    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
-    if (warpgroup == kConsumers - 1) pass_turn();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -394,15 +390,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (leader) k_ring.release();
       k_ring.advance();
     };
-    const auto wait_v = [&] { v_ring.wait(); };
+    VRing held;        // the tile of V that O += P V still has to read,
+    int held_for = 0;  // and how many tiles were skipped since
+    const auto wait_v = [&] { held.wait(); };
     const auto release_v = [&] {
+      if (leader) held.release();
+    };
+    // Holds the tile of V that belongs to these logits until O += P V.
+    const auto hold_v = [&] {
+      held = v_ring;
+      held_for = 0;
+      v_ring.advance();
+    };
+    const auto skip_v = [&] {
+      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
+      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
+    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
+    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
+    const auto give_up_turn = sync_group;
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
@@ -422,19 +435,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     left = next_work().tiles;
     bool more = __any_sync(~0u, left > 0);
     float next_logit_scale = logit_scale_of(place_at(0));
-    const auto wait_operands = [&] {
+    // Waits for the first tile; true if these rows see nothing of it, and there is another.
+    const auto first_is_blind = [&] {
       q_ring.wait();
-      wait_k();
+      return wait_k() && __any_sync(~0u, left > 1);
     };
-    const auto start = [&] {
-      wait_operands();
-      take_turn();
+    // Skips the tiles that these rows do not see, and computes S of the first that they do.
+    const auto start = [&](bool blind, bool turn_is_spent) {
+      while (blind) {
+        if (!turn_is_spent) give_up_turn();
+        turn_is_spent = false;
+        release_k();
+        skip_v();
+        --left;
+        blind = wait_k() && __any_sync(~0u, left > 1);
+      }
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start();
+    if (more) start(first_is_blind(), false);
     while (more) {
       const Place& work = place_at(work_ring.stage);
       const float logit_scale = next_logit_scale;
@@ -477,7 +497,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The first tile. Its S is there.
       release_k();
+      hold_v();
       finish_logits();
+      // Few keys say little about those to come: after a partial tile the next one sets references again.
+      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
@@ -485,12 +508,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        wait_k();
-        take_turn();
+        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
+        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
+          give_up_turn();
+          release_k();
+          skip_v();
+          ++held_for;
+          continue;
+        }
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(v_ring.stage);  // O += P V of the tile before
-        pass_turn();
+        issue_pv(held.stage);  // O += P V of the tile before
         wait_products<1>();
         settle(s);
         release_k();
@@ -500,10 +528,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_products<0>();
         settle(acc);
         release_v();
+        if (__any_sync(~0u, renews)) {
+          find_maximum(s, scale_log2e, maximum);
+          raise_reference<kPeak>(maximum, reference, alpha);
+          rescale(acc, alpha);
+          row_sum[0] *= alpha[0];
+          row_sum[1] *= alpha[1];
+        }
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
+          lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -514,8 +550,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           }
           exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
+        renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
+        hold_v();
       }
 
       if (leader) q_ring.release();
@@ -575,15 +613,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       next_logit_scale = logit_scale_of(next);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      if (more) wait_operands();
+      const bool blind = more && first_is_blind();
       wait_v();
-      take_turn();
-      issue_pv(v_ring.stage);
-      issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
-      free_out();
-      wait_products<1>();
-      write_out();
+      if (blind) {
+        issue_pv(held.stage);
+        free_out();
+        wait_products<0>();
+        write_out();
+        start(true, true);
+      } else {
+        issue_pv(held.stage);
+        issue_qk(k_ring.stage, q_ring.stage);
+        free_out();
+        wait_products<1>();
+        write_out();
+      }
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -595,6 +639,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
-    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }

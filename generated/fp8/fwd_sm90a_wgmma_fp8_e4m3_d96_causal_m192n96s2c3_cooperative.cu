@@ -1,6 +1,6 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d128_alibi_m192n64s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d96_causal_m192n96s2c3_cooperative
 //
-// Attention forward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
+// Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
@@ -20,9 +20,9 @@ using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 64;  // keys of one step
-constexpr int kHeadDimQk = 128;
-constexpr int kHeadDimV = 128;
+constexpr int kBlockN = 96;  // keys of one step
+constexpr int kHeadDimQk = 128;  // 96 columns and zeros
+constexpr int kHeadDimV = 128;  // 96 columns and zeros
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
@@ -30,7 +30,7 @@ constexpr int kThreads = 512;
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 32;  // K of one wgmma: the elements that it sums over
@@ -40,34 +40,34 @@ constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
-constexpr int kVBoxBytes = 64;  // of a row of V, once it is transposed
-constexpr int kAhead = 4;  // fragments of V that a transposer has in flight
+constexpr int kVBoxBytes = 32;  // of a row of V, once it is transposed
+constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
-
+constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 16384 B: K, a tile per stage
-constexpr uint32_t kVRows = kShared + 65536;  // 16384 B: V as it lies in memory, a box per stage
-constexpr uint32_t kV = kShared + 81920;  // 16384 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 98304;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 147456;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 148096;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 148112;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 148128;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 148144;  // 16 B: barriers
-constexpr uint32_t kVRowsFull = kShared + 148160;  // 16 B: barriers
-constexpr uint32_t kVRowsEmpty = kShared + 148176;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 148192;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 148208;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 148224;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 148240;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 148256;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 148264;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
+constexpr uint32_t kVRows = kShared + 73728;  // 24576 B: V as it lies in memory, a box per stage
+constexpr uint32_t kV = kShared + 98304;  // 24576 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 122880;  // 49152 B: O, for its store
+constexpr uint32_t kWork = kShared + 172032;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 172672;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 172688;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 172704;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 172720;  // 16 B: barriers
+constexpr uint32_t kVRowsFull = kShared + 172736;  // 16 B: barriers
+constexpr uint32_t kVRowsEmpty = kShared + 172752;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 172768;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 172784;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 172800;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 172816;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 172832;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 172840;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the scheduler -> each consumer
@@ -87,16 +87,16 @@ constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kVRowsBytes = kBlockN * kBoxBytes;  // a box of V, before it is transposed
-static_assert(VRowsRing::kStages * kVRowsBytes == 16384);
+static_assert(VRowsRing::kStages * kVRowsBytes == 24576);
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 49152);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 16384 && VRing::kStages * kVBytes == 16384);
+static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
 // How wgmma reads these: all are K-major.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
-using VMatrix = Matrix<16, 8 * kVBoxBytes, 2>;
+using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -126,7 +126,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_alibi_m192n64s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d96_causal_m192n96s2c3_cooperative(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -134,9 +134,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_q_descale_b, long long stride_q_descale_h,
     long long stride_k_descale_b, long long stride_k_descale_h,
     long long stride_v_descale_b, long long stride_v_descale_h,
-    const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_slope,
+    const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int extent_u_slope_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
@@ -204,9 +203,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 16; i += 32) {
-            const int q = work.q_start + i / 16;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
+          for (int i = lane; i < rows * 12; i += 32) {
+            const int q = work.q_start + i / 12;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 12)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -309,36 +308,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const uint32_t lane_load = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
       const uint32_t lane_store = lane * kVBoxBytes + 16 * swizzled<kVBoxBytes>(lane, 0);
       const int first_strip = warp % 2 * (kStrips / 2);
-      WorkRing work_ring;
-      for (int done = 0, until = 0;; ++done) {  // tiles of V
-        if (__any_sync(~0u, done == until)) {
-          work_ring.wait();
-          const int tiles = place_at(work_ring.stage).tiles;
-          __syncwarp();
-          if (lane == 0) work_ring.release();
-          work_ring.advance();
-          if (__any_sync(~0u, tiles < 0)) break;
-          until += tiles;
-        }
-        const VRing v_ring = VRing::at(done);
-        v_ring.acquire();
-#pragma unroll 1
-        for (int box = 0; box < kBoxes; ++box) {
-          const VRowsRing v_rows_ring = VRowsRing::at(kBoxes * done + box);
-          const uint32_t from = kVRows + v_rows_ring.stage * kVRowsBytes;
-          const uint32_t to = kV + v_ring.stage * kVBytes + box * kBoxColumns * kVBoxBytes;
-          v_rows_ring.wait();
-#pragma unroll 1
-          for (int strip = first_strip; strip < first_strip + kStrips / 2; ++strip) {
-            transpose_strip<kBlockN, kBoxBytes, kVBoxBytes, kHeadDimV, kAhead>(
-                from + (lane_load ^ 32 * strip), to + 32 * strip * kVBoxBytes + lane_store);
-          }
-          __syncwarp();
-          if (lane == 0) v_rows_ring.release();
-        }
-        fence_async_proxy();  // wgmma reads what was written here
+      int taken = 0, done = 0;  // tiles of work and of V, from which all phases follow: few registers are left
+      while (true) {
+        const auto work_ring = WorkRing::at(taken++);
+        work_ring.wait();
+        int tiles = place_at(work_ring.stage).tiles;
         __syncwarp();
-        if (lane == 0) v_ring.arrive();
+        if (lane == 0) work_ring.release();
+        if (__any_sync(~0u, tiles < 0)) break;
+        for (; __any_sync(~0u, tiles > 0); --tiles, ++done) {
+          const VRing v_ring = VRing::at(done);
+          v_ring.acquire();
+#pragma unroll 1
+          for (int box = 0; box < kBoxes; ++box) {
+            const VRowsRing v_rows_ring = VRowsRing::at(kBoxes * done + box);
+            const uint32_t from = kVRows + v_rows_ring.stage * kVRowsBytes;
+            const uint32_t to = kV + v_ring.stage * kVBytes + box * kBoxColumns * kVBoxBytes;
+            v_rows_ring.wait();
+#pragma unroll 1
+            for (int strip = first_strip; strip < first_strip + kStrips / 2; ++strip) {
+              transpose_strip<kBlockN, kBoxBytes, kVBoxBytes, kHeadDimV, kAhead>(
+                  from + (lane_load ^ 32 * strip), to + 32 * strip * kVBoxBytes + lane_store);
+            }
+            __syncwarp();
+            if (lane == 0) v_rows_ring.release();
+          }
+          fence_async_proxy();  // wgmma reads what was written here
+          __syncwarp();
+          if (lane == 0) v_ring.arrive();
+        }
       }
     }
   } else {
@@ -457,11 +455,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const Place& work = place_at(work_ring.stage);
       const float logit_scale = next_logit_scale;
       const int seqlen_k = work.seqlen_k;
-      const int h = work.h;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
-      const float u_softmax_scale_times_LOG2E = logit_scale * kLog2e;
-      const float u_slope_h = u_slope[static_cast<long long>(h)];
-      const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
+      const float scale_log2e = logit_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -471,7 +466,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
-            float u_row_value;
             int visible_to;
           };
           Row rows[2];
@@ -479,9 +473,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {u_row_value, visible_to};
+            rows[row] = {visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
@@ -489,31 +482,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [u_row_value, visible_to] = rows[row];
-              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
+              const auto [visible_to] = rows[row];
               if (key >= visible_to) x = kMasked;
-            }
-          }
-        } else {
-          struct Row {
-            float u_row_value;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
-            rows[row] = {u_row_value};
-          }
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [u_row_value] = rows[row];
-              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
             }
           }
         }
@@ -523,10 +493,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       release_k();
       hold_v();
       finish_logits();
+      // Few keys say little about those to come: after a partial tile the next one sets references again.
+      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
-      find_maximum(s, 1.0f, maximum);
+      find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
-      exponentiate<Element>(s, 1.0f, reference, p, row_sum);
+      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -550,10 +522,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_products<0>();
         settle(acc);
         release_v();
-        exponentiate<Element>(s, 1.0f, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        if (__any_sync(~0u, renews)) {
+          find_maximum(s, scale_log2e, maximum);
+          raise_reference<kPeak>(maximum, reference, alpha);
+          rescale(acc, alpha);
+          row_sum[0] *= alpha[0];
+          row_sum[1] *= alpha[1];
+        }
+        exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
-          find_maximum(s, 1.0f, maximum);
+          find_maximum(s, scale_log2e, maximum);
+          lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -562,8 +542,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
           }
-          exponentiate<Element>(s, 1.0f, reference, p, sum);
+          exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
+        renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
         hold_v();
