@@ -23,7 +23,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of, forward_roles
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
-from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
+from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
@@ -325,6 +325,9 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
         value_loader=_is_paged(spec) and not form.transposes,  # pages take many small copies
+        key_values=key_loads(spec.variant, "packed" if spec.pack_gqa else "single")
+        if specialized and driver == "ranges" and not _is_paged(spec) and not form.transposes
+        else 0,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,
