@@ -61,13 +61,15 @@ class Choice:
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
-#: three consumers hide better than two; a "listed" mask loads a value for each key; a "window" is light and ends on the
-#: left, so that small tiles save much. Measured on an H200 where docs/performance.md says so; the rest follows from
-#: budgets.
+#: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
+#: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much.
+#: Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (
     Choice("light", 64, 3, 128, "pingpong"),
     Choice("gather", 128, 2, 64, "pingpong"),
     Choice("gather", 256, 2, 32, "pingpong"),
+    Choice("score", 64, 3, 64, "pingpong"),
+    Choice("scored", 128, 3, 80, "pingpong"),
     Choice("score", 128, 3, 64, "pingpong"),
     Choice("listed", 128, 3, 64, "pingpong"),
     Choice("window", 128, 3, 64, "pingpong"),
@@ -387,9 +389,17 @@ def _families(spec: KernelSpec) -> frozenset[str]:
         found.add("score")
     if reads_data_per_key(spec.variant):
         found.add("listed")
+    elif _only_scores(spec):
+        found.add("scored")
     if spec.scale_block:
         found.add("tokens" if spec.scale_block == 1 else "blocks")
     return frozenset(found)
+
+
+def _only_scores(spec: KernelSpec) -> bool:
+    """Whether a kernel does arithmetic on every logit, and there is no reason for tiles of few keys."""
+    plain = spec.layout == "dense" and spec.pack_gqa is not True and not spec.variant.dropout
+    return plain and spec.variant.score is not None and all(each.lo is None for each in bands_of(spec).visible)
 
 
 def _key_step(operands: Operands, *, transposes: bool) -> int:
