@@ -17,7 +17,10 @@ def masked(mask: str, tensors: str, **fields: str) -> tuple[int, str]:
     return plan.structure.key_values, render(plan).text
 
 
-DOCUMENTS = "doc[b, q_pos] == doc[b, kv]", "doc: {dtype: int32, shape: [b, seqlen_k], monotone: }"
+DOCUMENTS = (
+    "doc[b, q_pos] == doc[b, kv]",
+    "doc: {dtype: int32, shape: [b, seqlen_k], monotone: {axis: 1, order: nondecreasing}}",
+)
 
 
 def test_the_loader_loads_for_keys_and_consumers_for_rows_once() -> None:
