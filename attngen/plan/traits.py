@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from attngen.dtypes import DTYPES
 from attngen.lang.bands import Axis, Bands, Heads, bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Load, Op, names, walk
 from attngen.lang.variant import Variant
 from attngen.schema.expand import KernelSpec
 
+_WORD = 4  # bytes
 _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
 
 
@@ -27,6 +29,18 @@ def _bands(variant: Variant, over: Axis, heads: Heads) -> Bands:
 def reads_data_per_key(variant: Variant) -> bool:
     """Whether the mask reads a tensor at an index that depends on the key: no interval rule can bound that."""
     return any(names(index) & _KEYS for node in walk(variant.mask) if isinstance(node, Load) for index in node.indices)
+
+
+def key_loads(variant: Variant, heads: Heads = "single") -> int:
+    """Return how many values of 4 bytes or less a mask loads for each key, the same for all rows of a tile; 0 if one is
+    found by means of another."""
+    varying = _ROWS | {"h"} if heads == "packed" else _ROWS
+    loads = {node for node in walk(variant.mask) if isinstance(node, Load)}
+    if any(isinstance(inner, Load) for load in loads for index in load.indices for inner in walk(index)):
+        return 0
+    narrow = {tensor.name for tensor in variant.tensors if DTYPES[tensor.dtype].bytes <= _WORD}
+    used = [(load.tensor, frozenset[str]().union(*map(names, load.indices))) for load in loads]
+    return sum(name in narrow and bool(read & _KEYS) and not read & varying for name, read in used)
 
 
 def gathers(variant: Variant) -> bool:

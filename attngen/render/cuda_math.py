@@ -187,7 +187,7 @@ def sink(plan: Plan, before: Iterable[Statement]) -> Sink | None:
 
 def _steps(plan: Plan, tile: Sequence[Statement], row: Sequence[Statement], body: Sequence[Statement]) -> Steps:
     """Return the statements of a tile, each where it runs least often."""
-    element, key = depending(body, {"x", *_row_names(plan), *declared(row)})
+    element, key = depending(body, {"x", *row_names(plan), *declared(row)})
     key, row = needed(key, element), needed(row, element)
     row = (*_row_lines(plan, reads([*row, *element])), *row)
     return Steps(
@@ -318,7 +318,7 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
     return [*lines, *number_queries(asked)]
 
 
-def _row_names(plan: Plan) -> tuple[str, ...]:
+def row_names(plan: Plan) -> tuple[str, ...]:
     """Return the names that differ from row to row."""
     return (*_QUERY_NAMES, "h") if plan.pack_gqa else _QUERY_NAMES
 
@@ -328,7 +328,7 @@ def _split(
 ) -> tuple[tuple[Statement, ...], tuple[Statement, ...], tuple[Statement, ...]]:
     """Return the statements that depend on the row, those that are the same for all rows of a tile of keys, and those
     that are the same for a tile of work."""
-    row, rest = depending(statements, _row_names(plan))
+    row, rest = depending(statements, row_names(plan))
     return row, *depending(rest, {spelled(KV_FIRST.name)})
 
 

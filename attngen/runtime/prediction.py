@@ -27,8 +27,8 @@ _LOOKED_AT = 12
 #: Waves from which on the last one no longer matters.
 _MANY_WAVES = 6
 
-#: Query rows of a consumer, which skips what its own do not see.
-_CONSUMER_ROWS = 64
+#: Steps that a tile of work loses where its consumers skip what their own rows do not see, and wait for one another.
+_LOST_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +91,15 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
     if not visible:
         return [(every, q_tiles)]
     group = group_of(call) if kernel.pack_gqa else 1
-    height = _CONSUMER_ROWS if kernel.skips else kernel.tile_m
-    before = (kernel.tile_m - height) // 2
     names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     names |= {rule.name: rule.default if rule.const is None else rule.const for rule in call.rules}
     position, last = seqlen_k - seqlen_q, seqlen_q - 1
     count = min(q_tiles, _LOOKED_AT)
     starts = [i * q_tiles // count for i in range(count + 1)]
     widths = [end - begin for begin, end in pairwise(starts)]
-    firsts = [
-        (begin + (width - 1) // 2) * kernel.tile_m + before for begin, width in zip(starts[:-1], widths, strict=True)
-    ]
+    firsts = [(begin + (width - 1) // 2) * kernel.tile_m for begin, width in zip(starts[:-1], widths, strict=True)]
     q_lo = [min(first // group, last) for first in firsts]
-    q_hi = [min((first + height - 1) // group, last) for first in firsts]
+    q_hi = [min((first + kernel.tile_m - 1) // group, last) for first in firsts]
     names |= {
         "q_lo": q_lo, "q_hi": q_hi, "q_pos_lo": [q + position for q in q_lo], "q_pos_hi": [q + position for q in q_hi],
     }  # fmt: skip
@@ -113,11 +109,13 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         high = [min(-(-at // n), every) for at in evaluate(hi, names, count) or [seqlen_k] * count]
         seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
     rows: list[tuple[int, int]] = []
+    lost = _LOST_STEPS if kernel.skips else 0
     for found, width in zip(reversed(seen), reversed(widths), strict=True):
-        if rows and rows[-1][0] == found:
-            rows[-1] = found, rows[-1][1] + width
+        steps = min(found, every) + lost
+        if rows and rows[-1][0] == steps:
+            rows[-1] = steps, rows[-1][1] + width
         else:
-            rows.append((min(found, every), width))
+            rows.append((steps, width))
     return rows
 
 

@@ -58,7 +58,8 @@ constexpr uint32_t kVEmpty = kShared + 107216;  // 16 B: barriers
 constexpr uint32_t kWorkFull = kShared + 107232;  // 16 B: barriers
 constexpr uint32_t kWorkEmpty = kShared + 107248;  // 16 B: barriers
 constexpr uint32_t kWorkAsked = kShared + 107264;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 107272;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kKeyValues = kShared + 107272;  // 1024 B: values of the keys of two tiles in each stage of K, which the mask reads
+constexpr uint32_t kTileInfo = kShared + 108296;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -86,6 +87,17 @@ static_assert(KRing::kStages * kKBytes == 16384 && VRing::kStages * kVBytes == 1
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
+
+// What the mask reads of a key; it comes with the tile of K.
+struct KeyValues {
+  int u_doc_kv;
+};
+static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1024);
+
+// What it reads of a row.
+struct RowValues {
+  int u_doc_q_pos;
+};
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -229,6 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
+        const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
@@ -251,7 +264,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         };
         // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
+          // Before waiting for room, so that they come meanwhile.
+          KeyValues key_values[(kBlockN + 31) / 32];
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int kv = tile * kBlockN + 32 * i + lane;
+            const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
+            key_values[i] = {u_doc_kv};
+          }
           k_ring.acquire();
+          const uint32_t to = kKeyValues + sizeof(KeyValues) * kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase);
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int key = 32 * i + lane;
+            if (key < kBlockN) shared_at<KeyValues>(to + sizeof(KeyValues) * key) = key_values[i];
+          }
+          __syncwarp();
           if (lane == 0) {
             if (remaining == kLookahead && tiles > kLookahead) Event<kWorkAsked>::arrive();
             shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
@@ -346,6 +374,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     KRing k_ring;
     VRing v_ring;
     int tile_info = 0;
+    uint32_t key_values = 0;  // where those of the lane's keys begin
+    const auto of_key = [&](int key) { return shared_at<KeyValues>(key_values + sizeof(KeyValues) * key); };
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
@@ -373,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      key_values = kKeyValues + sizeof(KeyValues) * (kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase) + 2 * (lane % 4));
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
@@ -420,6 +451,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
       const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+      RowValues of_rows[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+        const int q_pos = q_row + (seqlen_k - seqlen_q);
+        const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
+        of_rows[row] = {u_doc_q_pos};
+      }
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -435,17 +474,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           Row rows[2];
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
+            const auto [u_doc_q_pos] = of_rows[row];
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
             rows[row] = {u_doc_q_pos, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-            const int kv = kv_first + key;
-            const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
+            const auto [u_doc_kv] = of_key(key);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];

@@ -39,6 +39,9 @@ class Rules:
     only_leader_awaits_skipped: bool = True  # of V, so that no other warp can wait for a phase that is long over
     v_until_product: bool = True  # V is released when its product is complete
     value_loader_says_so: bool = True  # a loader of V of its own releases the record that it has read
+    two_tiles_of_values: bool = (
+        True  # a stage of K has room for values of the keys of two tiles, read after its release
+    )
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,7 @@ class Simulation:
                 barrier.count -= case.value_loader and not rules.value_loader_says_so
             (self.work_asked,) = barriers(found.barrier("work_asked").signal, 1)
         self.records: list[int | None] = [None, None]
+        self.values: dict[tuple[int, int], Tile] = {}  # whose keys' values lie where
         self.group = [Named(WARPS) for _ in range(consumers)]  # products, too, keep a consumer's warps together
         self.turn = named(found, "turn")
         self.roles: dict[str, Role] = {}
@@ -208,6 +212,10 @@ class Simulation:
                 self.roles |= {"loader": page_loader(self, self.k), "value loader": page_loader(self, self.v)}
         role = unified_warp if unified else consumer
         self.roles |= {f"warp {c}.{w}": role(self, c, w) for c in range(consumers) for w in range(WARPS)}
+
+    def of_keys(self, k: Place) -> tuple[int, int]:
+        """Return where the values of the keys of a tile of K lie."""
+        return k.stage, k.phase if self.rules.two_tiles_of_values else 0
 
     def copy(self, to: Place, what: object) -> None:
         """Issue a copy; until it lands, the stage holds nothing."""
@@ -280,6 +288,7 @@ def loader(s: Simulation) -> Role:
             yield k.empty()
             if count - number == s.case.lookahead < count:
                 s.work_asked.arrive()
+            s.values[s.of_keys(k)] = work, number
             s.copy(k, (work, number))
             if number > 0:
                 yield pending.empty()
@@ -365,6 +374,12 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
             q.release()  # that was the last product of these queries
         release(k)
 
+    def read_values(place: tuple[int, int]) -> Role:
+        """Mask logits, by values that came with K, which may be given back by now."""
+        yield lambda: True
+        if not case.value_loader and s.values[place] != tile:
+            raise ProtocolError(f"consumer {c} read values of {s.values[place]} for {tile}")
+
     def expect(*reads: tuple[Place, object]) -> None:
         for place, wanted in reads if leader else ():
             place.expect(wanted)
@@ -437,8 +452,10 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
         yield k.full()
         yield from start(turn_is_spent=False)
     while work < len(case.works):
+        of_keys = s.of_keys(k)
         release_k()
         hold_v()
+        yield from read_values(of_keys)
         while tile[1] < len(case.works[work]) - 1:
             tile = (work, tile[1] + 1)
             yield k.full()
@@ -448,7 +465,7 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
                 yield from skip_v()
                 held_for += 1
                 continue
-            qk, pv = ((k.copy(), tile), (q.copy(), work)), (held, own)
+            qk, pv, of_keys = ((k.copy(), tile), (q.copy(), work)), (held, own), s.of_keys(k)
             yield from take_turn()
             yield from issue(*qk)
             if not case.overlap:
@@ -460,7 +477,10 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
             if case.overlap:
                 yield from complete(*qk)
                 release_k()
+                yield from read_values(of_keys)
             yield from finish_pv(pv)
+            if not case.overlap:
+                yield from read_values(of_keys)
             hold_v()
         if leader and case.q_stages > 1:
             q.release()

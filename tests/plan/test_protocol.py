@@ -41,6 +41,8 @@ def test_without_roles() -> None:
         ("value_loader_says_so", "loader of V read record|deadlock", True),
         ("v_until_product", "read", True),
         ("v_until_product", "read", False),
+        ("two_tiles_of_values", "read values", True),
+        ("two_tiles_of_values", "read values", False),
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool) -> None:

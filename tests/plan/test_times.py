@@ -52,6 +52,12 @@ def kernels() -> list[Kernel]:
         (Shape("full", 128, 1, 16, 16, 128, 8192), "m64n128s2c1"),
         (Shape("causal", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
         (Shape("causal", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),
+        (Shape("causal", 128, 4, 16, 16, 4096, 4096), "m128n128s2c2"),  # 192 rows lose two steps where tiles are short
+        (Shape("causal", 128, 1, 16, 16, 16384, 16384), "m192n80s2c3"),
+        (Shape("sliding_window", 128, 1, 32, 8, 16384, 16384), "m192n64s2c3_pack"),
+        (Shape("sliding_window", 128, 1, 16, 16, 16384, 16384), "m192n64s2c3"),
+        (Shape("sliding_window", 64, 1, 64, 16, 16384, 16384), "m192n64s2c3_pack"),
+        (Shape("sliding_window", 64, 1, 64, 64, 16384, 16384), "m192n128s2c3"),
         (Shape("full", 64, 1, 32, 32, 256, 256), "m64n128s2c1"),
         (Shape("full", 64, 1, 32, 32, 1024, 1024), "m128n128s2c2"),
         (Shape("full", 64, 1, 32, 32, 4096, 4096), "m192n128s2c3"),

@@ -12,10 +12,13 @@ _SLOTS = 2  # tiles of work that are known ahead
 WORK_BYTES = 320
 _TILE_INFO_BYTES = 4
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
+#: Bytes of a value of a key, and the tiles of them that a stage has room for: a consumer reads them after it has given
+#: the stage back, and is done with them when it gives back the next one.
+_VALUE_BYTES, _TILES_OF_VALUES = 4, 2
 _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_scales", "tile_info")
+_ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_scales", "key_values", "tile_info")
 
 
 def forward_pipes(
@@ -38,6 +41,8 @@ def forward_pipes(
     tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
+    value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * tile_n * roles.key_values
+    values = (("key_values", value_bytes),) if roles.key_values else ()
     told = ", and what each consumer does with it is written" if roles.specialized else ""
     scheduler = roles.consumers + 1 if driver == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
@@ -60,7 +65,7 @@ def forward_pipes(
         else "a tile of K stays until S is there",
         full=Signal(1, by_k, f"a tile of K has landed{told}", bytes=True),
         empty=Signal(consumers, each, f"{done} K"),
-        stored=(("k", tile_n * qk * operands.k.bytes), *tile_info, *scales),
+        stored=(("k", tile_n * qk * operands.k.bytes), *tile_info, *scales, *values),
     )  # fmt: skip
     v_bytes, v_rows = tile_n * v * operands.v.bytes, []
     landed = Signal(1, by_v, "a tile of V has landed", bytes=True)

@@ -23,7 +23,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes, forward_pipes_of, forward_roles
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
-from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
+from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
 _SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
@@ -63,13 +63,15 @@ class Choice:
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
-#: three consumers hide better than two; a "listed" mask loads a value for each key; a "window" is light and ends on the
-#: left, so that small tiles save much. Measured on an H200 where docs/performance.md says so; the rest follows from
-#: budgets.
+#: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
+#: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much.
+#: Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (
     Choice("light", 64, 3, 128, "pingpong"),
     Choice("gather", 128, 2, 64, "pingpong"),
     Choice("gather", 256, 2, 32, "pingpong"),
+    Choice("score", 64, 3, 64, "pingpong"),
+    Choice("scored", 128, 3, 80, "pingpong"),
     Choice("score", 128, 3, 64, "pingpong"),
     Choice("listed", 128, 3, 64, "pingpong"),
     Choice("window", 128, 3, 64, "pingpong"),
@@ -330,6 +332,9 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         out_columns=v,
         lookahead=6 if _searches(spec) else 2,
         value_loader=_is_paged(spec) and not form.transposes,  # pages take many small copies
+        key_values=key_loads(spec.variant, "packed" if spec.pack_gqa else "single")
+        if specialized and not _is_paged(spec) and not form.transposes
+        else 0,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,
@@ -390,11 +395,19 @@ def _families(spec: KernelSpec) -> frozenset[str]:
         found.add("score")
     if reads_data_per_key(spec.variant):
         found.add("listed")
+    elif _only_scores(spec):
+        found.add("scored")
     if spec.pack_gqa:
         found.add("packed")
     if spec.scale_block:
         found.add("tokens" if spec.scale_block == 1 else "blocks")
     return frozenset(found)
+
+
+def _only_scores(spec: KernelSpec) -> bool:
+    """Whether a kernel does arithmetic on every logit, and there is no reason for tiles of few keys."""
+    plain = spec.layout == "dense" and spec.pack_gqa is not True and not spec.variant.dropout
+    return plain and spec.variant.score is not None and all(each.lo is None for each in bands_of(spec).visible)
 
 
 def _key_step(operands: Operands, v_by_columns: bool, transposed_v: bool) -> int:

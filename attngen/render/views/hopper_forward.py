@@ -17,12 +17,14 @@ from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queri
 from attngen.render.cuda_statements import int_constant
 from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import argument_groups, command, summary
+from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.pipes import PipesView, constant, pipes_view
 
 _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
+    "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
 }  # fmt: skip
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
@@ -110,6 +112,7 @@ class CudaView:
     pending_stage: str
     later_columns: tuple[int, ...]
     work_lines: tuple[Statement, ...]
+    key_values: KeyValues | None
     partial: Steps
     full: Steps
     uses_kv: bool
@@ -136,6 +139,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     assert isinstance(hopper, HopperForward)
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
+    partial_steps, key_values = with_key_values(plan, code.partial, code.work)
+    by_key = (*key_values.work, *key_values.lines) if key_values else ()
     spans = reads([*found.lines, *found.values.values(), *listed])
     steps = reads([*code.partial.all, *code.full.all])
     head, head_rows = ("", "work.q_begin + q") if plan.ragged_queries else ("work.b * stride_out_b + ", "q")
@@ -184,7 +189,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         count=_count(found, "spans"),
         count_of_all=_count(found, "all"),
         sees_any=f"{_count(found, 'mine')} > 0",
-        loader_lines=_loader_lines(plan, listed),
+        loader_lines=_loader_lines(plan, [*listed, *by_key]),
         tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
         whole=_inside(found.full, "mine"),
         seen=_inside(found.visible, "mine"),
@@ -208,7 +213,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         pending_stage="held.stage" if hopper.skips else "v_ring.stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
-        partial=code.partial,
+        key_values=key_values,
+        partial=partial_steps,
         full=code.full,
         uses_kv="kv_first" in steps,
         logit_tile=tile,

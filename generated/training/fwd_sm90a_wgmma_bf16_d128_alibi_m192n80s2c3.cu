@@ -1,6 +1,6 @@
-// fwd_sm90a_wgmma_bf16_d128_softcap_m192n64s2c3
+// fwd_sm90a_wgmma_bf16_d128_alibi_m192n80s2c3
 //
-// Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
+// Attention forward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
@@ -18,7 +18,7 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 64;  // keys of one step
+constexpr int kBlockN = 80;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 3;  // warpgroups that multiply
@@ -28,7 +28,7 @@ constexpr int kThreads = 512;
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -39,26 +39,26 @@ constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 98304 B: Q
-constexpr uint32_t kK = kShared + 98304;  // 32768 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 131072;  // 32768 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 163840;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 213632;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 213648;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 213664;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 213680;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 213696;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 213712;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 213728;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 213744;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 213760;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 213768;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 98304;  // 40960 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 139264;  // 40960 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 180224;  // 49152 B: O, for its store
+constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 230016;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 230032;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 230048;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 230064;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 230080;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 230096;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 230112;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 230128;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 230144;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 230152;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -80,7 +80,7 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 49152);
 static_assert(QRing::kStages * kQBytes == 98304);
-static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
+static_assert(KRing::kStages * kKBytes == 40960 && VRing::kStages * kVBytes == 40960);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,15 +113,15 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_softcap_m192n64s2c3(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_alibi_m192n80s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_slope,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int extent_u_slope_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
-    float u_cap,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -408,9 +408,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (more) start(first_is_blind(), false);
     while (more) {
       const int seqlen_k = work.seqlen_k;
+      const int h = work.h;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
-      const float u_softmax_scale_over_cap = softmax_scale / u_cap;
-      const float scale_log2e = u_cap * kLog2e;
+      const float u_softmax_scale_times_LOG2E = softmax_scale * kLog2e;
+      const float u_slope_h = u_slope[static_cast<long long>(h)];
+      const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -420,6 +422,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
+            float u_row_value;
             int visible_to;
           };
           Row rows[2];
@@ -427,8 +430,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
+            rows[row] = {u_row_value, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
@@ -436,18 +440,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
+              const auto [u_row_value, visible_to] = rows[row];
+              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
               if (key >= visible_to) x = kMasked;
             }
           }
         } else {
+          struct Row {
+            float u_row_value;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
+            rows[row] = {u_row_value};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
+              const auto [u_row_value] = rows[row];
+              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
             }
           }
         }
@@ -458,9 +475,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       hold_v();
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
-      find_maximum(s, scale_log2e, maximum);
+      find_maximum(s, 1.0f, maximum);
       raise_reference(maximum, reference, alpha);
-      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      exponentiate<Element>(s, 1.0f, reference, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -486,10 +503,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(acc);
         release_v();
-        exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        exponentiate<Element>(s, 1.0f, reference, p, sum);
         const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
-          find_maximum(s, scale_log2e, maximum);
+          find_maximum(s, 1.0f, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -498,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
           }
-          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+          exponentiate<Element>(s, 1.0f, reference, p, sum);
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];

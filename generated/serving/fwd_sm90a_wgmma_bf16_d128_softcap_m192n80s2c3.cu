@@ -1,7 +1,7 @@
-// fwd_sm90a_wgmma_bf16_d128_softcap_m192n64s2c3
+// fwd_sm90a_wgmma_bf16_d128_softcap_m192n80s2c3
 //
 // Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
@@ -18,7 +18,7 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 64;  // keys of one step
+constexpr int kBlockN = 80;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 3;  // warpgroups that multiply
@@ -45,20 +45,20 @@ constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 98304 B: Q
-constexpr uint32_t kK = kShared + 98304;  // 32768 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 131072;  // 32768 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 163840;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 213632;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 213648;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 213664;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 213680;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 213696;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 213712;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 213728;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 213744;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 213760;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 213768;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 98304;  // 40960 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 139264;  // 40960 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 180224;  // 49152 B: O, for its store
+constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 230016;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 230032;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 230048;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 230064;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 230080;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 230096;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 230112;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 230128;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 230144;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 230152;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -80,7 +80,7 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 49152);
 static_assert(QRing::kStages * kQBytes == 98304);
-static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
+static_assert(KRing::kStages * kKBytes == 40960 && VRing::kStages * kVBytes == 40960);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,7 +113,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_softcap_m192n64s2c3(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_softcap_m192n80s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
