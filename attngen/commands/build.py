@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("spec", type=click.Path(path_type=Path))
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Choices of `attngen tune` for kernels that leave them open; a file, h100 or h200.")  # fmt: skip
+              help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
 @click.option("--render-only", is_flag=True, help="Write the rendered sources instead of compiling them.")
 @click.option(

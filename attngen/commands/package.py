@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--sdist", is_flag=True, help="Make a source distribution, which compiles where it is installed.")
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Choices of `attngen tune` for kernels that leave them open; a file, h100 or h200.")  # fmt: skip
+              help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip
 @click.option("--version", default="0.1.0", show_default=True, metavar="VERSION", help="Version of the package.")
 @click.option("--max-size", metavar="SIZE", help="Refuse a larger wheel than this, such as '8 MB', and say why.")
 @click.option("--platform", "platforms", multiple=True, metavar="TAG",

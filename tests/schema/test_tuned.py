@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from attngen import resources
 from attngen.errors import SpecError
 from attngen.plan import plan
 from attngen.plan.candidates import candidates
-from attngen.schema import KernelSpec, expand, load_spec_text
+from attngen.schema import KernelSpec, expand, load_spec, load_spec_text
 from attngen.schema.tuned import fields_of, identity, load_tuned, tuned_text
 
 SPEC = """
@@ -100,3 +101,13 @@ def test_two_choices_for_one_kernel_are_refused(tmp_path: Path) -> None:
         load_tuned(written(tmp_path, one, one))
     with pytest.raises(SpecError, match="cannot read"):
         load_tuned(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("path", sorted((resources.root() / "tuned").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_choices_are_for_kernels_of_hopper(path: Path) -> None:
+    shipped = load_tuned(resources.tuned_file(path.stem))
+    asked = [kernel for kernel in expand(load_spec(resources.specs_dir() / "hopper.yaml")) if not kernel.fixes_choices]
+    chosen = {identity(kernel): shipped.applied(kernel) for kernel in asked}
+    assert shipped.choices and shipped.choices.keys() <= chosen.keys()
+    for of in shipped.choices:
+        assert plan(chosen[of]).name != plan(next(kernel for kernel in asked if identity(kernel) == of)).name
