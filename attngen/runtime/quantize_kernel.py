@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from attngen.runtime.splits import reciprocal
 
 #: The tensors of a call, in the order in which their addresses are given.
 TENSORS = (
-    "q", "k", "v", "q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "counters", "signs", "rotary_cos",
+    "q", "k", "v", "q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima", "signs", "rotary_cos",
     "rotary_sin", "rotary_offsets",
 )  # fmt: skip
 
@@ -36,77 +37,87 @@ _TENSOR, _HEAD, _BLOCK, _TOKEN = range(4)
 
 _MAX_HEAD_DIM = 256
 
-#: Numbers of 16 bits in 16 bytes.
-_VECTOR = CHUNK_BYTES // 2
-
-#: Four lanes share a row. A thread has so many slots of 16 bytes, of one row or several.
-_LANES, _SLOT_BITS = 4, 3
+#: Numbers that a thread holds: of one row, or a half of each of two rows.
+_NUMBERS_OF_THREAD = 64
 
 #: Threads of a block whose rows no scale fixes, and of all blocks that a multiprocessor runs at once: each thread has
 #: 128 registers.
 _THREADS, _RESIDENT = 128, 512
 
-#: Bytes of rows that are read for their maxima and stay in L2, with as many that follow, until they are rounded.
-_GROUP_BYTES = 12 * 2**20
-
-#: Tasks of neighbouring heads that a block does one after the other where rows are rotated, to read their angles once.
-_RUN = 4
+#: Numbers of 16 bits in 16 bytes.
+_VECTOR = CHUNK_BYTES // 2
 
 _MOST = 2**31 - 1
 
 _WRITERS = {"i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
 
 
-class PreparedQuantize:
-    """A kernel with the numbers of one kind of call. Calling it enqueues its launch on the current stream.
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """A launch: its blocks, and what it is given that another one of the call is not."""
 
-    ``counters``: how many 32-bit words it needs in memory that was cleared.
+    blocks: int
+    numbers: Mapping[str, int]
+
+
+class PreparedQuantize:
+    """A kernel with the numbers of one kind of call. Calling it enqueues its launches on the current stream.
+
+    ``maxima``: how many maxima the first launch leaves to the second, in memory that was cleared; 0 for one launch.
     """
 
-    __slots__ = ("_device", "_driver", "_free", "_function", "_offsets", "_places", "_template", "counters", "label")
+    __slots__ = ("_device", "_driver", "_free", "_functions", "_offsets", "_places", "_templates", "label", "maxima")
 
     def __init__(
-        self, kernel: Kernel, numbers: Mapping[tuple[str, Any], float], blocks: int, threads: int, counters: int,
-        driver: Driver, device: int,
+        self, kernel: Kernel, numbers: Mapping[tuple[str, Any], float], phases: Sequence[_Phase], threads: int,
+        maxima: int, driver: Driver, device: int,
     ) -> None:  # fmt: skip
         """``numbers``: sizes by (name, None), strides by (tensor, axis). Raises LoadError if no cubin loads."""
         entry = kernel.main.entry
-        self.counters, self.label = counters, kernel.full_name
+        self.maxima, self.label = maxima, kernel.full_name
         self._driver, self._device = driver, device
         self._offsets = entry.layout.offsets
         #: Index of each address in a frame, in the order of TENSORS.
         self._places = [0] * len(TENSORS)
-        packed = Frame(entry.layout.size)
-        for parameter in entry.layout.parameters:
-            if parameter.kind == "pointer":
-                if parameter.of not in TENSORS:
-                    raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
-                self._places[TENSORS.index(parameter.of)] = parameter.offset // 8
-                continue
-            key = (parameter.of or "", parameter.axis if parameter.kind == "stride" else None)
-            if key not in numbers or parameter.type not in _WRITERS:
-                raise LoadError(f"parameter '{parameter.name}': a call that quantizes has no such number")
-            writer, size = _WRITERS[parameter.type]
-            getattr(packed, writer)[parameter.offset // size] = numbers[key]
-        self._template = bytes(packed.bytes)
-        function, blocks, most, shared, pdl = entry.launch_on(driver, device, blocks)
-        self._function = (function, blocks, threads, shared // most * threads, pdl)
+        self._templates, self._functions = [], []
+        for phase in phases:
+            packed = Frame(entry.layout.size)
+            known: dict[tuple[str, Any], float] = {**numbers}
+            known |= {(name, None): value for name, value in phase.numbers.items()}
+            for parameter in entry.layout.parameters:
+                if parameter.kind == "pointer":
+                    if parameter.of not in TENSORS:
+                        raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
+                    self._places[TENSORS.index(parameter.of)] = parameter.offset // 8
+                    continue
+                key = (parameter.of or "", parameter.axis if parameter.kind == "stride" else None)
+                if key not in known or parameter.type not in _WRITERS:
+                    raise LoadError(f"parameter '{parameter.name}': a call that quantizes has no such number")
+                writer, size = _WRITERS[parameter.type]
+                getattr(packed, writer)[parameter.offset // size] = known[key]
+            self._templates.append(bytes(packed.bytes))
+            function, blocks, _, shared, pdl = entry.launch_on(driver, device, phase.blocks)
+            self._functions.append((function, blocks, threads, shared, pdl))
         #: Blocks of parameters that no launch is using. Threads take and return one atomically.
-        self._free: list[tuple[Frame, list[Launch]]] = []
+        self._free: list[tuple[list[Frame], list[Launch]]] = []
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        """Enqueue the launch; ``addresses`` in the order of TENSORS, 0 for what is not given."""
+        """Enqueue the launches; ``addresses`` in the order of TENSORS, 0 for what is not given."""
         try:
-            frame, launches = self._free.pop()
+            frames, launches = self._free.pop()
         except IndexError:
-            frame = Frame(len(self._template))
-            frame.bytes[: len(self._template)] = self._template
-            launches = [(*self._function, frame.pointers(self._offsets))]
-        words = frame.words
-        for place, address in zip(self._places, addresses, strict=True):
-            words[place] = address
+            frames, launches = [], []
+            for template, function in zip(self._templates, self._functions, strict=True):
+                frame = Frame(len(template))
+                frame.bytes[: len(template)] = template
+                frames.append(frame)
+                launches.append((*function, frame.pointers(self._offsets)))
+        for frame in frames:
+            words = frame.words
+            for place, address in zip(self._places, addresses, strict=True):
+                words[place] = address
         self._driver.launch(launches, self._device)
-        self._free.append((frame, launches))
+        self._free.append((frames, launches))
 
 
 def prepare(call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | str:
@@ -121,101 +132,73 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     if reason is not None:
         return reason
     of_qk, of_v = _granularities(call)
-    widths = {"q": sizes.head_dim_qk, "k": sizes.head_dim_qk, "v": sizes.head_dim_v}
-    threads, rows = _THREADS, {of: _THREADS // 32 * _rows_of_warp(width) for of, width in widths.items()}
+    shares = _share(sizes.head_dim_qk), _share(sizes.head_dim_v)
+    threads, rows = _THREADS, [share.rows * (_THREADS // share.lanes) for share in shares]
     if of_qk == _BLOCK:
-        rows = dict.fromkeys("qkv", call.granularity)
-        threads = 32 * max(-(-call.granularity // _rows_of_warp(width)) for width in widths.values())
+        rows = [call.granularity] * 2
+        threads = -(-max(call.granularity // share.rows * share.lanes for share in shares) // 32) * 32
     if threads > kernel.main.entry.threads:
         return f"blocks of {call.granularity} tokens take {threads} threads; a kernel has {kernel.main.entry.threads}"
-    ratio = sizes.heads // sizes.kv_heads
-    parts = {
-        of: _part(
-            rows[of], seqlen=sizes.seqlen_q if of == "q" else sizes.seqlen_k, batch=sizes.batch,
-            kv_heads=sizes.kv_heads, ratio=ratio if of == "q" else 1, width=widths[of],
-            granularity=of_v if of == "v" else of_qk,
-        )
-        for of in "qkv"
-    }  # fmt: skip
-    run = _RUN if call.rotary_cos is not None else 1
-    resident = driver.multiprocessors(call.q.device.index or 0) * max(_RESIDENT // threads, 1)
-    tasks = sum(part.tasks for part in parts.values())
-    if tasks + 3 * run * resident > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + max(rows.values()) > _MOST:
+    tiles = (-(-sizes.seqlen_q // rows[0]), -(-sizes.seqlen_k // rows[0]), -(-sizes.seqlen_k // rows[1]))
+    units = (
+        sizes.batch * sizes.heads * tiles[0],
+        sizes.batch * sizes.kv_heads * tiles[1],
+        sizes.batch * sizes.kv_heads * tiles[2],
+    )
+    if sum(units) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + max(rows) > _MOST:
         return "more rows than 32 bits count"
-    takes = of_v in (_TENSOR, _HEAD)
-    groups = 1 if of_v == _TENSOR else sizes.batch * sizes.kv_heads
-    divisors = {"heads_ratio": ratio}
-    for of, part in parts.items():
-        divisors |= {f"section_{of}": part.section, f"tiles_{of}": part.tiles, f"sections_{of}": part.sections,
-                     f"group_{of}": part.group}  # fmt: skip
+    resident = driver.multiprocessors(call.q.device.index or 0) * max(_RESIDENT // threads, 1)
+    phase = partial(_phase, resident=resident)
+    phases = [phase(units, rounds=1)]
+    maxima = 0
+    if of_v in (_TENSOR, _HEAD):  # of q and k as well, but for scales of tokens
+        maxima = 3 * (1 if of_v == _TENSOR else sizes.batch * sizes.kv_heads)
+        phases.insert(0, phase((0, 0, units[2]) if of_qk == _TOKEN else units, rounds=0))
+    divisors = {
+        "heads": sizes.heads, "kv_heads": sizes.kv_heads, "group": sizes.heads // sizes.kv_heads, "tiles_q": tiles[0],
+        "tiles_k": tiles[1], "tiles_v": tiles[2], "lanes_qk": shares[0].lanes, "lanes_v": shares[1].lanes,
+    }  # fmt: skip
     found = {
-        **_sizes(call, sizes), **_rotation(call, _slot_bits(sizes.head_dim_qk)), **_transform(call, sizes.head_dim_qk),
-        "heads": sizes.heads, "kv_heads": sizes.kv_heads, "takes": int(takes), "run": run, "groups": groups,
-        **{f"units_{of}": part.units for of, part in parts.items()},
-        **{f"tasks_{of}": part.tasks for of, part in parts.items()},
-        **{f"{name}_{suffix}": value for suffix, of, granularity in (("qk", "q", of_qk), ("v", "v", of_v))
-           for name, value in (("rows", rows[of]), ("vectors", widths[of] // _VECTOR), ("scales", granularity),
-                               ("slot_bits", _slot_bits(widths[of])))},
-        **divisors, **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
+        **_sizes(call, sizes), **_rotation(call, shares[0]), "scales_qk": of_qk, "scales_v": of_v, **divisors,
+        **{f"{name}_{of}": value for of, share, count in zip(("qk", "v"), shares, rows, strict=True)
+           for name, value in (("rows", count), ("far_row", count // 2 if share.rows > 1 else 0),
+                               ("vectors", share.vectors), ("lane_bits", share.lane_bits))},
+        "slot_bits": shares[0].slot_bits,
+        **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
     }  # fmt: skip
     numbers: dict[tuple[str, Any], float] = {
         **_strides(call),
         **{(name, None): value for name, value in found.items()},
     }
-    blocks = min(-(-tasks // run), resident)
-    counters = 1 + 6 * groups if takes else 0
-    return PreparedQuantize(kernel, numbers, blocks, threads, counters, driver, call.q.device.index or 0)
+    return PreparedQuantize(kernel, numbers, phases, threads, maxima, driver, call.q.device.index or 0)
+
+
+def _phase(units: tuple[int, int, int], *, rounds: int, resident: int) -> _Phase:
+    """Return a launch of as many blocks as run at once."""
+    numbers = {"units": sum(units), "units_q": units[0], "units_k": units[1], "rounds": rounds}
+    return _Phase(min(sum(units), resident), numbers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """How q, k or v is cut: into tiles of each head, ``sections`` of ``section`` neighbouring heads, and
-    groups of units (a tile of one head each) whose maxima are found before any of them is rounded."""
+class _Share:
+    """How threads share rows: so many lanes a row, each with vectors of one row or of two; so many bits count the
+    lanes of a transform, and the vectors of one that a thread has."""
 
-    tiles: int
-    section: int
-    sections: int
-    group: int
-    units: int
-    tasks: int
-
-
-def _part(
-    rows: int, *, seqlen: int, batch: int, kv_heads: int, ratio: int, width: int, granularity: int
-) -> _Part:  # fmt: skip
-    tiles = -(-seqlen // rows)
-    units = batch * kv_heads * ratio * tiles
-    if granularity != _HEAD:
-        twice = granularity == _TENSOR
-        return _Part(tiles, kv_heads * ratio, 1, units, units, units * (1 + twice))
-    of_head = ratio * seqlen * width * 2
-    together = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and (n == 1 or n * of_head <= _GROUP_BYTES))
-    section = together * ratio
-    entries = max(_GROUP_BYTES // (together * of_head), 1)  # sections of a group
-    group = min(entries * section * tiles, units)
-    return _Part(tiles, section, kv_heads // together, group, units, 2 * units)
+    rows: int
+    lanes: int
+    vectors: int
+    lane_bits: int
+    slot_bits: int
 
 
-def _slot_bits(head_dim: int) -> int:
-    """Return the power of two of the slots of a thread that are of one row."""
-    return (-(-head_dim // (_LANES * _VECTOR)) - 1).bit_length()
-
-
-def _rows_of_warp(head_dim: int) -> int:
-    return 32 // _LANES << _SLOT_BITS - _slot_bits(head_dim)
-
-
-def _transform(call: Quantize, head_dim: int) -> dict[str, int]:
-    """Return how a transform is shared by lanes and slots, and whether products do it: of numbers of 16 bits, in whole
-    rows of four lanes."""
+def _share(head_dim: int) -> _Share:
+    """Return how rows are shared: by threads with 64 numbers of one, or, where that leaves threads without work or rows
+    with one or two threads, with 32 numbers of each of two. Four threads of a row transform it by products."""
+    rows = 1 if head_dim % _NUMBERS_OF_THREAD == 0 and head_dim > 2 * _NUMBERS_OF_THREAD else 2
+    numbers = _NUMBERS_OF_THREAD // rows
+    in_thread = (numbers // _VECTOR).bit_length() - 1
     bits = (transform_size(head_dim) // _VECTOR).bit_length() - 1
-    lane_bits = min(bits, _LANES.bit_length() - 1)
-    products = call.hadamard and call.rotary_cos is None and head_dim % (_LANES * _VECTOR) == 0
-    return {
-        "transform_lane_bits": lane_bits,
-        "transform_slot_bits": bits - lane_bits,
-        "by_products": int(products),
-    }
+    return _Share(rows, -(-head_dim // numbers), head_dim // _VECTOR, max(bits - in_thread, 0), min(bits, in_thread))
 
 
 def _granularities(call: Quantize) -> tuple[int, int]:
@@ -298,20 +281,20 @@ def _sizes(call: Quantize, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def _rotation(call: Quantize, slot_bits: int) -> dict[str, int]:
+def _rotation(call: Quantize, share: _Share) -> dict[str, int]:
     """Return what tells how rows of q and k are rotated. ``rotary_step``: a number's partner is in the same vector (0),
-    in the slot of its thread whose number differs in that bit (1, 2, 4), or somewhere else (-1)."""
+    in the slot of its thread whose number differs in that bit (2, 4), or somewhere else (-1)."""
     cos = call.rotary_cos
     if cos is None:
         names = ("positions", "rotary_half", "rotary_form", "interleaved", "whole_vectors")
         return dict.fromkeys(names, 0) | {"rotary_step": -1}
     half, step = cos.shape[1], -1
     if _in_whole_vectors(call, together=4):
+        slot = 1 << share.slot_bits - 1 if share.slot_bits > 1 else 0  # of a transform's second half
         if call.rotary_interleaved:
             step = 0
-        else:
-            bits = range(slot_bits)
-            step = next((1 << bit for bit in bits if half == _LANES * _VECTOR << bit), -1)
+        elif slot and half == _VECTOR * slot << share.lane_bits:
+            step = slot
     return {
         "positions": cos.shape[0],
         "rotary_half": half,

@@ -56,11 +56,10 @@ def launched(prepared: PreparedQuantize, call: Quantize, shapes: Sequence[tuple[
     device = call.q.device
     values = [torch.empty(x.shape, dtype=call.dtype, device=device) for x in (call.q, call.k, call.v)]
     scales = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
-    counters = torch.zeros(prepared.counters, dtype=torch.int32, device=device) if prepared.counters else None
+    maxima = torch.zeros(prepared.maxima, dtype=torch.int32, device=device) if prepared.maxima else None
     signs = None if call.signs is None else call.signs.to(torch.float32).contiguous()
     tensors = (
-        call.q, call.k, call.v, *values, *scales, counters, signs, call.rotary_cos, call.rotary_sin,
-        call.rotary_offsets,
+        call.q, call.k, call.v, *values, *scales, maxima, signs, call.rotary_cos, call.rotary_sin, call.rotary_offsets,
     )  # fmt: skip
     assert len(tensors) == len(TENSORS)
     prepared([0 if tensor is None else tensor.data_ptr() for tensor in tensors])

@@ -8,15 +8,9 @@
 
 // Blocks run one after the other, and threads of one only take turns where they wait.
 #define __shared__ static
-static char dynamic_memory[kSharedBytes];
 int threads_in_block;
 #define blockDim (Dim{threads_in_block, 1, 1})
 inline void atomicMax(uint32_t* place, uint32_t value) { *place = max(*place, value); }
-inline uint32_t atomicAdd(uint32_t* place, int value) {
-  const uint32_t before = *place;
-  *place += value;
-  return before;
-}
 
 #include "kernel.inc"
 
@@ -77,7 +71,7 @@ extern "C" void run_blocks(int grid, int threads_of_block, void** parameters) {
   std::vector<Thread>& threads = fibers(threads_of_block);
   for (int index = grid - 1; index >= 0; --index) {
     Cluster cluster{{}, threads_of_block};
-    Block block{index, 0, &cluster, dynamic_memory};
+    Block block{index, 0, &cluster, nullptr};
     block.warps.resize(threads_of_block / 32);
     for (int i = 0; i < threads_of_block; ++i) {
       Thread& thread = threads[i];

@@ -82,7 +82,7 @@ def library(name: str) -> ctypes.CDLL:
     every = [*prepared(*APPENDED), *prepared_quantizers()]
     (source,) = (one.source for one in every if one.plan.name == name)
     folder = Path(mkdtemp(prefix="attngen-host-"))
-    (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
+    (folder / "kernel.inc").write_text(source.text)
     for name in ("append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh"):
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name]

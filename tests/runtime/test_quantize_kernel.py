@@ -47,7 +47,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_granularity(host: HostDriver, dtype: torch.dtype, granularity: str | int, layout: str) -> None:
     both(a_call(dtype, granularity=granularity, layout=layout, lengths=(131, 64)))
-    assert len(host.launches) == 1
+    assert len(host.launches) == (1 if isinstance(granularity, int) else 2)
 
 
 @pytest.mark.parametrize("granularity", ["head", 64, "token"])
@@ -55,7 +55,7 @@ def test_every_granularity(host: HostDriver, dtype: torch.dtype, granularity: st
 def test_every_width(host: HostDriver, dims: tuple[int, int], granularity: str | int) -> None:
     both(a_call(torch.bfloat16, dims=dims, granularity=granularity, batch=1, seed=5))
     both(a_call(torch.bfloat16, dims=dims, granularity=granularity, batch=1, heads=3, kv_heads=1, hadamard=False))
-    assert len(host.launches) == 2
+    assert len(host.launches) == (2 if granularity == 64 else 4)
 
 
 @pytest.mark.parametrize("rounded", ROUNDED, ids=str)
@@ -87,7 +87,7 @@ def test_signs_may_be_given(host: HostDriver) -> None:
     for dims, dtype in (((128, 64), torch.float32), ((24, 8), torch.int8)):
         signs = (2 * torch.randint(0, 2, dims[:1]) - 1).to(dtype)
         both(a_call(torch.float16, dims=dims, signs=signs))
-    assert len(host.launches) == 2
+    assert len(host.launches) == 4
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -119,7 +119,7 @@ def test_tensors_lie_as_they_like(host: HostDriver) -> None:
     both({**given, "v": torch.randn(50, 1, 2, 64).bfloat16().permute(2, 0, 1, 3), "granularity": "token"})
     tables = {name: torch.randn(POSITIONS, 40)[:, :16] for name in ("rotary_cos", "rotary_sin")}
     both({**given, "v": given["k"], "granularity": 64, **tables})
-    assert len(host.launches) == 3
+    assert len(host.launches) == 5
 
 
 def test_fresh_calls_of_all_kinds(host: HostDriver) -> None:

@@ -1,9 +1,9 @@
 """The kernel that quantizes queries, keys and values, with rotation and Hadamard transform on the way.
 
-Memory binds, as long as a number costs few instructions, and loads are always on their way: blocks stay, and copy rows
-to shared memory while they work on those before. Head dims, strides and what a scale is of are arguments: one kernel of
-a dtype serves all calls. Where a scale is of more than a block sees, blocks take tasks in an order in which rows are
-still in L2 when their scale is known.
+Memory binds, as long as a number costs few instructions, and loads are always on their way: blocks stay, and load rows
+while they work on those before. Head dims, strides and what a scale is of are arguments: one kernel of a dtype serves
+all calls. A call launches it once, or twice where a scale is of more than a block sees: first to find the largest
+magnitudes, then to round.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from attngen.schema.expand import KernelSpec
 GRID = "row_tiles"
 
 #: The most warps of a block; a call chooses how many. Each thread has 128 registers, half of them for its numbers.
-_WARPS = (16, 8)
-
-#: Bytes that a thread copies at once, and how many such copies shared memory holds; and what a block has there beside.
-_THREAD_BYTES, _STAGES, _OTHER_BYTES = 128, 2, 10 * 1024
+_WARPS = 16
 
 #: The least device that rounds to 8 bits. PTX ISA, "cvt": .e4m3x2 needs sm_89.
 _LEAST_CAPABILITY = 89
@@ -41,23 +38,20 @@ _UNTYPED = ("rotary_cos", "rotary_sin")
 
 #: Numbers of a call. Those of v differ from those of q and k where its head_dim does.
 _SIZES = (
-    "batch", "seqlen_q", "seqlen_k", "tasks_q", "tasks_k", "tasks_v", "units_q", "units_k", "units_v", "takes", "run",
-    "groups", "rows_qk", "rows_v", "vectors_qk", "vectors_v", "slot_bits_qk", "slot_bits_v", "transform_slot_bits",
-    "transform_lane_bits", "by_products", "scales_qk", "scales_v", "hadamard", "positions", "rotary_half",
-    "rotary_form", "rotary_step", "interleaved", "whole_vectors", "e5m2_out", "heads", "kv_heads",
+    "batch", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "rows_qk", "rows_v", "far_row_qk", "far_row_v",
+    "vectors_qk", "vectors_v", "slot_bits", "lane_bits_qk", "lane_bits_v", "scales_qk", "scales_v", "rounds",
+    "hadamard", "positions", "rotary_half", "rotary_form", "rotary_step", "interleaved", "whole_vectors", "e5m2_out",
 )  # fmt: skip
 
 #: Numbers by which the kernel divides.
-_DIVISORS = ("heads_ratio", *(f"{what}_{of}" for of in "qkv" for what in ("section", "tiles", "sections", "group")))
+_DIVISORS = ("heads", "kv_heads", "group", "tiles_q", "tiles_k", "tiles_v", "lanes_qk", "lanes_v")
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if arch.capability < _LEAST_CAPABILITY:
         raise refuse(spec, "arch", f"{arch.name} does not round to 8 bits, which sm89 and later do")
     name = naming.quantize_name(arch=spec.arch, dtype=spec.dtype)
-    room = arch.shared_memory - _OTHER_BYTES
-    warps = next(warps for warps in _WARPS if 32 * warps * _STAGES * _THREAD_BYTES <= room)
-    threads = 32 * warps
+    threads = 32 * _WARPS
     planned = Plan(
         name=name,
         package=spec.package,
@@ -79,8 +73,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         alignment=CHUNK_BYTES,
         tile_m=threads,
         tile_n=1,
-        stages=_STAGES,
-        num_warps=warps,
+        stages=1,
+        num_warps=_WARPS,
         max_registers=None,
         driver="ranges",
         mask_code="branch",
@@ -91,8 +85,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         main=QUANTIZE,
     )
     row = Launch(
-        QUANTIZE, name, GRID, threads, 1, _STAGES, warps, arguments=tuple(_arguments(planned)),
-        max_spills=SPILLS.bytes, products=0, pdl=arch.pdl, shared_bytes=_STAGES * _THREAD_BYTES * threads,
+        QUANTIZE, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
+        products=0, pdl=arch.pdl,
     )  # fmt: skip
     return planned.with_launches(row)
 
@@ -104,7 +98,7 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
     for name in _SCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
-    yield Argument("counters_ptr", "pointer", "*u32", of="counters", divisibility=4)
+    yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
     for name in _UNTYPED:
         yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
     yield Argument("rotary_offsets_ptr", "pointer", "*i32", of="rotary_offsets", divisibility=4)

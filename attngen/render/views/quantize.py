@@ -10,7 +10,7 @@ from attngen.render.header import argument_groups, command
 _TYPES = {
     "i32": "int", "i64": "long long", "fp32": "float", "u8": "unsigned char", "u32": "uint32_t", "void": "void",
 }  # fmt: skip
-_WRITTEN = frozenset({"q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "counters"})
+_WRITTEN = frozenset({"q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima"})
 
 
 @dataclass(frozen=True, slots=True)

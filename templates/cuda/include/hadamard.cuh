@@ -7,8 +7,8 @@
 #include "mma.cuh"
 #include "rotary.cuh"
 
-constexpr int kSlotBits = 3, kSlots = 1 << kSlotBits;  // vectors of 16 bytes that a thread has, of one row or several
-constexpr int kNumbers = 8;                            // of a vector: elements of 16 bits
+constexpr int kSlots = 8;    // vectors of 16 bytes that a thread has at most, of one row or four of each of two rows
+constexpr int kNumbers = 8;  // of a vector: elements of 16 bits
 
 // 16 bytes of a row, two elements in each word.
 struct alignas(16) Words {
@@ -120,46 +120,42 @@ __device__ __forceinline__ void add_and_subtract_lanes(float (&x)[kSlots][kNumbe
   }
 }
 
-// The stage of numbers of a vector whose places differ in one bit.
-template <int kStep>
-__device__ __forceinline__ void add_and_subtract_numbers(float (&x)[kSlots][kNumbers]) {
+// All stages. Slots 0 and 1 are neighbours; those that differ in bit 1 or 2 are apart by all 2^kLaneBits lanes which share
+// a transform, and twice as far. 2^kSlotBits: vectors of one transform in a thread, which may have several transforms.
+template <int kSlotBits, int kLaneBits>
+__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers]) {
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
-    for (int i = 0; i < kNumbers; ++i) {
-      if ((i & kStep) == 0) add_and_subtract(x[slot][i], x[slot][i + kStep]);
+    for (int step = 1; step < kNumbers; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) {
+        if ((i & step) == 0) add_and_subtract(x[slot][i], x[slot][i + step]);
+      }
     }
   }
-}
-
-// All stages where a row lies in four lanes: vectors 0 to 3 in slot 0 of each, the next four in slot 1, and so on.
-// 2^kSlotBits slots and 2^kLaneBits lanes have one transform.
-template <int kTransformSlotBits, int kTransformLaneBits>
-__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers]) {
-  add_and_subtract_numbers<1>(x);
-  add_and_subtract_numbers<2>(x);
-  add_and_subtract_numbers<4>(x);
-  if constexpr (kTransformLaneBits > 0) add_and_subtract_lanes<1>(x);
-  if constexpr (kTransformLaneBits > 1) add_and_subtract_lanes<2>(x);
-  if constexpr (kTransformSlotBits > 0) add_and_subtract_slots<1>(x);
-  if constexpr (kTransformSlotBits > 1) add_and_subtract_slots<2>(x);
-  if constexpr (kTransformSlotBits > 2) add_and_subtract_slots<4>(x);
+  if constexpr (kSlotBits > 0) add_and_subtract_slots<1>(x);
+  if constexpr (kLaneBits > 0) add_and_subtract_lanes<1>(x);
+  if constexpr (kLaneBits > 1) add_and_subtract_lanes<2>(x);
+  if constexpr (kSlotBits > 1) add_and_subtract_slots<2>(x);
+  if constexpr (kSlotBits > 2) add_and_subtract_slots<4>(x);
 }
 
 // The same where bits are those of a call. A form for each size, so that registers need not agree between stages.
 __device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers], int slot_bits, int lane_bits) {
   switch (4 * slot_bits + lane_bits) {
     case 0: return hadamard_transform<0, 0>(x);
-    case 1: return hadamard_transform<0, 1>(x);
-    case 2: return hadamard_transform<0, 2>(x);
-    case 6: return hadamard_transform<1, 2>(x);
+    case 4: return hadamard_transform<1, 0>(x);
+    case 8: return hadamard_transform<2, 0>(x);
+    case 9: return hadamard_transform<2, 1>(x);
     case 10: return hadamard_transform<2, 2>(x);
+    case 12: return hadamard_transform<3, 0>(x);
     case 14: return hadamard_transform<3, 2>(x);
   }
 }
 
 // Numbers of 16 bits need not be added one by one: a product with 16 x 16 signs does four stages, those of bits 0 and 2
-// within a vector and those of the four lanes. A vector is a lane's whole A operand: numbers 2, 3, 6 and 7 are those 8 rows
+// within a vector and those of four lanes. A vector is a lane's whole A operand: numbers 2, 3, 6 and 7 are those 8 rows
 // further. These are the signs, as the B operand of columns 0 to 7 and that of columns 8 to 15 has them.
 template <typename Element>
 __device__ __forceinline__ Words hadamard_factor(int lane) {
@@ -174,8 +170,8 @@ __device__ __forceinline__ Words hadamard_factor(int lane) {
   return factor;
 }
 
-// All stages, of transforms that four lanes share.
-template <typename Element, int kTransformSlotBits>
+// All stages of a transform of four lanes and 2^kSlotBits vectors in each.
+template <typename Element, int kSlotBits>
 __device__ __forceinline__ void hadamard_products(
     float (&x)[kSlots][kNumbers], const Words (&words)[kSlots], const Words& factor) {
 #pragma unroll
@@ -184,70 +180,35 @@ __device__ __forceinline__ void hadamard_products(
     for (int i = 0; i < kNumbers; ++i) x[slot][i] = 0.0f;
     multiply<Element>(&x[slot][0], words[slot].pairs, factor.pairs[0], factor.pairs[1]);
     multiply<Element>(&x[slot][4], words[slot].pairs, factor.pairs[2], factor.pairs[3]);
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      if ((i & 2) == 0) add_and_subtract(x[slot][i], x[slot][i + 2]);
+    }
   }
-  add_and_subtract_numbers<2>(x);
-  if constexpr (kTransformSlotBits > 0) add_and_subtract_slots<1>(x);
-  if constexpr (kTransformSlotBits > 1) add_and_subtract_slots<2>(x);
-  if constexpr (kTransformSlotBits > 2) add_and_subtract_slots<4>(x);
+  if constexpr (kSlotBits > 0) add_and_subtract_slots<1>(x);
+  if constexpr (kSlotBits > 1) add_and_subtract_slots<2>(x);
+  if constexpr (kSlotBits > 2) add_and_subtract_slots<4>(x);
 }
 
-// The same where bits are those of a call.
-template <typename Element>
-__device__ __forceinline__ void hadamard_products(
-    float (&x)[kSlots][kNumbers], const Words (&words)[kSlots], const Words& factor, int slot_bits) {
-  switch (slot_bits) {
-    case 0: return hadamard_products<Element, 0>(x, words, factor);
-    case 1: return hadamard_products<Element, 1>(x, words, factor);
-    case 2: return hadamard_products<Element, 2>(x, words, factor);
-    case 3: return hadamard_products<Element, 3>(x, words, factor);
-  }
-}
-
-// The largest finite magnitude of each slot; 0 if there is none.
-__device__ __forceinline__ void find_largest(const float (&x)[kSlots][kNumbers], float (&largest)[kSlots]) {
-  float of_all = 0.0f;
+// The largest finite magnitudes of both halves of the slots; 0 if there is none.
+__device__ __forceinline__ void find_largest(const float (&x)[kSlots][kNumbers], float (&largest)[2]) {
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
-    largest[slot] = 0.0f;
+    float& own = largest[slot / (kSlots / 2)];
+    if (slot % (kSlots / 2) == 0) own = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kNumbers; ++i) largest[slot] = fmaxf(largest[slot], fabsf(x[slot][i]));  // drops NaN
-    of_all = fmaxf(of_all, largest[slot]);
+    for (int i = 0; i < kNumbers; ++i) own = fmaxf(own, fabsf(x[slot][i]));  // drops NaN
   }
   const float infinity = __uint_as_float(0x7f800000);
-  if (of_all < infinity) return;
+  if (fmaxf(largest[0], largest[1]) < infinity) return;
+  largest[0] = largest[1] = 0.0f;
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
-    largest[slot] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kNumbers; ++i) {
       const float magnitude = fabsf(x[slot][i]);
-      if (magnitude < infinity) largest[slot] = fmaxf(largest[slot], magnitude);
+      float& own = largest[slot / (kSlots / 2)];
+      if (magnitude < infinity) own = fmaxf(own, magnitude);
     }
-  }
-}
-
-// The largest of all slots.
-__device__ __forceinline__ float largest_of(const float (&of_slots)[kSlots]) {
-  float found = of_slots[0];
-#pragma unroll
-  for (int slot = 1; slot < kSlots; ++slot) found = fmaxf(found, of_slots[slot]);
-  return found;
-}
-
-// Largest magnitudes of slots become those of their rows, of which four lanes have 2^row_bits slots each.
-__device__ __forceinline__ void largest_of_rows(float (&of_slots)[kSlots], int row_bits) {
-#pragma unroll
-  for (int bit = 0; bit < kSlotBits; ++bit) {
-    if (bit < row_bits) {
-#pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        if ((slot >> bit & 1) == 0) of_slots[slot] = of_slots[slot + (1 << bit)] = fmaxf(of_slots[slot], of_slots[slot + (1 << bit)]);
-      }
-    }
-  }
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-    of_slots[slot] = fmaxf(of_slots[slot], __shfl_xor_sync(~0u, of_slots[slot], 1));
-    of_slots[slot] = fmaxf(of_slots[slot], __shfl_xor_sync(~0u, of_slots[slot], 2));
   }
 }

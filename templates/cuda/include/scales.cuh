@@ -17,9 +17,17 @@ __device__ __forceinline__ float scale_of(float largest, float limit) {
   return largest == 0.0f ? 1.0f : fmaxf(__fdiv_rn(largest, limit), 1.17549435e-38f);
 }
 
-// A vector times `factor`, in 8 bits.
+// Maxima of magnitudes as bits, which compare as the numbers do.
+__device__ __forceinline__ void raise(uint32_t* largest, uint32_t magnitude) { atomicMax(largest, magnitude); }
+
+// Two neighbouring vectors times `factor`, in 8 bits.
 template <typename Rounded>
-__device__ __forceinline__ uint2 in_8_bits(const float (&x)[kNumbers], float factor) {
-  return {pack<Rounded>(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor),
-          pack<Rounded>(x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor)};
+__device__ __forceinline__ uint4 in_8_bits(const float (&a)[kNumbers], const float (&b)[kNumbers], float factor) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* const four = (i < 2 ? a : b) + 4 * (i % 2);
+    words[i] = pack<Rounded>(four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor);
+  }
+  return {words[0], words[1], words[2], words[3]};
 }
