@@ -285,7 +285,7 @@ def _ours(course: _Course, result: ServingResult, shelf: _Shelf) -> _Entered:
         )
     contestant = Contestant(result.contestant, calls)
     kernel = explained.to_dict()["kernel"]
-    return _Entered(contestant, kernel, lambda out: shelf.oracle(problem, form).error(out))
+    return _Entered(contestant, kernel, lambda out: shelf.oracle(problem, form).error(out), TOLERANCE[problem.dtype])
 
 
 def _enter(course: _Course, result: ServingResult, make: Callable[[], _Entered]) -> tuple[ServingResult, Track | None]:
