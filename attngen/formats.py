@@ -23,6 +23,9 @@ APPEND, APPEND_VARIANT = "append", "append-kv"
 #: The same for kernels that quantize the inputs of attention in 8 bits.
 QUANTIZE, QUANTIZE_VARIANT = "quantize", "quantize-qkv"
 
+#: The same for kernels that widen a cache in 8 bits for queries in 16.
+WIDEN, WIDEN_VARIANT = "widen", "widen-kv"
+
 #: Directions of kernels that are not attention, and the names of what they compute.
-HELPERS = frozenset({APPEND, QUANTIZE})
-HELPER_VARIANTS = frozenset({APPEND_VARIANT, QUANTIZE_VARIANT})
+HELPERS = frozenset({APPEND, QUANTIZE, WIDEN})
+HELPER_VARIANTS = frozenset({APPEND_VARIANT, QUANTIZE_VARIANT, WIDEN_VARIANT})

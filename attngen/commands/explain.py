@@ -45,13 +45,15 @@ def command(
     from attngen.tools.explain.append import AppendExplanation, explain_appends
     from attngen.tools.explain.explanation import explain_spec
     from attngen.tools.explain.quantize import QuantizeExplanation, explain_quantizers
+    from attngen.tools.explain.widen import WidenExplanation, explain_wideners
 
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
     values = _pairs(given, "--set", "NAME=VALUE")
     explanations = explain_spec(spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed)
-    helpers: list[AppendExplanation | QuantizeExplanation] = [
+    helpers: list[AppendExplanation | QuantizeExplanation | WidenExplanation] = [
         *explain_appends(spec, kernel),
         *explain_quantizers(spec, kernel),
+        *explain_wideners(spec, kernel),
     ]
     if as_json:
         print_json({"kernels": [*(one.to_dict() for one in explanations), *(one.to_dict() for one in helpers)]})

@@ -68,3 +68,10 @@ def evaluate(bound: Bound, names: Mapping[str, Any], count: int) -> list[int] | 
         return None if None in values else list(map(OPERATORS[bound[0]], *values))
     except ZeroDivisionError:
         return None
+
+
+def names_in(bound: Bound) -> set[str]:
+    """Return the names of a bound."""
+    if isinstance(bound, str):
+        return {bound}
+    return set().union(*map(names_in, bound[1:])) if isinstance(bound, list | tuple) else set()

@@ -63,6 +63,11 @@ def append_name(*, arch: str, dtype: str, kv_dtype: str | None = None) -> str:
     return f"append_{arch}_{dtype_label(dtype, kv_dtype)}"
 
 
+def widen_name(*, arch: str, dtype: str) -> str:
+    """Return the name of the kernel that widens caches, such as ``widen_sm90a_bf16``, by the dtype that it writes."""
+    return f"widen_{arch}_{dtype}"
+
+
 def quantize_name(*, arch: str, dtype: str) -> str:
     """Return the name of the kernel that quantizes, such as ``quantize_sm90a_bf16``, by the dtype that it reads."""
     return f"quantize_{arch}_{dtype}"

@@ -6,19 +6,19 @@ addresses and launch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
-from attngen.errors import LoadError
 from attngen.formats import APPEND, APPEND_VARIANT
 from attngen.runtime.append_arguments import DESCALES, Append, Sizes, scales_of
 from attngen.runtime.checked import ATTENTION_DTYPES
-from attngen.runtime.driver import Driver, Frame, Launch
+from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
+from attngen.runtime.plain_launch import PlainLaunch
 from attngen.runtime.registry import registry
 from attngen.runtime.select import against_device
 
@@ -39,53 +39,11 @@ _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _MOST = 2**31 - 1
 
-_WRITERS = {"i32": ("int32", 4), "i64": ("int64", 8)}
 
+class PreparedAppend(PlainLaunch):
+    """A kernel with the numbers of one kind of call, whose addresses are given in the order of TENSORS."""
 
-class PreparedAppend:
-    """A kernel with the numbers of one kind of call. Calling it enqueues one launch on the current stream."""
-
-    __slots__ = ("_device", "_driver", "_free", "_function", "_offsets", "_places", "_template", "label")
-
-    def __init__(
-        self, kernel: Kernel, numbers: Mapping[tuple[str, Any], int], blocks: int, driver: Driver, device: int
-    ) -> None:
-        """``numbers``: sizes by (name, None), strides by (tensor, axis). Raises LoadError if no cubin loads."""
-        entry = kernel.main.entry
-        packed = Frame(entry.layout.size)
-        #: The place in the frame of each address, and which of TENSORS it is of.
-        self._places: list[tuple[int, int]] = []
-        for parameter in entry.layout.parameters:
-            if parameter.kind == "pointer":
-                if parameter.of not in TENSORS:
-                    raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
-                self._places.append((parameter.offset // 8, TENSORS.index(parameter.of)))
-                continue
-            key = (parameter.of or "", parameter.axis if parameter.kind == "stride" else None)
-            if key not in numbers or parameter.type not in _WRITERS:
-                raise LoadError(f"parameter '{parameter.name}': a call that appends has no such number")
-            writer, size = _WRITERS[parameter.type]
-            getattr(packed, writer)[parameter.offset // size] = numbers[key]
-        self.label = kernel.full_name
-        self._offsets, self._template = entry.layout.offsets, bytes(packed.bytes)
-        self._driver, self._device = driver, device
-        self._function = entry.launch_on(driver, device, blocks)
-        #: Blocks of parameters that no launch is using. Threads take and return one atomically.
-        self._free: list[tuple[Frame, list[Launch]]] = []
-
-    def __call__(self, addresses: Sequence[int]) -> None:
-        """Enqueue the launch; ``addresses`` in the order of TENSORS, 0 for what is not given."""
-        try:
-            frame, launches = self._free.pop()
-        except IndexError:
-            frame = Frame(len(self._template))
-            frame.bytes[: len(self._template)] = self._template
-            launches = [(*self._function, frame.pointers(self._offsets))]
-        words = frame.words
-        for place, tensor in self._places:
-            words[place] = addresses[tensor]
-        self._driver.launch(launches, self._device)
-        self._free.append((frame, launches))
+    __slots__ = ()
 
 
 def prepare(call: Append, sizes: Sizes, rotated: Tensor | None, driver: Driver) -> PreparedAppend | str:
@@ -119,7 +77,7 @@ def prepare_on(
         for name, scale in scales_of(call, sizes).items() for place, axis in enumerate("bh")
     }  # fmt: skip
     numbers = {**_strides(given, call.page_layout), **scales, **{(name, None): value for name, value in found.items()}}
-    return PreparedAppend(kernel, numbers, -(-rows // (threads >> lane_bits)), driver, device)
+    return PreparedAppend(kernel, numbers, TENSORS, -(-rows // (threads >> lane_bits)), driver, device)
 
 
 def _kernel_for(dtype: torch.dtype, cached: torch.dtype, device: int, driver: Driver) -> Kernel | str:

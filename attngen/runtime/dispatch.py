@@ -37,8 +37,9 @@ from attngen.runtime.select import Request, Selection, card_of, foreseen, no_ker
 from attngen.runtime.sinks import without_keys
 from attngen.runtime.tile_map import TileMap
 from attngen.runtime.training import asks_for_determinism, attend, carries_tangent, differentiate
+from attngen.runtime.widen import WidenedCall, route_of
 
-_PREPARED: RecentCache[PreparedCall] = RecentCache(PREPARED_CALLS)
+_PREPARED: RecentCache[PreparedCall | WidenedCall] = RecentCache(PREPARED_CALLS)
 
 #: Looked up once: every call asks.
 _is_compiling = torch.compiler.is_compiling
@@ -100,6 +101,8 @@ def run(given: Given) -> Any:
         call.return_lse = with_lse
         prepared = _prepare(call, found, addresses, given, learns=learns)
         _PREPARED.put(identity, prepared)
+    if isinstance(prepared, WidenedCall):
+        return prepared(given, addresses)
     if learns:
         return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
     if prepared.sinks_only:
@@ -195,11 +198,17 @@ def _kernel_for(found: Found, request: Request, given: Given, *, learns: bool = 
     return kernel
 
 
-def _prepare(call: Call, found: Found, addresses: Sequence[int], given: Given, *, learns: bool = False) -> PreparedCall:
+def _prepare(
+    call: Call, found: Found, addresses: Sequence[int], given: Given, *, learns: bool = False
+) -> PreparedCall | WidenedCall:
     """Select a kernel and prepare its launch. Nothing is selected where there is nothing to compute."""
     kernel = None
     if not call.empty:
-        kernel = _kernel_for(found, _request(call, addresses, given), given, learns=learns)
+        request = _request(call, addresses, given)
+        kernel = _kernel_for(found, request, given, learns=learns)
+        route = None if learns else route_of(request, found.kernels, drivers.current())
+        if route is not None:
+            return WidenedCall(route, call, given, run, drivers.current())
     kept = given.variant if isinstance(given.variant, Variant) else None
     return PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call), kept)
 
@@ -363,8 +372,11 @@ def explain(
     if selection.kernel is None:
         error = no_kernel(found.kernels, selection, request, drivers.current())
         return Explanation(call, found, "no kernel", str(error), selection, direction)
-    driver = drivers.current()
+    driver, widened = drivers.current(), None
+    route = route_of(request, found.kernels, driver)
+    if route is not None:
+        widened, selection, request = route.kernel, route.selection, replace(request, call=route.call)
     return Explanation(
         call, found, "kernel", "the first that takes the call", selection, direction,
-        foreseen(found.kernels, request, driver, card_of(driver, request.device)),
+        foreseen(found.kernels, request, driver, card_of(driver, request.device)), widened,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from heapq import heappush, heapreplace
 from itertools import pairwise
 from typing import Any
 
-from attngen.lang.host import evaluate
+from attngen.lang.host import evaluate, names_in
 from attngen.runtime.checked import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
@@ -72,6 +72,18 @@ def predict(kernel: Kernel, call: Call, card: Card, times: Sequence[float] | Non
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, card.blocks, tile, step)
     return Prediction(launch + path[0] * tile + path[1] * step, q_tiles * units, path)
+
+
+def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
+    """Return the pairs of a row and a key in the tiles that a forward visits, over all heads and sequences; None if a
+    scalar of the call decides."""
+    scalars = {rule.name for rule in call.rules if rule.const is None}
+    if any(scalars & names_in(end) for interval in kernel.visible for end in interval if end is not None):
+        return None
+    seqlen_q, seqlen_k = _lengths(call)
+    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
+    return units * kernel.tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
 
 
 def _lengths(call: Call) -> tuple[int, int]:

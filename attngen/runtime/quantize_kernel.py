@@ -193,8 +193,8 @@ class _Share:
 
 def _share(head_dim: int) -> _Share:
     """Return how rows are shared: by threads with 64 numbers of one, or, where that leaves threads without work or rows
-    with one thread, with 32 numbers of each of two."""
-    rows = 1 if head_dim % _NUMBERS_OF_THREAD == 0 and head_dim > _NUMBERS_OF_THREAD else 2
+    with one or two threads, with 32 numbers of each of two. Four threads of a row transform it by products."""
+    rows = 1 if head_dim % _NUMBERS_OF_THREAD == 0 and head_dim > 2 * _NUMBERS_OF_THREAD else 2
     numbers = _NUMBERS_OF_THREAD // rows
     in_thread = (numbers // _VECTOR).bit_length() - 1
     bits = (transform_size(head_dim) // _VECTOR).bit_length() - 1

@@ -1,6 +1,6 @@
 """What a spec, the YAML that names the kernels to build, may say: loading, checks, presets, expansion into kernels."""
 
-from attngen.schema.expand import KernelSpec, appends, expand, quantizers, spec_hash
+from attngen.schema.expand import KernelSpec, appends, expand, quantizers, spec_hash, wideners
 from attngen.schema.export import json_schema
 from attngen.schema.loading import Spec, declare_variant, load_spec, load_spec_text
 from attngen.schema.presets import preset, preset_names
@@ -18,4 +18,5 @@ __all__ = [
     "preset_names",
     "quantizers",
     "spec_hash",
+    "wideners",
 ]

@@ -25,7 +25,7 @@ from typing import Any
 
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, QUANTIZED_DTYPES
 from attngen.errors import Location, SpecError, suggest
-from attngen.formats import APPEND, APPEND_VARIANT, QUANTIZE, QUANTIZE_VARIANT, SCHEMA
+from attngen.formats import APPEND, APPEND_VARIANT, QUANTIZE, QUANTIZE_VARIANT, SCHEMA, WIDEN, WIDEN_VARIANT
 from attngen.lang.variant import Variant
 from attngen.schema.loading import DeclaredVariant, Spec
 from attngen.schema.messages import field_path
@@ -220,6 +220,38 @@ def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
                 head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
             )
     return tuple(replace(kernel, dtype=dtype) for kernel in found.values() for dtype in _UNQUANTIZED)
+
+
+def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """Return the kernels that widen caches in 8 bits, so that many queries in 16 bits take a kernel whose keys have 16,
+    too: one for each arch and dtype of queries of which there are kernels of both kinds.
+
+    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
+    """
+
+    def serves(kernel: KernelSpec) -> tuple[Any, ...]:
+        dims = kernel.head_dim_qk, kernel.head_dim_v
+        return kernel.arch, kernel.variant.name, kernel.dtype, kernel.layout, dims
+
+    ordinary = {
+        serves(kernel) for kernel in kernels
+        if kernel.direction == "forward" and kernel.kv_dtype is None and not kernel.split_kv
+    }  # fmt: skip
+    found: dict[tuple[str, str], KernelSpec] = {}
+    for kernel in kernels:
+        if kernel.kv_dtype is None or kernel.dtype in QUANTIZED_DTYPES or serves(kernel) not in ordinary:
+            continue
+        first = found.get((kernel.arch, kernel.dtype)) or KernelSpec(
+            package=kernel.package, variant=Variant(WIDEN_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
+            dtype=kernel.dtype, kv_dtype=kernel.kv_dtype, direction=WIDEN, backend="cuda",
+            spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
+        )  # fmt: skip
+        found[kernel.arch, kernel.dtype] = replace(
+            first,
+            head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
+            head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
+        )
+    return tuple(found.values())
 
 
 def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:

@@ -13,6 +13,7 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainVal
 from pydantic_core import CoreSchema, core_schema
 
 from attngen import arch, dtypes
+from attngen.errors import suggest
 from attngen.schema import names
 from attngen.schema.quoting import show
 
@@ -75,8 +76,27 @@ _EXTENT_SCHEMA = {
 Extent = Annotated[int | str, PlainValidator(names.check_extent), WithJsonSchema(_EXTENT_SCHEMA)]
 
 
+#: What a mapping of dtypes might name.
+_OPERANDS = ("q", "k", "v", "out")
+
+
 def _dtype_choice(allowed: tuple[str, ...]) -> Choice:
     return Choice(allowed, tuple((alias, name) for alias, name in dtypes.ALIASES.items() if name in allowed))
+
+
+def fields_of_dtypes(given: dict[Any, Any]) -> str:
+    """Return what is wrong with a mapping of q, k, v and out to dtypes, and the fields that say the same."""
+    for name in given:
+        if name not in _OPERANDS:
+            return f"found a mapping with '{name}'{suggest(str(name), _OPERANDS)}; allowed: a dtype, which is that of q"
+    q = given.get("q", "bf16")
+    k, v = given.get("k", given.get("v", q)), given.get("v", given.get("k", q))
+    if k != v:
+        return f"found k of {show(k)} and v of {show(v)}; k and v have one dtype, which 'kv_dtype' names"
+    lines = [f"'dtype: {q}'", *([f"'kv_dtype: {k}'"] if k != q else [])]
+    if given.get("out", q) != q:
+        lines.append(f"'out_dtype: {given['out']}'")
+    return f"found a mapping; allowed: the dtype of q, and fields beside it for others; here {', '.join(lines)}"
 
 
 ArchName = Annotated[str, Choice(tuple(arch.ARCHES))]

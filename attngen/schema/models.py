@@ -16,6 +16,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
@@ -41,6 +42,7 @@ from attngen.schema.fields import (
     SymbolName,
     TensorDType,
     VariantName,
+    fields_of_dtypes,
 )
 from attngen.schema.quoting import show
 
@@ -275,6 +277,15 @@ class KernelModel(Model):
         default=False, description="besides each forward, one for few queries and many keys, which blocks share"
     )
     allow: Many[Allowance] = Field(default=(), description="what would otherwise fail the build")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _one_dtype(cls, value: object) -> object:
+        """Say what to write instead of a mapping of operands, since each has a field of its own."""
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                raise ValueError(fields_of_dtypes(one))
+        return value
 
 
 class SpecModel(Model):

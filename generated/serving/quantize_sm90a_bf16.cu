@@ -64,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
   launch_dependents();
   __shared__ Part parts[3];
   __shared__ Words vector_signs[kMaxVectors];  // what each vector changes its signs by
+  __shared__ Words factors[32];                // of each lane, for transforms by products
   __shared__ uint32_t largest[3][kMaxRows];    // of each row, or in the first place of all; of three units in turn
 
   if (threadIdx.x == 0) {
@@ -79,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
                 stride_v_out_b, stride_v_out_s, stride_v_out_h, of_kv_heads, Divisor(tiles_v, tiles_v_reciprocal), of_v,
                 units_q + units_k, seqlen_k, rows_v, far_row_v, vectors_v, lane_bits_v, scales_v, vectors_v % (far_row_v ? kHalf : kSlots) == 0};
   }
+  if (threadIdx.x < 32) factors[threadIdx.x] = hadamard_factor<Element>(threadIdx.x);
   for (int i = threadIdx.x; i < 3 * kMaxRows; i += blockDim.x) largest[i / kMaxRows][i % kMaxRows] = 0;
   wait_dependencies();  // nothing in global memory is read or written before
   for (int vector = threadIdx.x; vector < kMaxVectors; vector += blockDim.x) {
@@ -180,8 +182,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) flip(words[slot], vector_signs[vector_of(part, share, slot / 2) + slot % 2]);
     }
+    const bool by_products = transforms && !rotates && lane_bits_qk == 2 && slot_bits >= 2;
+    if (by_products) {  // rows of 128 and of 256
+      if (slot_bits == 2) {
+        hadamard_products<Element, 2>(x, words, factors[threadIdx.x % 32]);
+      } else {
+        hadamard_products<Element, 3>(x, words, factors[threadIdx.x % 32]);
+      }
+    } else {
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) to_floats<Element>(x[slot], words[slot]);
+      for (int slot = 0; slot < kSlots; ++slot) to_floats<Element>(x[slot], words[slot]);
+    }
     if (rotates) {
       const int offset = rotary_offsets_ptr == nullptr ? 0 : rotary_offsets_ptr[unit.b];
       const auto angle_row = [&](int slot) {
@@ -218,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
       }
     }
 
-    if (transforms) hadamard_transform(x, slot_bits, lane_bits_qk);
+    if (transforms && !by_products) hadamard_transform(x, slot_bits, lane_bits_qk);
 
     // The largest magnitude of what a scale is of: here, or what the launch before has found.
     const bool of_tokens = part.granularity == kToken, finds = !rounds || part.granularity == kBlock || of_tokens;

@@ -22,6 +22,7 @@
 inline int __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t from) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;

@@ -19,7 +19,7 @@ from attngen.render.source import headers
 from attngen.resources import root
 from attngen.runtime.driver import Launch
 from attngen.runtime.module import Kernel
-from attngen.schema import appends, expand, load_spec_text, quantizers
+from attngen.schema import appends, expand, load_spec_text, quantizers, wideners
 from attngen.tools.build.pipeline import Prepared
 
 COMPILER = shutil.which("g++")
@@ -43,6 +43,22 @@ kernels:
   - {variant: causal, dtype: fp8_e4m3, head_dim: [64, 128], backend: cuda}
 """
 
+
+#: What asks for caches in 8 bits and ordinary kernels, and so brings those that widen.
+SPEC_OF_CACHES = """
+schema: 1
+package: caches
+arch: [sm90a]
+kernels:
+  - {variant: causal, dtype: [bf16, fp16], head_dim: [64, {qk: 192, v: 128}], layout: paged, backend: cuda}
+  - variant: causal
+    dtype: [bf16, fp16]
+    kv_dtype: fp8_e4m3
+    head_dim: [64, {qk: 192, v: 128}]
+    layout: paged
+    backend: cuda
+    split_kv: true
+"""
 
 #: Dtypes of the kernels that append, and of their caches where these have fewer bits.
 APPENDED = ("bf16", "fp16", "fp32", "bf16_kv_fp8_e4m3", "fp16_kv_fp8_e4m3")
@@ -76,10 +92,19 @@ def prepared_quantizers(*arches: str) -> list[Prepared]:
     return found
 
 
+def prepared_wideners() -> list[Prepared]:
+    """Return the kernels that widen caches."""
+    found = []
+    for spec in wideners(expand(load_spec_text(SPEC_OF_CACHES))):
+        planned = plan(spec)
+        found.append(Prepared(spec, planned, render(planned)))
+    return found
+
+
 @cache
 def library(name: str) -> ctypes.CDLL:
     """Return the kernel of a name for this machine."""
-    every = [*prepared(*APPENDED), *prepared_quantizers()]
+    every = [*prepared(*APPENDED), *prepared_quantizers(), *prepared_wideners()]
     (source,) = (one.source for one in every if one.plan.name == name)
     folder = Path(mkdtemp(prefix="attngen-host-"))
     (folder / "kernel.inc").write_text(source.text)
@@ -137,6 +162,11 @@ def kernels() -> list[Kernel]:
 def quantizing_kernels() -> list[Kernel]:
     """Return those that quantize."""
     return as_kernels([one.plan for one in prepared_quantizers()])
+
+
+def widening_kernels() -> list[Kernel]:
+    """Return those that widen caches."""
+    return as_kernels([one.plan for one in prepared_wideners()])
 
 
 def as_kernels(planned: Sequence[Plan]) -> list[Kernel]:

@@ -54,19 +54,33 @@ def in_torch(given: dict[str, Any]) -> Quantized:
 
 
 def both(given: dict[str, Any]) -> None:
-    """Assert that a call gives with the kernel what it gives in torch, bit for bit, and changes none of its tensors."""
+    """Assert that a call gives with the kernel what it gives in torch, and changes none of its tensors. Bits are the
+    same but where products transform rows, which add up in another order."""
     before = {name: t.clone() for name, t in given.items() if isinstance(t, Tensor)}
     wanted, found = in_torch(given), attngen.quantize(**given)
+    by_products = given.get("hadamard", True) and "rotary_cos" not in given and given["q"].shape[-1] in (128, 256)
     for name in Quantized._fields:
         ours, theirs = getattr(found, name), getattr(wanted, name)
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride()), name
-        if name in "qkv":
+        if by_products and name[0] in "qk":
+            alike(ours, theirs)
+        elif name in "qkv":
             differ = bits(ours) != bits(theirs)
             assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, {differ.nonzero()[0].tolist()}"
         else:
             assert torch.equal(ours, theirs), name
     for name, t in before.items():
         assert torch.equal(bytes_of(t), bytes_of(given[name])), name
+
+
+def alike(ours: Tensor, theirs: Tensor) -> None:
+    """Assert that scales are equal to 1e-6, and numbers of 8 bits but for one in ten thousand, which is a neighbour."""
+    if ours.dtype == torch.float32:
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    else:
+        apart = (bits(ours).int() - bits(theirs).int()).abs()
+        assert int((apart > 0).sum()) <= max(1e-4 * ours.numel(), 1)
+        assert int(apart.max()) <= 1
 
 
 def bytes_of(t: Tensor) -> Tensor:

@@ -80,3 +80,23 @@ def test_a_field_that_is_left_empty_is_refused(path: tuple[str | int, ...], name
         load_spec_text(changed(path, name, None), "wrong.yaml")
     assert name in str(caught.value)
     assert ("'mask: true'" in str(caught.value)) == (name == "mask")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "told"),
+    [
+        ("{q: bf16, k: fp8_e4m3, v: fp8_e4m3}", "here 'dtype: bf16', 'kv_dtype: fp8_e4m3'"),
+        ("{q: fp8_e4m3, out: fp16}", "here 'dtype: fp8_e4m3', 'out_dtype: fp16'"),
+        ("[fp16, {v: fp8_e4m3}]", "here 'dtype: bf16', 'kv_dtype: fp8_e4m3'"),
+        ("{q: bf16, k: fp8_e4m3, v: bf16}", "found k of 'fp8_e4m3' and v of 'bf16'; k and v have one dtype"),
+        ("{q: bf16, oot: fp16}", "found a mapping with 'oot'; did you mean 'out'"),
+    ],
+)
+def test_a_mapping_of_dtypes_is_told_which_fields_say_the_same(dtype: str, told: str) -> None:
+    text = (
+        f"schema: 1\npackage: p\narch: [sm90a]\nkernels:\n  - variant: causal\n    dtype: {dtype}\n    head_dim: 64\n"
+    )
+    with pytest.raises(SpecError) as raised:
+        load_spec_text(text)
+    assert told in str(raised.value)
+    assert ":6: kernels[0].dtype" in str(raised.value)

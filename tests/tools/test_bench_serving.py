@@ -120,6 +120,22 @@ def test_each_form_reads_a_sequence_as_its_table_says(page_size: int | None, hea
             assert torch.equal(keys[j], place)
 
 
+def test_caches_in_8_bits_have_half_the_bytes_and_scales() -> None:
+    narrow = replace(SMALL, kv_dtype="fp8_e4m3")
+    found, both = contents(narrow), contents(replace(narrow, dtype="fp8_e4m3"))
+    assert 2 * narrow.cache_bytes == SMALL.cache_bytes
+    assert narrow.flops == SMALL.flops
+    assert (found.queries[0].dtype, found.cache(0, Form())[0].dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert set(found.scales) == {"k_descale", "v_descale"}
+    assert set(both.scales) == {"q_descale", "k_descale", "v_descale"}
+    assert both.queries[0].dtype == torch.float8_e4m3fn
+    assert found.of_sequence(0, Form(16), 0, 1)[0].shape == (37, 128)
+    for cell in cells():
+        if cell.group == "e4m3":
+            assert not cell.raced
+            assert {lane.problem.kv_dtype for lane in cell.lanes} == {"bf16", "fp8_e4m3"}
+
+
 def test_pages_are_told_in_two_ways_that_agree() -> None:
     pages = contents().pages(16)
     assert pages.starts.tolist() == [0, 3, 7, 8]

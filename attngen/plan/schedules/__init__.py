@@ -18,6 +18,7 @@ from attngen.plan.schedules import (
     quantize,
     triton_backward,
     triton_forward,
+    widen,
 )
 from attngen.schema.expand import KernelSpec
 
@@ -33,6 +34,7 @@ _ROWS: list[Schedule] = [
     triton_backward.SCHEDULE,
     append.SCHEDULE,
     quantize.SCHEDULE,
+    widen.SCHEDULE,
 ]
 
 

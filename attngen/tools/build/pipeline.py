@@ -244,13 +244,13 @@ def plan_each(
 ) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
     """Return the kernels of a spec that can be planned, with their plans, each once, and why the others cannot.
 
-    The kernels that append to the caches of paged ones, and those that quantize for ones that read 8 bits, follow those
-    that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
+    The kernels that append to the caches of paged ones, those that quantize for ones that read 8 bits, and those that
+    widen caches follow those that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
     Kernels that become what another one is already are left out, and appended to ``repeated``.
     Raises SpecError for an arch that the spec does not build for.
     """
     from attngen.plan import plan
-    from attngen.schema import appends, expand, quantizers
+    from attngen.schema import appends, expand, quantizers, wideners
 
     kernel_specs = expand(spec)
     offered = list(dict.fromkeys(kernel.arch for kernel in kernel_specs))
@@ -279,7 +279,7 @@ def plan_each(
             elif repeated is not None and first[0] is not kernel:
                 repeated.append(Repeated(each.name, first[0], kernel))
     planned_specs = [kernel for kernel, _ in found.values()]
-    for kernel in (*appends(planned_specs), *quantizers(planned_specs)):
+    for kernel in (*appends(planned_specs), *quantizers(planned_specs), *wideners(planned_specs)):
         helper = _attempt(kernel, partial(plan, kernel))
         if isinstance(helper, AttngenError):
             failures.append(Failure(_label(kernel), helper, kernel.location))

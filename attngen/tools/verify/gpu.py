@@ -14,7 +14,7 @@ import torch
 
 from attngen.arch import arch_of
 from attngen.errors import AttngenError
-from attngen.formats import APPEND, QUANTIZE
+from attngen.formats import APPEND, QUANTIZE, WIDEN
 from attngen.plan.model import Plan
 from attngen.runtime import driver as drivers
 from attngen.runtime.checked import Call
@@ -30,6 +30,7 @@ from attngen.tools.verify.quantized import try_quantize
 from attngen.tools.verify.retarget import retarget
 from attngen.tools.verify.trial import Trial, try_backward, try_kernel
 from attngen.tools.verify.verdict import Verdict
+from attngen.tools.verify.widened import try_widen
 
 #: Called with the name of each kernel when it is done, and with how many there are.
 Observer = Callable[[str, int], None]
@@ -139,6 +140,8 @@ def try_pinned(kernel: Kernel, device: torch.device, seed: int, *, small: bool) 
         return try_append(kernel, device, seed, small=small)
     if kernel.direction == QUANTIZE:
         return try_quantize(kernel, device, seed, small=small)
+    if kernel.direction == WIDEN:
+        return try_widen(kernel, device, seed, small=small)
     if kernel.direction == "backward":
         return try_backward(kernel, differentiate, device, seed, small=small)
     return try_kernel(kernel, launch, device, seed, small=small)

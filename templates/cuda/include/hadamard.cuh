@@ -4,6 +4,7 @@
 // sum is rounded to float32, so that all ways to share a row give the same bits.
 #pragma once
 
+#include "mma.cuh"
 #include "rotary.cuh"
 
 constexpr int kSlots = 8;    // vectors of 16 bytes that a thread has at most, of one row or four of each of two rows
@@ -147,10 +148,46 @@ __device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers],
     case 4: return hadamard_transform<1, 0>(x);
     case 8: return hadamard_transform<2, 0>(x);
     case 9: return hadamard_transform<2, 1>(x);
+    case 10: return hadamard_transform<2, 2>(x);
     case 12: return hadamard_transform<3, 0>(x);
-    case 13: return hadamard_transform<3, 1>(x);
     case 14: return hadamard_transform<3, 2>(x);
   }
+}
+
+// Numbers of 16 bits need not be added one by one: a product with 16 x 16 signs does four stages, those of bits 0 and 2
+// within a vector and those of four lanes. A vector is a lane's whole A operand: numbers 2, 3, 6 and 7 are those 8 rows
+// further. These are the signs, as the B operand of columns 0 to 7 and that of columns 8 to 15 has them.
+template <typename Element>
+__device__ __forceinline__ Words hadamard_factor(int lane) {
+  const uint32_t ones = pack<Element>(1.0f, 1.0f);
+  Words factor;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int column = lane / 4 + i / 2 * 8, row = 2 * (lane % 4) + i % 2 * 8;
+    const uint32_t lower = __popc(row & column) & 1, upper = __popc(row + 1 & column) & 1;
+    factor.pairs[i] = ones ^ lower << 15 ^ upper << 31;
+  }
+  return factor;
+}
+
+// All stages of a transform of four lanes and 2^kSlotBits vectors in each.
+template <typename Element, int kSlotBits>
+__device__ __forceinline__ void hadamard_products(
+    float (&x)[kSlots][kNumbers], const Words (&words)[kSlots], const Words& factor) {
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) x[slot][i] = 0.0f;
+    multiply<Element>(&x[slot][0], words[slot].pairs, factor.pairs[0], factor.pairs[1]);
+    multiply<Element>(&x[slot][4], words[slot].pairs, factor.pairs[2], factor.pairs[3]);
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      if ((i & 2) == 0) add_and_subtract(x[slot][i], x[slot][i + 2]);
+    }
+  }
+  if constexpr (kSlotBits > 0) add_and_subtract_slots<1>(x);
+  if constexpr (kSlotBits > 1) add_and_subtract_slots<2>(x);
+  if constexpr (kSlotBits > 2) add_and_subtract_slots<4>(x);
 }
 
 // The largest finite magnitudes of both halves of the slots; 0 if there is none.

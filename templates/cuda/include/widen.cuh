@@ -5,6 +5,7 @@
 // read without conflicts of banks then.
 #pragma once
 
+#include "e4m3.cuh"
 #include "mma.cuh"
 #include "softmax.cuh"
 
@@ -16,15 +17,6 @@ struct alignas(kCount) Bytes {
 
 // Which row of 8, or run of columns of 8, is number `place` of a product: lanes have 0 and 4, 1 and 5, 2 and 6, 3 and 7.
 __device__ __forceinline__ int scattered(int place) { return place / 2 + place % 2 * 4; }
-
-// Four e4m3 as fp16: the two lower ones, and the two upper ones.
-__device__ __forceinline__ uint2 widened(uint32_t four) {
-  uint2 wide;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
-      : "=r"(wide.x), "=r"(wide.y)
-      : "r"(four));
-  return wide;
-}
 
 // Two columns that follow each other of two keys, from four of each, as fp16: both keys of the first, then of the second.
 __device__ __forceinline__ uint2 widened_lower(uint32_t key, uint32_t next) { return widened(__byte_perm(key, next, 0x5140)); }

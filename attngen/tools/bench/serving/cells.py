@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from attngen.dtypes import dtype as dtype_row
 from attngen.formats import APPEND_VARIANT
 
-#: The same in all cells.
-DTYPE, HEAD_DIM, ELEMENT_BYTES = "bf16", 128, 2
+#: The same in all cells: the dtype of queries and caches, but for those in 8 bits.
+DTYPE, HEAD_DIM = "bf16", 128
+EIGHT_BITS = "fp8_e4m3"
 
 #: Keys that a window shows, and the bound of capped logits.
 WINDOW, SOFTCAP = 1024, 30.0
@@ -29,6 +31,8 @@ class Problem:
     lengths: tuple[int, ...]
     seqlen_q: int = 1
     variant: str = "causal"
+    dtype: str = DTYPE
+    kv_dtype: str = DTYPE
 
     @property
     def batch(self) -> int:
@@ -59,11 +63,11 @@ class Problem:
         """Bytes of K and V that some query sees; where tokens are written, those that are read and written."""
         if self.variant == APPEND_VARIANT:
             rows = self.batch * self.seqlen_q * (2 * self.kv_heads + self.heads)
-            return 2 * rows * HEAD_DIM * ELEMENT_BYTES
+            return 2 * rows * HEAD_DIM * dtype_row(self.dtype).bytes
         keys = sum(self.lengths)
         if self.variant == "sliding_window":
             keys = sum(min(length, WINDOW + self.seqlen_q - 1) for length in self.lengths)
-        return keys * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
+        return keys * self.kv_heads * 2 * HEAD_DIM * dtype_row(self.kv_dtype).bytes
 
     @property
     def flops(self) -> int:
@@ -122,14 +126,13 @@ class Cell:
     @property
     def raced(self) -> tuple[Problem, ...]:
         """The problems that libraries are raced on; none where ours are only compared with one another."""
-        return (
-            () if self.group in ("variants", "append_kv") else tuple(dict.fromkeys(lane.problem for lane in self.lanes))
-        )
+        alone = self.group in ("variants", "append_kv", "e4m3")
+        return () if alone else tuple(dict.fromkeys(lane.problem for lane in self.lanes))
 
 
 def cells() -> tuple[Cell, ...]:
     """Return all cells, in the order in which they are run."""
-    return (*_decode(), *_append(), *_prefill(), *_variants(), *_writes())
+    return (*_decode(), *_append(), *_prefill(), *_eight_bits(), *_variants(), *_writes())
 
 
 def _decode() -> Iterable[Cell]:
@@ -156,6 +159,28 @@ def _prefill() -> Iterable[Cell]:
     sizes = (16, 64, 256)
     yield _over_pages("prefill", "prefill 512 at 8k b4 32/8", Problem(32, 8, (8192,) * 4, 512), sizes)
     yield _over_pages("prefill", "prefill 4k b8 32/8", Problem(32, 8, (4096,) * 8, 4096), sizes)
+
+
+def _eight_bits() -> Iterable[Cell]:
+    """Caches in 8 bits beside ones in 16: decoding, appending and a piece of a prompt, queries in 16 bits and in 8."""
+    for name, problem in (
+        ("decode b8 32/8 4k", Problem(32, 8, (4096,) * 8)),
+        ("decode b32 32/8 4k", Problem(32, 8, (4096,) * 32)),
+        ("decode b64 64/8 8k", Problem(64, 8, (8192,) * 64)),
+        ("append 4 to b16 32/8 8k", Problem(32, 8, (8192,) * 16, 4)),
+        ("append 16 to b16 32/8 8k", Problem(32, 8, (8192,) * 16, 16)),
+        ("prefill 512 at 8k b4 32/8", Problem(32, 8, (8192,) * 4, 512)),
+        ("prefill 512 at 32k b1 32/8", Problem(32, 8, (32768,), 512)),
+    ):
+        cached = replace(problem, kv_dtype=EIGHT_BITS)
+        both = replace(cached, dtype=EIGHT_BITS)
+        dense, paged = Form(), Form(64)
+        wide = [Lane(f"{DTYPE} {form.name}", problem, form) for form in (dense, paged)]
+        narrow = [
+            Lane(f"e4m3 {form.name}", cached, form, beside=lane.name)
+            for lane, form in zip((wide[0], wide[1], wide[1]), (dense, paged, Form(16)), strict=True)
+        ]
+        yield Cell("e4m3", f"e4m3 {name}", (*wide, *narrow, Lane("e4m3 and q", both, paged, beside=wide[1].name)))
 
 
 def _variants() -> Iterable[Cell]:

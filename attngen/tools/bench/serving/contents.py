@@ -11,13 +11,16 @@ from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.runtime.calls import attention
-from attngen.tools.bench.serving.cells import DTYPE, HEAD_DIM, SOFTCAP, WINDOW, Form, Problem, ancestors
+from attngen.tools.bench.serving.cells import EIGHT_BITS, HEAD_DIM, SOFTCAP, WINDOW, Form, Problem, ancestors
 
 #: Most sets of inputs; calls so small that this many fit the cache are bound by their launch.
 _MAX_SETS = 64
 
 #: Room for a sequence is a multiple of this, and so of all page sizes.
 _ROOM = 256
+
+#: What a number of 8 bits is multiplied by.
+_SCALE = 0.75
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,22 @@ class Contents:
         self.problem, self.device = problem, device
         self.room = -(-max(problem.lengths) // _ROOM) * _ROOM
         sets = min(max(math.ceil(2 * l2_bytes / problem.cache_bytes), 1), _MAX_SETS)
-        dtype = getattr(torch, dtype_row(DTYPE).torch)
 
-        def new(*shape: int) -> list[Tensor]:
-            return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(sets)]
+        def new(dtype: str, *shape: int) -> list[Tensor]:
+            drawn = torch.bfloat16 if dtype == EIGHT_BITS else getattr(torch, dtype_row(dtype).torch)
+            made = getattr(torch, dtype_row(dtype).torch)
+            return [torch.randn(shape, generator=generator, device=device, dtype=drawn).to(made) for _ in range(sets)]
 
-        self.queries = new(problem.batch, problem.seqlen_q, problem.heads, HEAD_DIM)
-        self._keys, self._values = (new(problem.batch * self.room, problem.kv_heads, HEAD_DIM) for _ in "kv")
+        self.queries = new(problem.dtype, problem.batch, problem.seqlen_q, problem.heads, HEAD_DIM)
+        self._keys, self._values = (
+            new(problem.kv_dtype, problem.batch * self.room, problem.kv_heads, HEAD_DIM) for _ in "kv"
+        )
+        #: The scales of what is in 8 bits, one for each sequence and KV head.
+        self.scales = {
+            f"{name}_descale": torch.full((problem.batch, problem.kv_heads), _SCALE, device=device)
+            for name, dtype in (("q", problem.dtype), ("k", problem.kv_dtype), ("v", problem.kv_dtype))
+            if dtype == EIGHT_BITS
+        }
         self.lengths = torch.tensor(problem.lengths, dtype=torch.int32, device=device)
         self._pages: dict[int, Pages] = {}
 
@@ -91,7 +103,8 @@ class Contents:
                 found.append(heads[b, :length])
             else:
                 own = self.pages(form.page_size).table[b, : -(-length // form.page_size)].long()
-                found.append(heads[own].flatten(0, 1)[:length])
+                bits = heads.view(torch.uint8) if heads.element_size() == 1 else heads  # 8-bit floats are not picked
+                found.append(bits[own].flatten(0, 1)[:length].view(heads.dtype))
         return found[0], found[1]
 
     def own(self, variant: str) -> dict[str, Any]:
@@ -116,13 +129,17 @@ class Oracle:
         wanted = []
         for b, hk in sorted({(0, 0), (problem.batch - 1, problem.kv_heads - 1)}):
             heads = slice(hk * group, (hk + 1) * group)
-            k, v = (each[None, :, None].double() for each in contents.of_sequence(number, form, b, hk))
+            k, v = (
+                each[None, :, None].double() * (_SCALE if f"{name}_descale" in contents.scales else 1.0)
+                for name, each in zip("kv", contents.of_sequence(number, form, b, hk), strict=True)
+            )
             own = contents.own(problem.variant)
             if "tree" in own:
                 own["tree"] = own["tree"][b : b + 1]
             if "sinks" in own:
                 own["sinks"] = own["sinks"][heads]
             q = contents.queries[number][b : b + 1, :, heads].double()
+            q *= _SCALE if "q_descale" in contents.scales else 1.0
             out = attention(q, k, v, variant=problem.variant, package=package, backend="reference", **own)
             assert isinstance(out, Tensor)
             wanted.append(out)

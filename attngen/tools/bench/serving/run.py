@@ -26,7 +26,7 @@ from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.kernels import chosen
 from attngen.tools.bench.machine import Monitor, Reading, ceilings, gpu_facts, versions
 from attngen.tools.bench.serving.appending import Appending, kernel_of
-from attngen.tools.bench.serving.cells import DTYPE, HEAD_DIM, Cell, Form, Lane, Problem, cells
+from attngen.tools.bench.serving.cells import DTYPE, EIGHT_BITS, HEAD_DIM, Cell, Form, Lane, Problem, cells
 from attngen.tools.bench.serving.contents import Contents, Oracle
 from attngen.tools.bench.serving.peers import ServingPeer, missing, serving_peers
 from attngen.tools.bench.serving.replay import Capture, Track, cuda_graph, race
@@ -146,7 +146,7 @@ def _wanted(prepared: Sequence[Prepared], options: ServingOptions, capability: i
         kernel
         for kernel in chosen(prepared, options.part, options.variants)
         if kernel.plan.direction in ("forward", APPEND)
-        and kernel.plan.dtype_name == DTYPE
+        and kernel.plan.dtype_name in (DTYPE, EIGHT_BITS)
         and kernel.plan.layout in ("dense", "paged")
         and (kernel.plan.head_dim_qk, kernel.plan.head_dim_v) == (HEAD_DIM, HEAD_DIM)
         and kernel.plan.variant.name in variants
@@ -266,7 +266,8 @@ def _ours(course: _Course, result: ServingResult, shelf: _Shelf) -> _Entered:
         new = Appending(problem, form, course.device, course.l2_bytes, course.generator)
         return _Entered(new.contestant(result.contestant), kernel_of(course.package), new.error, limit=0.0)
     contents = shelf.of(problem)
-    given: dict[str, Any] = {"variant": problem.variant, "package": course.package, **contents.own(problem.variant)}
+    given: dict[str, Any] = {"variant": problem.variant, "package": course.package, **contents.own(problem.variant),
+                             **contents.scales}  # fmt: skip
     calls: list[Callable[[], Any]] = []
     if form.page_size is None:
         if not contents.full:
@@ -275,7 +276,7 @@ def _ours(course: _Course, result: ServingResult, shelf: _Shelf) -> _Entered:
             calls.append(partial(attention, q, *contents.cache(number, form), **given))
         explained = explain(contents.queries[0], *contents.cache(0, form), **given)
     else:
-        table, out = contents.pages(form.page_size).table, torch.empty_like(contents.queries[0])
+        table, out = contents.pages(form.page_size).table, torch.empty_like(contents.queries[0], dtype=torch.bfloat16)
         for number, q in enumerate(contents.queries):
             cached = contents.cache(number, form)
             calls.append(partial(attention_paged, q, *cached, table, contents.lengths, out=out, **given))
@@ -284,7 +285,7 @@ def _ours(course: _Course, result: ServingResult, shelf: _Shelf) -> _Entered:
         )
     contestant = Contestant(result.contestant, calls)
     kernel = explained.to_dict()["kernel"]
-    return _Entered(contestant, kernel, lambda out: shelf.oracle(problem, form).error(out))
+    return _Entered(contestant, kernel, lambda out: shelf.oracle(problem, form).error(out), TOLERANCE[problem.dtype])
 
 
 def _enter(course: _Course, result: ServingResult, make: Callable[[], _Entered]) -> tuple[ServingResult, Track | None]:

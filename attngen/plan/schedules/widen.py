@@ -1,0 +1,118 @@
+"""The kernel that widens a cache in 8 bits: used keys and values become dense ones in 16 bits, times their scales.
+
+Memory binds. Head dims, strides and page sizes are arguments: one kernel of a dtype serves all calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.arch import Arch
+from attngen.dtypes import CHUNK_BYTES
+from attngen.formats import WIDEN
+from attngen.plan import arguments, naming
+from attngen.plan.allowances import SPILLS
+from attngen.plan.choices import refuse
+from attngen.plan.model import Argument, Columns, Launch, Plan
+from attngen.plan.operands import operands_of
+from attngen.plan.schedule import Schedule
+from attngen.schema.expand import KernelSpec
+
+#: What a block is: K or V of some tokens of a sequence.
+GRID = "tokens"
+
+_WARPS, _TOKENS = 8, 32
+
+#: The least device that reads numbers of 8 bits. PTX ISA, "cvt": .f16x2.e4m3x2 needs sm_89.
+_LEAST_CAPABILITY = 89
+
+#: Tensors by address: of 8 bits, of the kernel's dtype, of float32, of 32-bit integers.
+CACHES = ("k_cache", "v_cache")
+WRITTEN = ("k", "v")
+_SCALES = ("k_descale", "v_descale")
+_INDICES = ("seqused_k", "page_table")
+
+#: Numbers of a call, and those by which the kernel divides.
+_SIZES = ("batch", "seqlen_k", "head_dim_qk", "head_dim_v", "tiles", "scales_of_pages")
+_DIVISORS = ("kv_heads", "vectors_k", "vectors_v", "page_size")
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if arch.capability < _LEAST_CAPABILITY:
+        raise refuse(spec, "arch", f"{arch.name} does not read numbers of 8 bits, which sm89 and later do")
+    name = naming.widen_name(arch=spec.arch, dtype=spec.dtype)
+    planned = Plan(
+        name=name,
+        package=spec.package,
+        spec_file=spec.spec_file,
+        variant=spec.variant,
+        arch_name=spec.arch,
+        dtype_name=spec.dtype,
+        operands=operands_of(spec),
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
+        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
+        layout=spec.layout,
+        direction=spec.direction,
+        backend="cuda",
+        schedule="widen",
+        loads="pointer",
+        q_operand="registers",
+        alignment=CHUNK_BYTES,
+        tile_m=1,
+        tile_n=_TOKENS,
+        stages=1,
+        num_warps=_WARPS,
+        max_registers=None,
+        driver="ranges",
+        mask_code="branch",
+        softmax="exact_max",
+        fast_math=spec.fast_math,
+        section_bytes=2**20,
+        allow=spec.allow,
+        main=WIDEN,
+    )
+    row = Launch(
+        WIDEN, name, GRID, 1, _TOKENS, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
+        products=0, pdl=arch.pdl,
+    )  # fmt: skip
+    return planned.with_launches(row)
+
+
+def _arguments(plan: Plan) -> Iterator[Argument]:
+    for name in CACHES:
+        yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES // 2)
+    for name in WRITTEN:
+        yield Argument(f"{name}_ptr", "pointer", f"*{plan.operands.q.triton}", of=name, divisibility=CHUNK_BYTES)
+    for name in _SCALES:
+        yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+    for name in _INDICES:
+        yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)
+    for name in CACHES:
+        for axis in ("page", "s", "h"):
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
+    for name in _SCALES:
+        for axis in ("b", "h"):
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
+    yield Argument("page_table_stride", "stride", "i64", of="page_table", axis="b")
+    yield from map(arguments.size, (*_SIZES, *_DIVISORS))
+    yield from arguments.reciprocals(*_DIVISORS)
+
+
+def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield nothing: there is nothing to choose."""
+    return iter(())
+
+
+SCHEDULE = Schedule(
+    name="widen",
+    backend="cuda",
+    direction=WIDEN,
+    template="cuda/widen/kernel.cu.j2",
+    view="attngen.render.views.widen:widen_view",
+    supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
+    plan=_plan,
+    alternatives=_alternatives,
+    layouts=("dense",),
+)

@@ -1,0 +1,143 @@
+"""Caches in 8 bits that are widened for many queries: the kernel on the host, and which calls take it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.runtime import dispatch, widen
+from attngen.runtime import driver as drivers
+from attngen.runtime.module import Kernel
+from attngen.runtime.registry import package_of_kernels, registry
+from attngen.schema import load_spec_text
+from attngen.tools.build.pipeline import prepare
+from attngen.tools.verify.interpreter import kernel_of
+from attngen.tools.verify.widened import try_widen
+from tests.runtime.host_kernels import COMPILER, HostDriver, widening_kernels
+
+SPEC = """
+schema: 1
+package: serving
+arch: [sm90a]
+kernels:
+  - {variant: [causal, sliding_window], head_dim: 128, dtype: bf16, layout: [dense, paged], split_kv: true}
+  - variant: [causal, sliding_window]
+    head_dim: 128
+    dtype: bf16
+    kv_dtype: fp8_e4m3
+    layout: [dense, paged]
+    split_kv: true
+  - {variant: full, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, split_kv: true}
+"""
+WIDENER = "serving/widen_sm90a_bf16"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("kernel", widening_kernels(), ids=lambda kernel: kernel.dtype)
+def test_the_kernel_writes_what_torch_does(kernel: Kernel) -> None:
+    with drivers.use(HostDriver()):
+        trial = try_widen(kernel, "cpu", 5, small=True)
+    assert not trial.problems, "\n".join(trial.problems)
+
+
+class FakeDriver(HostDriver):
+    """A card with as many multiprocessors as an H200, which runs nothing."""
+
+    def multiprocessors(self, device: int) -> int:
+        return 132
+
+    def launch(self, kernels: Any, device: int) -> None:
+        self.launches += [(symbol, grid) for symbol, grid, *_ in kernels]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    registry.clear()
+    registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare(load_spec_text(SPEC))], "here"))
+    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    driver = FakeDriver()
+    with drivers.use(driver):
+        yield driver
+    registry.clear()
+
+
+def a_call(queries: int, keys: int, *, batch: int = 1, pages: int | None = 16, **more: Any) -> dict[str, Any]:
+    """Return the arguments of ``explain``: 32 query heads and 8 KV heads of 128."""
+    shape = (batch, keys, 8, 128) if pages is None else (batch * keys // pages, pages, 8, 128)
+    cache = torch.empty(shape, dtype=torch.float8_e4m3fn)
+    found = {"q": torch.empty(batch, queries, 32, 128, dtype=torch.bfloat16), "k": cache, "v": cache}
+    found |= {"k_descale": torch.ones(()), "v_descale": torch.ones(batch, 8), "variant": "causal"}
+    if pages is not None:
+        found["page_table"] = torch.zeros(batch, keys // pages, dtype=torch.int32)
+        found["seqused_k"] = torch.full((batch,), keys, dtype=torch.int32)
+    return found | more
+
+
+@pytest.mark.parametrize("pages", [None, 16, 48])
+def test_many_queries_take_an_ordinary_kernel(gpu: FakeDriver, pages: int | None) -> None:
+    found = attngen.explain(**a_call(512, 8160 if pages == 48 else 8192, pages=pages)).to_dict()
+    assert found["widened_by"] == WIDENER
+    assert "_bf16_d128_" in found["kernel"]
+    assert "decode" not in found["kernel"]
+    assert f"k and v are widened to bf16 first, by {WIDENER}" in str(
+        attngen.explain(**a_call(512, 8160 if pages == 48 else 8192, pages=pages))
+    )
+
+
+def test_few_queries_read_the_cache_as_it_is(gpu: FakeDriver) -> None:
+    for queries in (1, 4, 16, 64):
+        found = attngen.explain(**a_call(queries, 8192)).to_dict()
+        assert "widened_by" not in found
+        assert "kv_fp8_e4m3" in found["kernel"]
+
+
+def test_what_keeps_a_call_on_the_cache(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that shows little of it, a share of keys that the call names, no ordinary kernel, too much memory."""
+    narrow = a_call(256, 131072, variant="sliding_window", window=1024)
+    for given in (narrow, a_call(512, 8192, num_splits=4), a_call(512, 8192, pages=None, variant="full")):
+        assert "widened_by" not in attngen.explain(**given).to_dict()
+    monkeypatch.setattr(widen, "_MOST_BYTES", 2 * 8192 * 8 * 256 - 1)
+    assert "widened_by" not in attngen.explain(**a_call(512, 8192)).to_dict()
+
+
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+def test_the_ordinary_call_has_pages_in_order(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, page_layout: str
+) -> None:
+    """It runs on what was written: the widening is the one launch here, the other call is looked at."""
+    made: list[Any] = []
+    run = dispatch.run
+
+    def note(given: Any) -> Any:
+        made.append(given)
+        return run(given) if given.k.dtype != torch.bfloat16 else given.q
+
+    monkeypatch.setattr(dispatch, "run", note)
+    call = a_call(512, 8192, batch=2)
+    if page_layout == "HND":
+        call |= {name: call[name].transpose(1, 2).contiguous() for name in "kv"}
+    call |= {"k_pages": call.pop("k"), "v_pages": call.pop("v")}
+    call["v_descale"] = torch.ones(2 * 512, 8, 1)  # of pages
+    call["k_descale"] = torch.ones(2 * 512, 8, 1)
+    with pytest.raises(attngen.errors.NoKernelError, match="takes a scale for"):
+        attngen.attention_paged(**call, page_layout=page_layout)
+    call |= {"k_descale": torch.ones(()), "v_descale": torch.ones(2, 8)}
+    attngen.attention_paged(**call, page_layout=page_layout)
+    assert [name for name, _ in gpu.launches] == ["widen_sm90a_bf16"]
+    wide = made[-1]
+    assert wide.k.shape == ((64, 256, 8, 128) if page_layout == "NHD" else (64, 8, 256, 128))
+    assert wide.page_table.tolist() == torch.arange(64).view(2, 32).tolist()
+    assert (wide.k_descale, wide.v_descale) == (None, None)
+    assert torch.equal(wide.seqused_k, call["seqused_k"])
+
+
+def test_kernels_that_widen_come_with_both_kinds() -> None:
+    names = [one.plan.name for one in prepare(load_spec_text(SPEC))]
+    assert names.count("widen_sm90a_bf16") == 1
+    alone = SPEC[: SPEC.index("  - {")] + SPEC[SPEC.index("  - variant") :]
+    assert not any(one.plan.name.startswith("widen") for one in prepare(load_spec_text(alone)))
