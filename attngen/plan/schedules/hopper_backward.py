@@ -122,7 +122,8 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     columns_qk, columns_v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     qk, v = columns_qk.width, columns_v.width
     family = given.family or _family(spec)
-    choice = next(row for row in _TABLE if row.family == _row_family(spec, family, qk, v) and max(qk, v) <= row.head_dim)
+    row_family = _row_family(spec, family, qk, v)
+    choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
     if given.tile_n not in (None, _KEYS):
