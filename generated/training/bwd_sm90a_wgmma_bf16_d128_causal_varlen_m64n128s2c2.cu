@@ -408,6 +408,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
           DqRing(consumer, phase).wait();
           if (lane == 0) {
+            fence_async_proxy();  // here, where no stores are in flight that it would wait for
             add_floats(to + consumer * (kDqBytes / 4), kDq + consumer * kDqBytes, kDqBytes);
             commit_stores();
           }
@@ -619,7 +620,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       for (int i = 0; i < kDqColumns / 8; ++i) {
         store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
-      fence_async_proxy();
       __syncwarp();
       if (lane == 0) dq_ring.arrive();
     };

@@ -404,6 +404,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
           DqRing(consumer, phase).wait();
           if (lane == 0) {
+            fence_async_proxy();  // here, where no stores are in flight that it would wait for
             add_floats(to + consumer * (kDqBytes / 4), kDq + consumer * kDqBytes, kDqBytes);
             commit_stores();
           }
@@ -646,7 +647,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       for (int i = 0; i < kDqColumns / 8; ++i) {
         store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
-      fence_async_proxy();
       __syncwarp();
       if (lane == 0) dq_ring.arrive();
     };
@@ -709,7 +709,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         settle(dp);
         buffer ^= 1;
         store_ds(buffer);  // dS = P (dP - D)
-        fence_async_proxy();
         __syncwarp();
         if (lane == 0) DsRing(buffer).arrive();
         take_turn();
@@ -736,6 +735,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           exponentiate_step();
           load_rows(delta_rows, kDelta);
           DsRing(buffer, ds_phase).wait();  // dS of both is complete
+          fence_async_proxy();  // by who reads: who has just stored would wait for its stores
           ds_phase ^= buffer ^ 1;
           issue_dq(buffer);  // dQ = dS K, of the step before
           wait_products<1>();
@@ -745,7 +745,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           wait_products<0>();
           settle(dq);
           store_dq();
-          fence_async_proxy();
           __syncwarp();
           if (lane == 0) DsRing(buffer).arrive();
           take_turn();
@@ -764,6 +763,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
         give_turn();
         DsRing(buffer, ds_phase).wait();  // dS of both is complete
+        fence_async_proxy();  // by who reads: who has just stored would wait for its stores
         ds_phase ^= buffer ^ 1;
         issue_dq(buffer);  // dQ = dS K, of the step before
         wait_products<0>();

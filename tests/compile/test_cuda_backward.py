@@ -59,19 +59,25 @@ def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "resources", "reason"),
+    ("fields", "resources", "reason"),
     [
-        (128, Resources(168, SPILLS.bytes + 8, False), rf"{SPILLS.bytes + 8} B of spills at 168 registers"),
         (
-            64,
+            {"head_dim": 128, "deterministic": "true"},  # takes no turns
+            Resources(168, SPILLS.bytes + 8, False),
+            rf"{SPILLS.bytes + 8} B of spills at 168 registers",
+        ),
+        (
+            {"head_dim": 64},
             Resources(168, PINGPONG_SPILLS.bytes + 8, False),
             rf"{PINGPONG_SPILLS.bytes + 8} B of spills at 168 registers",
         ),
-        (64, Resources(168, 0, True), "ptxas serialized wgmma"),
+        ({"head_dim": 64}, Resources(168, 0, True), "ptxas serialized wgmma"),
     ],
 )
-def test_what_would_be_slow_is_refused_with_the_way_out(head_dim: int, resources: Resources, reason: str) -> None:
-    plan = planned(passes="backward", backward=None, head_dim=head_dim)
+def test_what_would_be_slow_is_refused_with_the_way_out(
+    fields: dict[str, object], resources: Resources, reason: str
+) -> None:
+    plan = planned(passes="backward", backward=None, **fields)
     assert plan.backend == "cuda"
     with pytest.raises(
         ChoiceError, match=rf"{reason}.*leave tile, stages and warps to the plan, .*'allow: \["

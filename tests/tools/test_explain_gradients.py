@@ -104,7 +104,8 @@ kernels:
         (128, [
             "producer: 1 warpgroup, 24 registers a thread: loads, adds up dQ and rounds it",
             "consumers: 2 warpgroups of 64 keys, 240 registers a thread",
-            "loop: ranges; the softmax of a step runs under dQ and dK of the one before",
+            "loop: ranges; the softmax of a step runs under products of the other consumer: "
+            "they take turns at the tensor cores",
             "in flight: 3 tiles of Q, 2 of dO, 2 of dS",
         ]),
         (192, [

@@ -66,14 +66,15 @@ class _Choice:
     rows_ahead: int = 0
 
 
-#: First match wins; ``_family`` says what the families are. Measured on an H200 where docs/performance.md says so; the
-#: rest follows from registers: with "dk" the softmax has those of dQ, which has left.
+#: First match wins; ``_family`` says what the families are, ``_row_family`` what "unraced" is for. Measured on an H200
+#: where docs/performance.md says so; the rest follows from registers: with "dk" the softmax has those of dQ, which has
+#: left.
 _TABLE = (
     _Choice("tight", 64, 128, overlap="nothing", packed=True, q_stages=2),
     _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
     _Choice("plain", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
-    _Choice("plain", 96, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("plain", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
+    _Choice("plain", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
+    _Choice("unraced", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
     _Choice("light", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
     _Choice("light", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("divided", 64, 128, overlap="gradients", packed=True, q_stages=2),
@@ -121,8 +122,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     columns_qk, columns_v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     qk, v = columns_qk.width, columns_v.width
     family = given.family or _family(spec)
-    # packed sequences and dQ that is cut leave too few registers for gradients under the softmax
-    row_family = "light" if family == "plain" and spec.layout == "varlen" and spec.head_dim_qk < qk == 128 else family
+    row_family = _row_family(spec, family, qk, v)
     choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
         raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
@@ -204,6 +204,16 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     given, own = spec.backward or Backward(), _family(spec)
     for family in _FAMILIES[_FAMILIES.index(own) + 1 :]:
         yield replace(spec, backward=replace(given, dkdv=replace(given.dkdv, family=family)))
+
+
+def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
+    """Return whose rows of the table a family takes: with head dims beyond 96, turns were raced with dense tensors and
+    without a fixed order, so that others keep "gradients"; but packed sequences with dQ that is cut leave too few
+    registers for that."""
+    varlen = spec.layout == "varlen"
+    if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not (varlen or spec.deterministic):
+        return family
+    return "light" if varlen and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "unraced"
 
 
 def _is_uneven(spec: KernelSpec, driver: str) -> bool:

@@ -1,6 +1,6 @@
-// bwd_sm90a_wgmma_bf16_d128_causal_m64n128s2c2
+// bwd_sm90a_wgmma_bf16_d128_sliding_window_m64n128s2c2_pingpong
 //
-// Attention backward, variant causal: mask `q_pos >= kv`.
+// Attention backward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
 // Rendered from templates/cuda/backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
@@ -25,7 +25,7 @@ constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-constexpr int kRowsAhead = 4;  // times 16 rows, whose LSE and D a consumer loads before it needs them
+constexpr int kRowsAhead = 2;  // times 16 rows, whose LSE and D a consumer loads before it needs them
 constexpr int kElementBytes = sizeof(Element);
 static_assert(kElementBytes == 2);  // P and dS are packed in pairs, which stmatrix moves
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -59,8 +59,9 @@ constexpr uint32_t kDqFull = kShared + 231096;  // 16 B: barriers
 constexpr uint32_t kDqEmpty = kShared + 231112;  // 16 B: barriers
 constexpr uint32_t kWorkEmpty = kShared + 231128;  // 16 B: barriers
 constexpr uint32_t kPieceFull = kShared + 231144;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 231160;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 231224;  // 64 B: where dQ of the last steps goes
+constexpr uint32_t kDsFull = kShared + 231160;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 231176;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 231240;  // 64 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
 using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
@@ -69,12 +70,13 @@ using DoutRing = Ring<kDoutFull, kDoutEmpty, 2>;  // the loader -> each consumer
 using DqRing = Ring<kDqFull, kDqEmpty, 2>;  // each consumer -> the warp that adds
 using WorkRing = Pair<kNoBarrier, kWorkEmpty>;  // the loader -> each consumer
 using PieceRing = Pair<kPieceFull, kNoBarrier>;  // the warp that rounds -> the warp that rounds
-using DsRing = Pair<kNoBarrier, kNoBarrier>;  // each consumer -> each consumer
+using DsRing = Pair<kDsFull, kNoBarrier>;  // each consumer -> each consumer
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
   kAll = 1,  // 1 of them: all consumers meet, around dS and their outputs
   kGroup = 2,  // 2 of them: threads of a consumer meet around dK and dV
+  kTurn = 4,  // 2 of them: turns at the tensor cores
 };
 
 constexpr int kLoader = 8, kAdder = 9, kRounder = 11;  // warps with a role of their own
@@ -143,7 +145,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_causal_m64n128s2c2_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_sliding_window_m64n128s2c2_pingpong_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -190,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_caus
 // accumulator in global memory, and one rounds what is complete there. The others consume: each has 64 keys, computes
 // S^T = K Q^T and dP^T = V dO^T, and keeps dK += dS^T Q and dV += P^T dO in registers. dS goes through shared memory, since
 // dQ = dS K sums over the keys of both.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d128_causal_m64n128s2c2_dqkv(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d128_sliding_window_m64n128s2c2_pingpong_dqkv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
@@ -201,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
+    int u_window,
     int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
@@ -219,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     init_barriers(kDqEmpty, 2, 1);  // the warp that adds
     init_barriers(kWorkEmpty, 2, 2);  // each consumer
     init_barriers(kPieceFull, 2, 1);  // the warp that rounds, and the bytes of the copy
+    init_barriers(kDsFull, 2, 8);  // each warp of both consumers
     fence_barrier_init();
   }
   __syncthreads();
@@ -359,9 +363,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const int whole_tiles = seqlen_q / kBlockM;
         const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
         const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-        const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
-        const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
-        const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
+        const int u_value = u_seqlen_q_minus_seqlen_k + kv_start;
+        const int visible_lo = max(u_value, 0) / kBlockM;
+        const int u_value_2 = u_seqlen_q_minus_seqlen_k + kv_hi;
+        const int u_window_min_1073741823 = min(u_window, 1073741823);
+        const int visible_hi = max(min(u_value_2 + u_window_min_1073741823, seqlen_q) + kBlockM - 1, 0) / kBlockM;
+        const int full_lo = (max(u_value_2, 0) + kBlockM - 1) / kBlockM;
+        const int full_hi = min(max(u_value + u_window_min_1073741823, 0) / kBlockM, whole_tiles);
 
         const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
@@ -371,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
           for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
             const int tile = visible_lo + place;
-            load_step(h, tile, ragged || !(tile >= full_lo && tile < whole_tiles));
+            load_step(h, tile, ragged || !(tile >= full_lo && tile < full_hi));
             if (++place == tiles) place = 0;
           }
         }
@@ -399,6 +407,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
           DqRing(consumer, phase).wait();
           if (lane == 0) {
+            fence_async_proxy();  // here, where no stores are in flight that it would wait for
             add_floats(to + consumer * (kDqBytes / 4), kDq + consumer * kDqBytes, kDqBytes);
             commit_stores();
           }
@@ -450,9 +459,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
     const uint32_t row_numbers = 16 * (lane % 4);  // of the first rows of LSE and D that the lane reads
     const float scale_log2e = softmax_scale * kLog2e;
+    const int u_window_min_1073741823 = min(u_window, 1073741823);
     float s[kBlockM / 2];       // S^T, then P^T
     float dp[kBlockM / 2];      // dP^T
     uint32_t p[kBlockM / 4];    // P^T, in pairs of 16 bits
+    uint32_t ds_pairs[kBlockM / 4];  // dS^T, in pairs of 16 bits
     float dq[kDqColumns / 2];
     float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
 
@@ -491,13 +502,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       commit_products();
     };
     // dK += dS^T Q
-    const auto issue_dk = [&](int q_stage, int buffer) {
-      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes);
+    const auto issue_dk = [&](int q_stage) {
       const QueryColumns q(kQ + q_stage * kQBytes);
       fence_products();
 #pragma unroll
       for (int row = 0; row < kBlockM; row += kMmaK) {
-        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * kDsBoxBytes), q.at(row * kBoxBytes), 1);
+        Product<Element, kHeadDimQk>::template rs<1>(dk, ds_pairs + row / 4, q.at(row * kBoxBytes), 1);
       }
       commit_products();
     };
@@ -521,6 +531,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     KvRing kv_ring;
     DqRing dq_ring(warpgroup);  // this consumer's stage alone
     int buffer = 0;  // of dS
+    uint32_t ds_phase = 0;
     // LSE and D, 16 rows each: the first are loaded ahead, the next ones as these have been used.
     float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
     const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
@@ -546,14 +557,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_from = max(q_pos - u_window_min_1073741823 + 1, 0) - kv_first;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              if (8 * row >= visible_to) x = kMasked;
+              if (8 * row < visible_from || 8 * row >= visible_to) x = kMasked;
               x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
             }
           }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
       } else {
 #pragma unroll
@@ -571,12 +585,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
               x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
             }
           }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
       }
-    };
-    const auto pack_probabilities = [&] {
-#pragma unroll
-      for (int i = 0; i < kBlockM / 4; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
     };
     // dS = P (dP - D), to shared memory, transposed: rows are queries.
     const auto store_ds = [&](int buffer) {
@@ -585,20 +597,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes + q * kDsBoxBytes + 16 * (chunk ^ q % 8);
 #pragma unroll
       for (int i = 0; i < kBlockM / 16; ++i) {
-        uint32_t ds[4];
+        uint32_t* const ds = ds_pairs + 4 * i;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
           const float4 of_rows = delta_rows[i % kRowsAhead];
           const float2 delta = j / 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
-          ds[j] = pack<Element>(s[2 * pair] * (dp[2 * pair] - delta.x), s[2 * pair + 1] * (dp[2 * pair + 1] - delta.y));
+          const float2 both = unpack<Element>(p[pair]);
+          ds[j] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
         }
         if (i + kRowsAhead < kBlockM / 16) {
           delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
         }
         store_transposed(to + 16 * i * kDsBoxBytes, ds[0], ds[1], ds[2], ds[3]);
       }
-      fence_async_proxy();
     };
     // dQ, in the order of registers, to the shared memory from which it is added to the dQ accumulator.
     const auto store_dq = [&] {
@@ -609,7 +621,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       for (int i = 0; i < kDqColumns / 8; ++i) {
         store_float4(to + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
-      fence_async_proxy();
       __syncwarp();
       if (lane == 0) dq_ring.arrive();
     };
@@ -642,6 +653,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
     };
 
+    if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is consumer 0's
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;
@@ -651,55 +663,86 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       if (__any_sync(~0u, step.tile >= 0)) {
         kv_ring.wait();
+        // Ping-pong: the consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of the other.
+        // dQ of a step is computed in the next step, so that neither waits for dS of the other.
+        const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 128 * kConsumers); };
+        const auto give_turn = [&] { named_arrive(Named::kTurn, 1 - warpgroup, 128 * kConsumers); };
+        bool more = true;
+        QRing used;
+        take_turn();
         issue_s(q_ring.stage);  // S^T = K Q^T
         load_rows(lse_rows, kLse);
-        wait_products<0>();
+        dout_ring.wait();
+        issue_dp(dout_ring.stage);  // dP^T = V dO^T
+        wait_products<1>();
         settle(s);
+        give_turn();
         exponentiate_step();
-        bool more = true, first = true;
+        load_rows(delta_rows, kDelta);
+        wait_products<0>();
+        settle(dp);
+        buffer ^= 1;
+        store_ds(buffer);  // dS = P (dP - D)
+        __syncwarp();
+        if (lane == 0) DsRing(buffer).arrive();
+        take_turn();
+        issue_dv(dout_ring.stage);  // dV += P^T dO
+        issue_dk(q_ring.stage);     // dK += dS^T Q
+        wait_products<1>();
+        settle(dv);
+        release_dout();
+        used = q_ring;
+        q_ring.advance();
+        step = next_step();
+        more = step.tile >= 0;
+        wait_products<0>();
+        settle(dk);
+        if (leader) used.release();
         while (__any_sync(~0u, more)) {
-          // P of this step is there; dK of the step before is in flight.
+          issue_s(q_ring.stage);  // S^T = K Q^T
+          load_rows(lse_rows, kLse);
           dout_ring.wait();
           issue_dp(dout_ring.stage);  // dP^T = V dO^T
-          load_rows(delta_rows, kDelta);
           wait_products<1>();
-          settle(dk);
-          if (leader && !first) q_ring.release_last();
-          first = false;
-          pack_probabilities();
-          issue_dv(dout_ring.stage);  // dV += P^T dO
+          settle(s);
+          give_turn();
+          exponentiate_step();
+          load_rows(delta_rows, kDelta);
+          DsRing(buffer, ds_phase).wait();  // dS of both is complete
+          fence_async_proxy();  // by who reads: who has just stored would wait for its stores
+          ds_phase ^= buffer ^ 1;
+          issue_dq(buffer);  // dQ = dS K, of the step before
           wait_products<1>();
           settle(dp);
           buffer ^= 1;
           store_ds(buffer);  // dS = P (dP - D)
-
-          // S of the next step; after the last step, of stale data, which is not used.
-          const QRing used = q_ring;
-          q_ring.advance();
-          step = next_step();
-          more = step.tile >= 0;
-          issue_s(q_ring.stage);  // S^T = K Q^T
-          load_rows(lse_rows, kLse);
+          wait_products<0>();
+          settle(dq);
+          store_dq();
+          __syncwarp();
+          if (lane == 0) DsRing(buffer).arrive();
+          take_turn();
+          issue_dv(dout_ring.stage);  // dV += P^T dO
+          issue_dk(q_ring.stage);     // dK += dS^T Q
           wait_products<1>();
           settle(dv);
           release_dout();
-          sync_consumers();  // dS of both is complete
-          issue_dq(buffer);              // dQ = dS K
-          issue_dk(used.stage, buffer);  // dK += dS^T Q
-
-          // The softmax of the next step runs under dQ and dK.
-          wait_products<2>();
-          settle(s);
-          if (__any_sync(~0u, more)) exponentiate_step();
-
-          wait_products<1>();
-          settle(dq);
-          store_dq();
+          used = q_ring;
+          q_ring.advance();
+          step = next_step();
+          more = step.tile >= 0;
+          wait_products<0>();
+          settle(dk);
+          if (leader) used.release();
         }
+        give_turn();
+        DsRing(buffer, ds_phase).wait();  // dS of both is complete
+        fence_async_proxy();  // by who reads: who has just stored would wait for its stores
+        ds_phase ^= buffer ^ 1;
+        issue_dq(buffer);  // dQ = dS K, of the step before
         wait_products<0>();
-        settle(dk);
-        settle(s);
-        if (leader) q_ring.release_last();
+        settle(dq);
+        store_dq();
         if (leader) kv_ring.release();
         kv_ring.advance();
       }
@@ -718,6 +761,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (leader) work_ring.release();
       work_ring.advance();
     }
+    if (warpgroup == 0) named_sync(Named::kTurn, 0, 128 * kConsumers);  // the last turn, which the other consumer does not take
     // Tells the warp that adds dQ that there is no other step.
     if (lane == 0) dq_ring.arrive();
     // No tile of keys is left: helps to round dQ of the last heads, straight from L2.
