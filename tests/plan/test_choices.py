@@ -63,7 +63,7 @@ def test_keys_of_a_tile_fill_rows_of_v_in_8_bits(variant: str, head_dim: int) ->
     """Copies bring rows of 64 keys at least, where V comes with keys along its rows; what is transposed may have 32."""
     entries = ("", ", transposed_v: true", ", tile: {n: 32}")
     lines = "".join(f"  - {{variant: {variant}, head_dim: {head_dim}, dtype: fp8_e4m3{more}}}\n" for more in entries)
-    text = f"schema: 1\narch: [sm90a]\nkernels:\n{lines}"
+    text = f"schema: 1\npackage: tested\narch: [sm90a]\nkernels:\n{lines}"
     usual, columns, narrow = (plan(spec) for spec in expand(load_spec_text(text, "test.yaml"))[:3])
     assert usual.tile_n % 32 == columns.tile_n % 64 == 0
     assert isinstance(narrow.structure, HopperForward)
