@@ -7,9 +7,11 @@ from pkgutil import resolve_name
 import pytest
 
 from attngen.errors import PlanError
+from attngen.plan import plan
 from attngen.plan.schedules import schedules
+from attngen.plan.schedules.structures import HopperForward
 from attngen.resources import templates_dir
-from attngen.schema import preset_names
+from attngen.schema import expand, load_spec_text, preset_names
 from tests.plan.specs import planned
 
 DRIVERS = {"dilated": "classified", "neighbourhood_2d": "classified", "allowed": "tile_map"}
@@ -53,6 +55,19 @@ def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bo
     axes = packed.launch("classify").tile_map
     assert axes is not None
     assert axes.batch  # lengths differ from sequence to sequence
+
+
+@pytest.mark.parametrize("variant", ["full", "sliding_window", "softcap"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_keys_of_a_tile_fill_rows_of_v_in_8_bits(variant: str, head_dim: int) -> None:
+    """Copies bring rows of 64 keys at least, where V comes with keys along its rows; what is transposed may have 32."""
+    entries = ("", ", transposed_v: true", ", tile: {n: 32}")
+    lines = "".join(f"  - {{variant: {variant}, head_dim: {head_dim}, dtype: fp8_e4m3{more}}}\n" for more in entries)
+    text = f"schema: 1\npackage: tested\narch: [sm90a]\nkernels:\n{lines}"
+    usual, columns, narrow = (plan(spec) for spec in expand(load_spec_text(text, "test.yaml"))[:3])
+    assert usual.tile_n % 32 == columns.tile_n % 64 == 0
+    assert isinstance(narrow.structure, HopperForward)
+    assert narrow.structure.ahead == 2  # fragments of 16 keys in flight
 
 
 @pytest.mark.parametrize(

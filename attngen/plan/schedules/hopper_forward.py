@@ -40,6 +40,8 @@ _LEAST_KEYS = 16
 _OTHER_REGISTERS = 24
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
 _REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+#: Keys of a fragment of V that is transposed.
+_FRAGMENT_KEYS = 16
 #: Registers with which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
@@ -278,7 +280,8 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
     step = _key_step(operands_of(spec), form.transposes, spec.transposed_v)
     fewer = [n for n in _FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
-    usual = min(choice.tile_n, spec.scale_block) if spec.scale_block > 1 else choice.tile_n
+    usual = choice.tile_n // step * step
+    usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
     *larger, least = spec.tile_n or usual, *fewer
     for tile_n in larger:
         with suppress(PlanError):
@@ -342,7 +345,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         raise_above=numbers.raise_above,
         peak=numbers.peak,
         settled=numbers.settled,
-        ahead=(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3)
+        ahead=min(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3, tile_n // _FRAGMENT_KEYS)
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
@@ -399,6 +402,8 @@ def _families(spec: KernelSpec) -> frozenset[str]:
         found.add("scored")
     if spec.pack_gqa:
         found.add("packed")
+    if _is_paged(spec):
+        found.add("paged")
     if spec.scale_block:
         found.add("tokens" if spec.scale_block == 1 else "blocks")
     return frozenset(found)

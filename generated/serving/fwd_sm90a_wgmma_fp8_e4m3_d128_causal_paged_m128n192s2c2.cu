@@ -1,9 +1,9 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d128_causal_paged_m192n96s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d128_causal_paged_m128n192s2c2
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
 //
-// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
+// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
 // and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.
 // The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
@@ -20,18 +20,18 @@
 using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 96;  // keys of one step
+constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockN = 192;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
-constexpr int kConsumers = 3;  // warpgroups that multiply
-constexpr int kThreads = 512;
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kThreads = 384;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 32;  // K of one wgmma: the elements that it sums over
@@ -41,8 +41,8 @@ constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
-constexpr int kVBoxBytes = 32;  // of a row of V, once it is transposed
-constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
+constexpr int kVBoxBytes = 64;  // of a row of V, once it is transposed
+constexpr int kAhead = 4;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
@@ -51,24 +51,24 @@ constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the referenc
 constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
-constexpr uint32_t kVRows = kShared + 73728;  // 24576 B: V as it lies in memory, a box per stage
-constexpr uint32_t kV = kShared + 98304;  // 24576 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 122880;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 172032;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 172672;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 172688;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 172704;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 172720;  // 16 B: barriers
-constexpr uint32_t kVRowsFull = kShared + 172736;  // 16 B: barriers
-constexpr uint32_t kVRowsEmpty = kShared + 172752;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 172768;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 172784;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 172800;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 172816;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 172832;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 172840;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
+constexpr uint32_t kK = kShared + 32768;  // 49152 B: K, a tile per stage
+constexpr uint32_t kVRows = kShared + 81920;  // 49152 B: V as it lies in memory, a box per stage
+constexpr uint32_t kV = kShared + 131072;  // 49152 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 180224;  // 32768 B: O, for its store
+constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 213632;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 213648;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 213664;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 213680;  // 16 B: barriers
+constexpr uint32_t kVRowsFull = kShared + 213696;  // 16 B: barriers
+constexpr uint32_t kVRowsEmpty = kShared + 213712;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 213728;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 213744;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 213760;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 213776;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 213792;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 213800;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the scheduler -> each consumer
@@ -79,25 +79,26 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
+  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
+  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
+constexpr int kScheduler = 8, kLoader = 9;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kVRowsBytes = kBlockN * kBoxBytes;  // a box of V, before it is transposed
-static_assert(VRowsRing::kStages * kVRowsBytes == 24576);
+static_assert(VRowsRing::kStages * kVRowsBytes == 49152);
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 49152);
-static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
+static_assert(kConsumers * kOutBytes == 32768);
+static_assert(QRing::kStages * kQBytes == 32768);
+static_assert(KRing::kStages * kKBytes == 49152 && VRing::kStages * kVBytes == 49152);
 
 // How wgmma reads these: all are K-major.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
-using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
+using VMatrix = Matrix<16, 8 * kVBoxBytes, 2>;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -127,7 +128,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_causal_paged_m192n96s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_causal_paged_m128n192s2c2(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -152,15 +153,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
     init_barriers(kQFull, 2, 1);  // the scheduler, and the bytes of the copy
-    init_barriers(kQEmpty, 2, 3);  // each consumer
+    init_barriers(kQEmpty, 2, 2);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 3);  // each consumer
+    init_barriers(kKEmpty, 2, 2);  // each consumer
     init_barriers(kVRowsFull, 2, 1);  // the loader of K and V, and the bytes of the copy
     init_barriers(kVRowsEmpty, 2, 2);  // the transposers
     init_barriers(kVFull, 2, 2);  // the transposers
-    init_barriers(kVEmpty, 2, 3);  // each consumer
-    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 14);  // each warp of the consumers, and the transposers
+    init_barriers(kVEmpty, 2, 2);  // each consumer
+    init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 10);  // each warp of the consumers, and the transposers
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -263,7 +264,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
-        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.advance();
           }
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
         const auto load_step = [&](int tile, int tile_info) {
           k_box = pages.at(tile * kBlockN + lane_key);  // before waiting for room, so that the table is read meanwhile
           k_ring.acquire();
@@ -320,8 +320,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
+          load_step(tile, tile | partial << kPartialBit);
         }
         load_v();
       }
@@ -399,6 +398,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
+    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
+    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
+    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pass_turn();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -409,32 +412,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (leader) k_ring.release();
       k_ring.advance();
     };
-    VRing held;        // the tile of V that O += P V still has to read,
-    int held_for = 0;  // and how many tiles were skipped since
-    const auto wait_v = [&] { held.wait(); };
+    const auto wait_v = [&] { v_ring.wait(); };
     const auto release_v = [&] {
-      if (leader) held.release();
-    };
-    // Holds the tile of V that belongs to these logits until O += P V.
-    const auto hold_v = [&] {
-      held = v_ring;
-      held_for = 0;
-      v_ring.advance();
-    };
-    const auto skip_v = [&] {
-      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
-      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
-    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
-      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
-    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = sync_group;
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
@@ -454,26 +440,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     left = next_work().tiles;
     bool more = __any_sync(~0u, left > 0);
     float next_logit_scale = logit_scale_of(place_at(0));
-    // Waits for the first tile; true if these rows see nothing of it, and there is another.
-    const auto first_is_blind = [&] {
+    const auto wait_operands = [&] {
       q_ring.wait();
-      return wait_k() && __any_sync(~0u, left > 1);
+      wait_k();
     };
-    // Skips the tiles that these rows do not see, and computes S of the first that they do.
-    const auto start = [&](bool blind, bool turn_is_spent) {
-      while (blind) {
-        if (!turn_is_spent) give_up_turn();
-        turn_is_spent = false;
-        release_k();
-        skip_v();
-        --left;
-        blind = wait_k() && __any_sync(~0u, left > 1);
-      }
+    const auto start = [&] {
+      wait_operands();
+      take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start(first_is_blind(), false);
+    if (more) start();
     while (more) {
       const Place& work = place_at(work_ring.stage);
       const float logit_scale = next_logit_scale;
@@ -515,7 +494,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The first tile. Its S is there.
       release_k();
-      hold_v();
       finish_logits();
       // Few keys say little about those to come: after a partial tile the next one sets references again.
       bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
@@ -526,17 +504,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
-        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
-          give_up_turn();
-          release_k();
-          skip_v();
-          ++held_for;
-          continue;
-        }
+        wait_k();
+        take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(held.stage);  // O += P V of the tile before
+        issue_pv(v_ring.stage);  // O += P V of the tile before
+        pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
@@ -571,7 +544,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
-        hold_v();
       }
 
       if (leader) q_ring.release();
@@ -647,21 +619,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       next_logit_scale = logit_scale_of(next);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      const bool blind = more && first_is_blind();
+      if (more) wait_operands();
       wait_v();
-      if (blind) {
-        issue_pv(held.stage);
-        free_out();
-        wait_products<0>();
-        write_out();
-        start(true, true);
-      } else {
-        issue_pv(held.stage);
-        issue_qk(k_ring.stage, q_ring.stage);
-        free_out();
-        wait_products<1>();
-        write_out();
-      }
+      take_turn();
+      issue_pv(v_ring.stage);
+      issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
+      free_out();
+      wait_products<1>();
+      write_out();
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -673,5 +639,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
+    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }
