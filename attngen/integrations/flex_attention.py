@@ -95,7 +95,7 @@ class _Known:
         self._watches = None if None in seen else tuple(one for one in seen if one is not None)
         try:
             self._score = None if score_mod is None else ref(score_mod)
-        except TypeError:  # something that is no function, and keeps no references
+        except TypeError:  # something that is not a function, and keeps no references
             self._watches = None
         self._found = found
         #: Shapes of query and key, and enable_gqa, of which nothing is left to check.

@@ -36,7 +36,7 @@ from tests.integrations.serving import serve
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of attention asked for: any of the variants, most special first."""
+    """What one call of attention asked for: any of the variants, most specific first."""
 
     variants: tuple[str, ...]
     head_dim_qk: int
