@@ -46,7 +46,7 @@ class _Known:
         self._watch = Watch(*(one for one in (mask_mod, score_mod) if one is not None))
         try:
             self._score = None if score_mod is None else ref(score_mod)
-        except TypeError:  # something that is no function, and keeps no references
+        except TypeError:  # something that is not a function, and keeps no references
             self._watch.complete = False
         self._found = found
         #: Shapes of query and key, and enable_gqa, of which nothing is left to check.

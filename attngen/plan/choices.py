@@ -37,7 +37,8 @@ def check_head_dims(spec: KernelSpec) -> None:
             raise refuse(
                 spec,
                 "head_dim",
-                f"head_dim {head_dim} is no multiple of {step} from {allowed[0]} to {allowed[-1]}; nearest: {nearest}",
+                f"head_dim {head_dim} is not a multiple of {step} from {allowed[0]} to {allowed[-1]}; "
+                f"nearest: {nearest}",
             )
 
 

@@ -59,7 +59,7 @@ class Ring:
     full: Signal | None = None
     empty: Signal | None = None
     stored: tuple[tuple[str, int], ...] = ()
-    alternates: bool = False  # two places in turn by design: their number is no choice of the plan
+    alternates: bool = False  # two places in turn by design: their number is not a choice of the plan
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

@@ -165,7 +165,7 @@ def _derivative(
 ) -> list[Statement]:
     """Return the statements from the logit to dS, which lacks the factor. A pair that is hidden has the probability 0.
 
-    Where a derivative of the score may be infinite, such a pair is selected away: zero times infinity is no zero.
+    Where a derivative of the score may be infinite, such a pair is selected away: zero times infinity is not zero.
     """
     scaled = leaf(logit) if multiplier.text == "1.0" else written("{} * {}", leaf(logit), _factor(multiplier))
     argument = written("{} - {}", scaled, written(form.of_row("lse_log2")))

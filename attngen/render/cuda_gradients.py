@@ -98,7 +98,7 @@ def probabilities(plan: Plan) -> Probabilities:
 
 
 def _weighted(slope: Expr | None) -> Piece | None:
-    """Return the probability times the derivative of its logit; zero times infinity is no zero, so it is selected."""
+    """Return the probability times the derivative of its logit; zero times infinity is not zero, so it is selected."""
     if slope is None:
         return None
     return written("{x} * {derivative}" if is_finite(slope) else "{x} != 0.0f ? {x} * {derivative} : 0.0f")

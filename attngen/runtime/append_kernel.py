@@ -107,7 +107,7 @@ def _against_rows(given: Mapping[str, Tensor | None]) -> str | None:
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return f"{name}'s last dimension is not contiguous"
         if tensor.shape[-1] * size % whole:
-            return f"rows of {name} are no multiple of {whole} B"
+            return f"rows of {name} are not a multiple of {whole} B"
         strides = (step for extent, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if extent > 1)
         if tensor.data_ptr() % whole or any(step * size % whole for step in strides):
             return f"{name}'s rows do not all begin at multiples of {whole} B"

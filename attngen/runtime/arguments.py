@@ -180,7 +180,7 @@ def index_vector(name: str, value: Any, device: torch.device) -> torch.Tensor:
 
 
 def length_of(name: str, value: Any) -> int:
-    """Return a length as an int; CallError for what is no Python integer, or negative."""
+    """Return a length as an int; CallError for what is not a Python integer, or is negative."""
     if isinstance(value, torch.Tensor):
         raise CallError(
             f"{name} must be a Python integer, got a tensor: reading it would wait for the GPU; pass {name}.item()"

@@ -63,7 +63,7 @@ def _package_of_index(path: Path) -> Package:
     store = Store(path.parent.parent)
     index = read_index(store, path.stem) if path.suffix == ".json" else None
     if index is None:
-        raise LoadError(f"{path} is no index of a build")
+        raise LoadError(f"{path} is not the index of a build")
     return _package_of_build(store, index)
 
 

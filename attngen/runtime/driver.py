@@ -34,7 +34,7 @@ class Frame:
 
     The views share one block of memory and write numbers of one size each; indices count elements of that size. The
     driver takes pointers rather than the block itself, since where the compiler put the parameters is its own affair:
-    ptxas aligns TMA descriptors in the constant bank as a whole, whose start is no multiple of 64.
+    ptxas aligns TMA descriptors in the constant bank as a whole, whose start is not a multiple of 64.
     """
 
     __slots__ = ("_arrays", "_buffer", "address", "bytes", "float32", "int8", "int32", "int64", "words")

@@ -15,7 +15,7 @@ _NUMBERS = (int, float, bool)
 
 
 def note(key: list[Any], tensor: Any) -> int:
-    """Add to a key what a launch depends on of a tensor, and return its address; 0 for what is no tensor."""
+    """Add to a key what a launch depends on of a tensor, and return its address; 0 for what is not a tensor."""
     if not isinstance(tensor, Tensor):
         key.append(type(tensor))  # refused when the call is bound
         return 0

@@ -152,7 +152,7 @@ _MANIFEST = _Object({
 def check_manifest(manifest: Any, origin: str) -> None:
     """Raise LoadError unless a manifest has this version's format and each entry that the runtime reads its type."""
     if not isinstance(manifest, dict):
-        raise LoadError(f"{origin}: its manifest is no object, but {_shown(manifest)}; {REMEDY}")
+        raise LoadError(f"{origin}: its manifest is not an object but {_shown(manifest)}; {REMEDY}")
     found = manifest.get("format")
     if type(found) is not int or found != MANIFEST_FORMAT:
         raise LoadError(

@@ -46,7 +46,7 @@ class Package:
 
     @property
     def every_kernel(self) -> Iterator[Kernel]:
-        """All kernels that can be read, those among them that are no attention."""
+        """All kernels that can be read, those that are not attention included."""
         for name in self.sources:
             yield from self.kernels(name)
 

@@ -96,7 +96,7 @@ def _check_shapes(call: Quantize) -> Sizes:
     if (sk, hk) != (sv, hv):
         raise CallError(f"k has {sk} tokens of {hk} heads, but v has {sv} of {hv}")
     if not hk or h % hk:
-        raise CallError(f"q has {h} heads, which is no multiple of k's {hk}")
+        raise CallError(f"q has {h} heads, which is not a multiple of k's {hk}")
     scales: dict[str, tuple[int, ...]]
     if call.granularity == "tensor":
         scales = dict.fromkeys("qkv", ())

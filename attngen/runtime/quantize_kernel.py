@@ -230,7 +230,7 @@ def _against_rows(call: Quantize) -> str | None:
         if not tensor.numel():
             return f"{name} has no row"
         if tensor.shape[-1] * size % CHUNK_BYTES:
-            return f"rows of {name} are no multiple of {CHUNK_BYTES} B"
+            return f"rows of {name} are not a multiple of {CHUNK_BYTES} B"
         if tensor.shape[-1] > _MAX_HEAD_DIM:
             return f"{name} has head_dim {tensor.shape[-1]}; a kernel takes at most {_MAX_HEAD_DIM}"
         if tensor.stride(-1) != 1:

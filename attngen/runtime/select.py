@@ -295,7 +295,7 @@ def _against_out(out: View, request: Request, size: int) -> str | None:
         return "out does not start at a multiple of 16 B"
     for axis, extent, stride in zip(out.axes[:-1], out.shape[:-1], out.strides[:-1], strict=True):
         if extent > 1 and stride * size % tensormap.STRIDE_ALIGNMENT:
-            return f"out's stride along {axis} is {stride * size} B, which is no multiple of 16 B"
+            return f"out's stride along {axis} is {stride * size} B, which is not a multiple of 16 B"
     return None
 
 
@@ -324,7 +324,7 @@ def _against_own_tensors(kernel: Kernel, call: Call) -> str | None:
 
 
 def _against_promise(parameter: Parameter, request: Request, views: Mapping[str, View], kernel: Kernel) -> str | None:
-    """Return why an address or a stride is no multiple of what the compiler was promised, or None."""
+    """Return why an address or a stride is not a multiple of what the compiler was promised, or None."""
     promised, of = parameter.divisibility, parameter.of or parameter.name
     if parameter.kind == "pointer" and of in request.addresses and request.addresses[of] % promised:
         return f"{of.removeprefix('tensor:')} does not start at a multiple of {promised} B"
@@ -335,7 +335,7 @@ def _against_promise(parameter: Parameter, request: Request, views: Mapping[str,
         if view.stride(axis) % promised:
             size = kernel.dtype_of(of).bytes
             found = view.stride(axis) * size
-            return f"{of}'s stride along {axis} is {found} B, which is no multiple of {promised * size} B"
+            return f"{of}'s stride along {axis} is {found} B, which is not a multiple of {promised * size} B"
     return None
 
 

@@ -61,7 +61,7 @@ def _read_index(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path} cannot be read: {error}; reinstall the package") from error
     if not isinstance(index, dict):
-        raise LoadError(f"{path} is no index of a package; reinstall it")
+        raise LoadError(f"{path} is not the index of a package; reinstall it")
     for entry, (what, known) in _FORMS.items():
         found = index.get(entry)
         if found != known:

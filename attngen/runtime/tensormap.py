@@ -37,7 +37,7 @@ def reason_against(name: str, shape: Sequence[int], strides: Sequence[int], elem
         if stride == 0:
             return f"{name} is expanded along axis {axis} (stride 0), which a TMA descriptor cannot express"
         if in_bytes % STRIDE_ALIGNMENT:
-            return f"{name}'s stride along axis {axis} is {in_bytes} B, which is no multiple of {STRIDE_ALIGNMENT} B"
+            return f"{name}'s stride along axis {axis} is {in_bytes} B, which is not a multiple of {STRIDE_ALIGNMENT} B"
         if in_bytes >= MAX_STRIDE_BYTES:
             return f"{name}'s stride along axis {axis} is {in_bytes} B; a TMA descriptor takes less than 2**40 B"
     return None

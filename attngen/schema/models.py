@@ -252,7 +252,7 @@ class KernelModel(Model):
     warps: OneOrMany[Annotated[WarpsModel, Shorthand("count")]] | None = None
     loads: OneOrMany[Loads] | None = Field(default=None, description="tensor descriptors (TMA) or pointers")
     tile_map: OneOrMany[TileMap] = Field(
-        default=("auto",), description="precomputed map of tiles, for masks without bounds"
+        default=("auto",), description="precomputed tile map, for masks without bounds"
     )
     alignment: OneOrMany[Alignment] | None = Field(
         default=None, description="bytes that strides and pointers are multiples of: 16, or `element`"

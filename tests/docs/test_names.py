@@ -19,11 +19,11 @@ ENDINGS = ("py", "j2", "cuh", "yaml", "json", "md")
 #: Names that are none of ours, or that only a reader's own project has.
 OTHERS = {
     "specs/my_mask.yaml": "the spec of README",
-    "kernels/my_masks.yaml": "a spec of a project of one's own",
+    "kernels/my_masks.yaml": "a spec of a user's project",
     "S_dmask": "flash-attn's",
     "attngen_P": "a package P",
     "attngen_installed_P": "a package P",
-    "my_model": "a project of one's own",
+    "my_model": "a user's project",
     "BLOCK_SIZE": "FlexAttention's",
     "causal_upper_left": "torch's",
     "causal_lower_right": "torch's",

@@ -18,7 +18,19 @@ REPLACED = {
     r"\bnumbers of (their |the )?rows\b": "row statistics",
     r"\brunning maximum\b": "running max",
     r"\bleft operand\b": "A operand",
+    r"\bno multiple of\b": "not a multiple of",
+    r"\bof one's own\b": "a user's",
+    r"\bmost special\b": "most specific",
+    r"\bmaps? of tiles\b": "tile map",
+    r"\bsquared error\b": "mean squared error or RMSE",
+    r"\b(is|are) no (index|object|tensor|function|zero|Python integer)\b": "not a …",
 }
+
+#: Of these, the ones that are plain English.
+PLAIN = {
+    "again", "after", "one after the other", "not a multiple of", "a user's", "most specific",
+    "mean squared error or RMSE", "not a …",
+}  # fmt: skip
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -27,6 +39,8 @@ def texts() -> Iterator[tuple[Path, str]]:
         for path in sorted((ROOT / folder).rglob(pattern)):
             if path.is_file() and "notebook" not in path.parts:
                 yield path, path.read_text()
+    for path in sorted(ROOT.glob("*.md")):
+        yield path, path.read_text()
 
 
 @pytest.mark.parametrize("pattern", REPLACED)
@@ -43,5 +57,5 @@ def test_replaced_words_are_gone(pattern: str) -> None:
 def test_terms_are_defined() -> None:
     """The terms that take their place stand in the table, but for plain words."""
     table = (ROOT / "docs" / "terms.md").read_text()
-    for term in set(REPLACED.values()) - {"again", "after", "one after the other"}:
+    for term in set(REPLACED.values()) - PLAIN:
         assert term.replace("A operand", "A, B operand") in table, term

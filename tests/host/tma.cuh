@@ -16,7 +16,7 @@ inline void fence_async_proxy() {}
 template <typename... Coordinates>
 inline void load_box_once(uint32_t to, const TensorMap& map, uint32_t full, Coordinates... coordinates) {
   const int first[] = {coordinates...};
-  if (to % 128) fail("a copy begins at no multiple of 128 bytes", to);
+  if (to % 128) fail("a copy does not begin at a multiple of 128 bytes", to);
   if (sizeof...(coordinates) != map.rank) fail("coordinates of another rank", map.rank);
   int elements = 1;
   for (int axis = 0; axis < map.rank; ++axis) elements *= map.box[axis];

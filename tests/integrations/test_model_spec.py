@@ -36,7 +36,7 @@ from tests.integrations.serving import serve
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of attention asked for: any of the variants, most special first."""
+    """What one call of attention asked for: any of the variants, most specific first."""
 
     variants: tuple[str, ...]
     head_dim_qk: int
@@ -136,7 +136,7 @@ def some(families: Iterable[str], count: int) -> list[Any]:
     return [pytest.param(family, marks=mark) for family, mark in zip(families, marks, strict=False)]
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, 16))
+@pytest.mark.parametrize("family", some(FAMILIES, 10))
 def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) -> None:
     spec, done = written(FAMILIES[family].make()[1], tmp_path)
     assert "warning" not in done.stderr
@@ -151,7 +151,7 @@ def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) 
 TRAINED = ("llama", "gpt2", "bert", "t5", "bart", "gemma2", "gpt_oss", "llama4", "vit", "deepseek_v3", "mistral")
 
 
-@pytest.mark.parametrize("family", some(TRAINED, 5))
+@pytest.mark.parametrize("family", some(TRAINED, 4))
 def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path, calls: set[Call]) -> None:
     spec, _ = written(FAMILIES[family].make()[1], tmp_path, "--backward")
     kernels = kernels_in(spec)
@@ -170,7 +170,7 @@ def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path
     assert unused(kernels, calls) == []
 
 
-@pytest.mark.parametrize("family", some(["llama", "mistral", "gpt_oss", "gemma2", "gemma3", "qwen3"], 3))
+@pytest.mark.parametrize("family", some(["mistral", "gpt_oss", "llama", "gemma2", "gemma3", "qwen3"], 2))
 def test_a_spec_for_serving_has_what_continuous_batching_takes(family: str, tmp_path: Path, calls: set[Call]) -> None:
     pytest.importorskip("psutil", reason="transformers asks it how much memory a cache may take")
     spec, _ = written(FAMILIES[family].make()[1], tmp_path, "--serving")

@@ -1,4 +1,4 @@
-"""A project of one's own that compiles its specs while it is built, by whatever front end builds it."""
+"""A user's project that compiles its specs while it is built, by whatever front end builds it."""
 
 from __future__ import annotations
 

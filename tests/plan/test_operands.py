@@ -114,7 +114,7 @@ def test_products_sum_over_32_bytes(forwards: tuple[Plan, Plan]) -> None:
 def test_keys_of_a_tile_are_whole_steps_of_its_products() -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_one_byte(patch)
-        with pytest.raises(PlanError, match="48 is no multiple of 32 from 32 to 256; nearest: 64"):
+        with pytest.raises(PlanError, match="48 is not a multiple of 32 from 32 to 256; nearest: 64"):
             planned(backend="cuda", tile="{m: 128, n: 48}")
     assert planned(backend="cuda", tile="{m: 128, n: 48}").tile_n == 48
 
@@ -124,7 +124,7 @@ def test_head_dims_are_whole_chunks_of_16_bytes() -> None:
     assert (two.chunk_elements, one.chunk_elements) == (8, 16)
     with pytest.MonkeyPatch.context() as patch:
         use_one_byte(patch)
-        with pytest.raises(PlanError, match="head_dim 72 is no multiple of 16 from 16 to 256; nearest: 80"):
+        with pytest.raises(PlanError, match="head_dim 72 is not a multiple of 16 from 16 to 256; nearest: 80"):
             planned(backend="cuda", head_dim=72)
 
 

@@ -221,7 +221,7 @@ def test_an_output_that_kernels_cannot_write_is_refused(gpu: FakeDriver) -> None
     tensors = (q, c.k_pages, c.v_pages, c.page_table, c.seqused_k)
     with pytest.raises(NoKernelError, match="out does not start at a multiple of 16 B"):
         attngen.attention_paged(*tensors, out=memory[1:257].view(1, 1, 4, 64))
-    with pytest.raises(NoKernelError, match="out's stride along h is 130 B, which is no multiple of 16 B"):
+    with pytest.raises(NoKernelError, match="out's stride along h is 130 B, which is not a multiple of 16 B"):
         attngen.attention_paged(*tensors, out=memory[:260].view(1, 1, 4, 65)[..., :64])
 
 

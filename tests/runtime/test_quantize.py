@@ -315,7 +315,7 @@ _X, _COS = torch.zeros(2, 3, 2, 16), torch.zeros(9, 8)
         ({"k": _X[..., :8]}, "q and k must have one head_dim, and v must have one; got 16, 8 and 16"),
         ({"k": _X[:, :2]}, "k has 2 tokens of 2 heads, but v has 3 of 2"),
         ({"v": _X[:, :, :1]}, "k has 3 tokens of 2 heads, but v has 3 of 1"),
-        ({"q": torch.zeros(2, 3, 3, 16)}, "q has 3 heads, which is no multiple of k's 2"),
+        ({"q": torch.zeros(2, 3, 3, 16)}, "q has 3 heads, which is not a multiple of k's 2"),
         ({"layout": "bhsd", "v": _X[:, :1]}, "k has 2 tokens of 3 heads, but v has 2 of 1"),
         ({"layout": "bsdh"}, "layout must be one of bshd, bhsd, got 'bsdh'; did you mean 'bshd'"),
         ({"granularity": 32}, "granularity must be one of 'tensor', 'head', 64, 128, 'token', got 32"),

@@ -215,7 +215,7 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="cannot be read"):
         attngen.load(tmp_path / "odd")
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(LoadError, match="is no index of a build"):
+    with pytest.raises(LoadError, match="is not the index of a build"):
         attngen.load(tmp_path / "x.json")
 
 

@@ -20,7 +20,7 @@ from tests.runtime.support import FakeDriver
         ((2, 8, 4, 64), (2048, 64, 512, 1), None),
         ((1, 8, 4, 64), (3, 256, 64, 1), None),
         ((2, 8, 4, 64), (2048, 0, 64, 1), "q is expanded along axis 1"),
-        ((2, 8, 4, 64), (2048, 260, 65, 1), "q's stride along axis 1 is 520 B, which is no multiple of 16 B"),
+        ((2, 8, 4, 64), (2048, 260, 65, 1), "q's stride along axis 1 is 520 B, which is not a multiple of 16 B"),
         ((2, 8, 4, 64), (2**40, 256, 64, 1), "takes less than 2**40 B"),
         ((2, 8, 4, 64), (2048, 256, 64, 2), "not contiguous"),
     ],

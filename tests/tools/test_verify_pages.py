@@ -151,4 +151,4 @@ def test_cases_cover_both_kinds_of_queries() -> None:
         assert {call.order for call in calls} == {"thd", "bshd"}
         sizes = {call.page_size for call in calls}
         assert 1 in sizes
-        assert any(size % 16 == 0 and size & (size - 1) for size in sizes), "no multiple of 16 but powers of two"
+        assert any(size % 16 == 0 and size & (size - 1) for size in sizes), "only powers of two among multiples of 16"

@@ -345,7 +345,7 @@ def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
 
 
 def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
-    """Return the arguments of the launch of all products. Blocks that are no clusters take tiles from a counter, and
+    """Return the arguments of the launch of all products. Blocks without clusters take tiles from a counter, and
     round dQ, too; otherwise the hardware hands out tiles, if their order need not be known."""
     window, keys = plan.tile_m if plan.varlen else None, roles.keys
     boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)

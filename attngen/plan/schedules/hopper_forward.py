@@ -306,7 +306,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         )
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
-        raise refuse(spec, "tile.n", f"{tile_n} is no multiple of {step} from {step} to 256; nearest: {nearest}")
+        raise refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
     specialized = form.specialized
     form.check(spec, roles, driver)
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
@@ -480,7 +480,7 @@ def warp_roles(
     consumer = roles.consumer_registers or default[1]
     for value in (producer, consumer):
         if value % 8 or not 24 <= value <= 256:
-            raise refuse(spec, "warps", f"{value} registers are no multiple of 8 from 24 to 256")
+            raise refuse(spec, "warps", f"{value} registers are not a multiple of 8 from 24 to 256")
     threads = 128 * (consumers + 1)
     launch = min(65536 // threads // 8 * 8, 256)
     total, pool = 128 * (producer + consumers * consumer), threads * launch

@@ -51,7 +51,7 @@ def _read(name: str, path: Path) -> torch.Tensor:
     except ImportError:
         raise LoadError(f"{label}: reading .npy needs numpy, which is not installed; write it by torch.save") from None
     except OSError as error:
-        raise CallError(f"{label} cannot be read: {error.strerror or 'it is no such file'}; {_ALLOWED}") from None
+        raise CallError(f"{label} cannot be read: {error.strerror or 'no such file'}; {_ALLOWED}") from None
     except (ValueError, TypeError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, BadZipFile):
         raise CallError(f"{label} holds no tensor that can be read; {_ALLOWED}") from None
     if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:

@@ -53,7 +53,7 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unwrap(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return at once what is no list, tuple or constant of Triton's, as most arguments are not."""
+    """Return at once what is not a list, tuple or constant of Triton's, as most arguments are not."""
     from triton.language import core
 
     plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
