@@ -32,7 +32,7 @@ _PLAIN = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), range, to
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
 #: Modules whose contents nobody changes, by the first part of their names.
-_CONSTANT = frozenset({"torch", "math", "functools", "operator", "builtins", "typing", "itertools", "cmath", "attngen"})
+_CONSTANT = frozenset({"torch", "math", "functools", "operator", "builtins", "typing", "itertools", "cmath"})
 
 #: Names by which code reads what its other names do not tell.
 _HIDDEN = frozenset({

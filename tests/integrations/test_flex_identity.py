@@ -233,6 +233,13 @@ def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looked) == 1
 
 
+def test_functions_of_this_package_are_read_like_any_other() -> None:
+    from attngen.tools.bench.flex import functions
+
+    keys = [[Reading(mask_mod).key for mask_mod, _ in functions("cpu").values()] for _ in range(2)]
+    assert keys[0] == keys[1]
+
+
 def test_nothing_random() -> None:
     with pytest.raises(Exception, match="gives other numbers at each call"):
         seen(lambda b, h, q, kv: torch.rand(()) + q > kv)
