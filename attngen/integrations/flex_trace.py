@@ -24,6 +24,7 @@ from attngen.integrations.flex_identity import Reading
 
 _aten = torch.ops.aten
 _NO_TENSORS: frozenset[int] = frozenset()
+_DIVIDES = frozenset({_aten.div, _aten.floor_divide, _aten.remainder, _aten.fmod})
 
 
 @dataclass(eq=False, slots=True)
@@ -193,6 +194,8 @@ class _Recorder(TorchDispatchMode):
             raise _OperationError(f"{func} gives other numbers at each call")
         if func is _aten.index.Tensor:
             result = self._gathered(*args)
+        elif func.overloadpacket in _DIVIDES and isinstance(args[1], Tensor):
+            result = func(args[0], torch.ones_like(args[1]), **kwargs)  # samples may be 0
         else:
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor | tuple | list):

@@ -91,7 +91,7 @@ def train(flex: ModuleType, layers: int, batches: Tensor, *, flip: bool = False)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument(
         "--tiny", action="store_true", help="what a CPU does in seconds: forwards alone, as torch's has"
     )

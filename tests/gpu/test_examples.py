@@ -20,7 +20,7 @@ SCRIPTS = {
     "port_flex_attention": None, "use_flash_attn": "flash_attn", "serve_llama": "flash_attn_kvcache",
 }  # fmt: skip
 ARGUMENTS = {
-    "port_flex_attention": ["--steps", "20"],
+    "port_flex_attention": ["--steps", "60"],
     "train_gpt": ["--tiny", "--steps", "3"],
     "serve_llama": ["--layers", "2", "--heads", "8", "--requests", "8", "--prompt", "200", "--new-tokens", "8"],
 }

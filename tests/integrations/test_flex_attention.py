@@ -255,6 +255,21 @@ def test_numbers_made_inside_a_function_are_constants() -> None:
     assert int(ours.create_block_mask(window, None, None, 8, 8, "cpu").visible().sum()) == 34
 
 
+def test_samples_that_are_0_divide_nothing() -> None:
+    """The trace runs on indices that are 0, and on elements of captured tensors that nobody reads."""
+    steps = torch.zeros(HEADS, dtype=torch.int32)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q // (kv + 1) + q % (steps[h].abs() + 1) + torch.div(q, kv + 1, rounding_mode="trunc")) >= 0
+
+    def never(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q % steps[h] == 0
+
+    assert ours.create_block_mask(mask, None, None, 8, 8, "cpu").visible().all()
+    with pytest.raises(CallError, match="divisor"):
+        ours.create_block_mask(never, None, None, 8, 8, "cpu")
+
+
 def test_calls_that_disagree_are_refused() -> None:
     q, k, v = qkv(kv_heads=2)
     with pytest.raises(CallError, match="enable_gqa=True lets them differ"):
