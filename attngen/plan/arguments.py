@@ -120,8 +120,8 @@ def tensor_map(
     """Return the tensor map of a CUDA kernel, whose box is ``rows`` rows of ``box_bytes``, swizzled over these.
 
     That of pages is over (page, KV head, row of the page, column), in whatever order these lie in memory. A page may
-    hold less than ``rows`` rows, or a number that is not a multiple of ``rows``: a copy brings gcd(page_size,
-    ``rows``), which the argument ``box_rows`` tells the kernel, and the window has as many. The page ``num_pages`` lies outside,
+    hold less than ``rows`` rows, or a number that ``rows`` does not divide: a copy brings gcd(page_size, ``rows``),
+    which the argument ``box_rows`` tells the kernel, and the window has as many. The page ``num_pages`` lies outside,
     so that its rows arrive as zeros.
     """
     columns = box_bytes // plan.operands.of(of).bytes

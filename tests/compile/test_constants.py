@@ -25,8 +25,8 @@ kernels:
   - {variant: [nothing, hidden, one_logit], head_dim: 64, passes: backward, backward: {backend: cuda}}
   - {variant: [nothing, hidden, one_logit], head_dim: 256, passes: backward, backward: {backend: cuda}}
 """
-#: By their places: of the backwards in CUDA one of each variant is compiled, of the two in Triton the first.
-LEFT_OUT = {4, 7, 8, 9}
+#: By their places: a forward and two backwards in CUDA, each of another variant, are compiled, and one in Triton.
+LEFT_OUT = {1, 2, 4, 5, 7, 8, 9}
 
 
 def compiled(kernels: list[Prepared], folder: Path) -> int:
@@ -38,7 +38,7 @@ def compiled(kernels: list[Prepared], folder: Path) -> int:
 
 def test_they_compile(tmp_path: Path) -> None:
     assert (
-        compiled([kernel for n, kernel in enumerate(prepare(load_spec_text(SPEC))) if n not in LEFT_OUT], tmp_path) == 7
+        compiled([kernel for n, kernel in enumerate(prepare(load_spec_text(SPEC))) if n not in LEFT_OUT], tmp_path) == 4
     )
 
 

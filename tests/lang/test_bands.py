@@ -280,7 +280,7 @@ def swapped(expr: Expr | None) -> Expr | None:
     return None if expr is None else rewrite(expr, rule)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60, always=25)
 def test_bands_over_queries_are_the_transpose(seed: int) -> None:
     """``q_pos`` apart, queries and keys are alike: exchanging them in the mask exchanges them in the bands."""
     masks = Masks(random.Random(seed), ("q", "kv", "q", "kv"))
@@ -321,7 +321,7 @@ def test_usual_masks_by_brute_force(name: str) -> None:
             continue
 
 
-@seeds(100, always=60)
+@seeds(100, always=30)
 def test_no_position_is_lost_and_no_full_position_is_wrong(seed: int) -> None:
     source = random.Random(seed)
     mask, world = Masks(source).boolean(seed % 4), World.random(source)
@@ -331,7 +331,7 @@ def test_no_position_is_lost_and_no_full_position_is_wrong(seed: int) -> None:
         return
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32), st.integers(0, 2))
 def test_no_position_is_lost_found_by_search(seed: int, depth: int) -> None:
     source = random.Random(seed)

@@ -16,6 +16,7 @@ from attngen.lang.variant import Scalar, Tensor
 from attngen.render.expressions import KV_FIRST
 from tests.lang import randoms
 from tests.lang.harness import RANGES
+from tests.sampling import seeds
 
 SCALARS = [Scalar("n", "int32", min=1), Scalar("cap", "fp32", min=0.125)]
 TENSORS = [Tensor("weight", "fp32", ("h",), grad=True)]
@@ -58,7 +59,7 @@ def test_quotients_at_the_boundary(score: str) -> None:
 
 
 @pytest.mark.parametrize("fast_math", [True, False])
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60, always=25)
 def test_folding_leaves_decisions_alone(seed: int, fast_math: bool) -> None:
     expr = randoms.expression(seed, kind="float", depth=4, logit=True)
     folded = fold_logit(expr, RANGES, fast_math=fast_math)

@@ -28,6 +28,7 @@ from attngen.lang.statements import Piece, declared, lines, reads
 from attngen.lang.usage import decides
 from attngen.lang.variant import Scalar, Tensor, Variant
 from tests.lang import harness, randoms
+from tests.sampling import seeds
 
 ROW, COLUMN = frozenset({"q"}), frozenset({"kv"})
 NAMES = {
@@ -298,7 +299,7 @@ def test_quotients_and_roots_are_exact_where_they_decide(source: str, wanted: st
     assert score(source, fast_math=True).result == wanted
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40, always=20)
 def test_nothing_that_decides_divides_inexactly(seed: int) -> None:
     expr = randoms.expression(seed, kind="float", depth=4, logit=True)
     deciding = [part for part in walk(expr) if decides(part)]
@@ -369,7 +370,7 @@ def named(text: str, names: Collection[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("target", list(Target))
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60, always=25)
 def test_statements_know_what_they_read_and_declare(seed: int, target: Target) -> None:
     """What views ask of statements is what their text says, of every operator, load and temporary."""
     kind = ("mask", "int", "float")[seed % 3]

@@ -122,7 +122,7 @@ def _float32(expr: Expr, f: np.float32) -> np.float32:
         return np.float32(function(*(_float32(a, f) for a in expr.args)))
 
 
-@pytest.mark.parametrize("seed", range(150))
+@seeds(150, always=60)
 def test_numbers_hold_at_random_points(seed: int) -> None:
     source = random.Random(seed)
     expr, world = Masks(source).number(4), World.random(source)
@@ -148,7 +148,7 @@ def _exact(expr: Expr, env: bruteforce.Env, world: World) -> float:
 # --- tiles ------------------------------------------------------------------------------------------------
 
 
-@seeds(120, always=70)
+@seeds(120, always=35)
 def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
     source = random.Random(seed)
     mask = Masks(source).boolean(seed % 4)

@@ -7,9 +7,10 @@ import pytest
 from attngen.lang.ir import Const, Op, Search, Type, Var
 from attngen.lang.printing import canonical
 from tests.lang import randoms
+from tests.sampling import seeds
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40, always=20)
 @pytest.mark.parametrize("kind", ["mask", "float"])
 def test_random_expressions_parse_back(seed: int, kind: str) -> None:
     expr = randoms.expression(seed, kind=kind, depth=4, logit=kind == "float")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from attngen.runtime.arguments import bind
 from attngen.runtime.checked import Packing
 from attngen.runtime.reference import reference
 from tests.runtime.support import variant
+from tests.sampling import sampled
 
 SLOPE = [Declared("slope", "fp32", ("h",), grad=True)]
 VARIANTS = {
@@ -34,8 +34,7 @@ def finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.where(lse.isinf(), 0.0, lse)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", VARIANTS)
+@sampled(packed=[False, True], name=list(VARIANTS))
 def test_gradients_of_the_reference(name: str, packed: bool) -> None:
     chosen = VARIANTS[name]
     shapes = [(5, 4, 3), (6, 2, 3), (6, 2, 2)] if packed else [(1, 4, 4, 3), (1, 5, 2, 3), (1, 5, 2, 2)]

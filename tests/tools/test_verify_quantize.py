@@ -23,7 +23,7 @@ NAMES = ["quantize_sm90a_bf16", "quantize_sm90a_fp16"]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_kernels_are_the_same_as_plain_torch_in_all_cases(number: int) -> None:
     with drivers.use(HostDriver()):
         trial = try_pinned(quantizing_kernels()[number], "cpu", 5, small=True)  # type: ignore[arg-type]
