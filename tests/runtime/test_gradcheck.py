@@ -49,4 +49,4 @@ def test_gradients_of_the_reference(name: str, packed: bool) -> None:
         )  # fmt: skip
         return finite(*reference(call, q, k, v))
 
-    assert torch.autograd.gradcheck(attend, inputs(*shapes, *[(4,)] * len(chosen.tensors)))
+    assert torch.autograd.gradcheck(attend, inputs(*shapes, *[(4,)] * len(chosen.tensors)), fast_mode=True)

@@ -151,8 +151,8 @@ def test_gradcheck_beside_rows_that_saw_nothing() -> None:
         return out, torch.where(lse == -math.inf, 0.0, lse)
 
     inputs = (*(t.requires_grad_() for t in outs), *finite)
-    assert torch.autograd.gradcheck(merged, inputs)
-    assert torch.autograd.gradgradcheck(merged, inputs)
+    assert torch.autograd.gradcheck(merged, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(merged, inputs, fast_mode=True)
 
 
 def test_large_numbers_do_not_overflow() -> None:

@@ -240,7 +240,7 @@ def test_gradients_of_scalars_and_tensors_pass_gradcheck() -> None:
         torch.rand(2, dtype=torch.float64).requires_grad_(),
         torch.tensor(2.0, dtype=torch.float64).requires_grad_(),
     ]
-    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 4, 4), (1, 2, 1, 0, 4), (1, 2, 1, 4, 0), (1, 0, 0, 4, 4)], ids=str)

@@ -79,7 +79,7 @@ def test_gradients_of_the_reference(variant: Variant, packed: bool) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
         return reference(bound(variant, q, k, v, packing, **dict(zip(tensors, values, strict=True))), q, k, v)
 
-    assert torch.autograd.gradcheck(attend, (q, k, v, *tensors.values()))
+    assert torch.autograd.gradcheck(attend, (q, k, v, *tensors.values()), fast_mode=True)
 
 
 @pytest.mark.parametrize("packed", [False, True])
