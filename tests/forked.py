@@ -147,13 +147,8 @@ class Popen:
     def poll(self) -> int | None:
         """Return the exit status, or None while the process runs."""
         if self.returncode is None:
-            self._status.setblocking(False)
-            try:
-                self.returncode = int.from_bytes(self._status.recv(8), "little", signed=True)
-            except BlockingIOError:
-                return None
-            finally:
-                self._status.setblocking(True)
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(timeout=1e-6)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
