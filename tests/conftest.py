@@ -40,6 +40,10 @@ _share_cores()
 jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
 
 
+def pytest_sessionfinish() -> None:
+    forked.close()
+
+
 @pytest.fixture
 def fresh_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of jobs start as they do outside of tests."""

@@ -71,10 +71,21 @@ class Preload:
             return subprocess.CompletedProcess(list(command), code, out.read().decode(), err.read().decode())
 
 
+_STARTED: list[Preload] = []
+
+
 @cache
 def preload(program: str = ATTNGEN, places: Sequence[Path] = (ROOT,)) -> Preload:
     """Return the process of this session that has run a program; it is started when it is first asked for."""
-    return Preload(program, places)
+    _STARTED.append(Preload(program, places))
+    return _STARTED[-1]
+
+
+def close() -> None:
+    """End the processes of this session."""
+    while _STARTED:
+        _STARTED.pop().close()
+    preload.cache_clear()
 
 
 def popen(command: Sequence[str | os.PathLike[str]], **options: Any) -> Popen:
@@ -136,13 +147,8 @@ class Popen:
     def poll(self) -> int | None:
         """Return the exit status, or None while the process runs."""
         if self.returncode is None:
-            self._status.setblocking(False)
-            try:
-                self.returncode = int.from_bytes(self._status.recv(8), "little", signed=True)
-            except BlockingIOError:
-                return None
-            finally:
-                self._status.setblocking(True)
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(timeout=1e-6)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
