@@ -139,8 +139,12 @@ class Cache:
 
     def addresses(self, k: Tensor, v: Tensor) -> list[int]:
         """Return the addresses of a launch that writes k and v, (batch, room, kv_heads, head_dim)."""
-        given = (self.k, self.v, self.k_descale, self.v_descale, self.seqused_k, self.page_table, k, v)
-        return [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        return _addresses(self.k, self.v, self.k_descale, self.v_descale, self.seqused_k, self.page_table, k, v)
+
+
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    """Return the addresses of a launch, in the order of ``_TENSORS``."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def prepare(kernel: Kernel, cache: Cache, driver: Driver, device: int) -> PlainLaunch:
@@ -195,8 +199,9 @@ class WidenedCall:
             torch.empty((call.batch * count, keys, call.kv_heads, dim), dtype=self._dtype, device=call.device)
             for dim in (call.head_dim_qk, call.head_dim_v)
         )
-        tensors = (given.k, given.v, given.k_descale, given.v_descale, given.seqused_k, given.page_table, k, v)
-        self._launch([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        self._launch(
+            _addresses(given.k, given.v, given.k_descale, given.v_descale, given.seqused_k, given.page_table, k, v)
+        )
         table = None
         if call.layout == "paged":
             table = torch.arange(call.batch * count, dtype=torch.int32, device=call.device).view(call.batch, count)
