@@ -71,9 +71,18 @@ def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
     """
     if by_keys:
         kv_heads = -(-launch.section_keys // (call.seqlen_q * group_of(call) + 1))
-        return max(min(max(kv_heads, launch.section_heads), call.batch * call.kv_heads), 1)
+        return _even(max(kv_heads, launch.section_heads, 1), call.batch * call.kv_heads)
     kv_heads = -(-launch.section_keys // (call.seqlen_k + 1))
     return max(min(kv_heads * (1 if launch.pack_gqa else group_of(call)), units), 1)
+
+
+def _even(section: int, units: int) -> int:
+    """Return a number of units near ``section`` that divides all of them, if there is one.
+
+    A last section of few units begins with its longest tiles when all others are done, and most blocks find nothing.
+    """
+    fit = [each for each in range(-(-5 * section // 8), min(3 * section // 2, units) + 1) if units % each == 0]
+    return fit[-1] if fit else min(section, units)
 
 
 class Tiled(Protocol):

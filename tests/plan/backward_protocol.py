@@ -27,6 +27,7 @@ class Rules:
     wait_for_adder: bool = True  # the last dQ of a tile of work was taken before dV goes to its place
     meet_before_dq: bool = True  # dS of both consumers is complete before either multiplies it
     phase_of_both: bool = True  # where consumers take turns: the buffers of dS are waited for in phases of their own
+    tell_after_dq: bool = True  # where dQ follows dS of the next step: that is told when dQ is complete, whose dS is in the way
     two_buffers: bool = True  # dS of a step lies elsewhere than that of the step before
     meet_after_rows: bool = True  # dK has left the place of dS before the next tile of work writes there
     keys_until_products: bool = True  # K and V are released when all products are complete
@@ -43,13 +44,15 @@ class Case:
     q_stages: int
     stages: int
     overlap: str
+    packed: bool = True  # where consumers take turns: dQ of the step before is issued before dS, not after it
 
     @classmethod
     def random(cls, random: Random) -> Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
         overlap = random.choice(("pingpong", "gradients", "dk", "nothing"))
-        return cls(works, random.randint(2, 3), random.randint(2 if overlap == "pingpong" else 1, 3), overlap)
+        stages = random.randint(2 if overlap == "pingpong" else 1, 3)
+        return cls(works, random.randint(2, 3), stages, overlap, random.choice((True, False)))
 
 
 class Backward(Simulation):
@@ -305,15 +308,17 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         def give_turn() -> None:
             s.turn[1 - c].arrive()
 
-        def multiply_dq(own: object) -> Role:
+        def await_ds() -> Role:
             nonlocal ds_phase
             if rules.meet_before_dq:
                 yield s.ds_full[buffer].done(ds_phase)
             ds_phase ^= (buffer ^ 1) if rules.phase_of_both else buffer
+
+        def multiply_dq(own: object) -> Role:
+            yield from await_ds()
             yield from issue(*product("dq", (q, dout, buffer), own))
 
         own = before = None
-        buffer_before = buffer
         yield from s.turn[c].sync()
         more = True
         while more:
@@ -326,21 +331,32 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield from issue(*dp_reads)
             yield from complete(*reads)
             give_turn()
-            if before is not None:
-                buffer_before = buffer
+            dq_reads = product("dq", (q, here, buffer), before) if before is not None else ()
+            if before is not None and case.packed:
                 yield from multiply_dq(before)
+            elif before is not None:
+                yield from await_ds()
             yield from complete(*dp_reads)
             yield from store_ds(own)
-            if before is not None:
-                yield from complete(*product("dq", (q, here, buffer_before), before))
+            if before is not None and case.packed:
+                yield from complete(*dq_reads)
                 yield from store_dq(before)
-            s.ds_full[buffer].arrive()
+            elif before is not None:
+                yield from issue(*dq_reads)
+            late = before is not None and not case.packed and rules.tell_after_dq
+            if not late:
+                s.ds_full[buffer].arrive()
             yield from s.turn[c].sync()
             used = q.copy()
             reads = product("dv", (used, here, buffer), own)
             yield from issue(*reads)
             last = product("dk", (used, here, buffer), own)
             yield from issue(*last)
+            if before is not None and not case.packed:
+                yield from complete(*dq_reads)
+                if late:
+                    s.ds_full[buffer].arrive()
+                yield from store_dq(before)
             yield from complete(*reads)
             release_dout()
             q.advance()

@@ -28,6 +28,7 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
         ("wait_for_adder", "deadlock|added"),
         ("meet_before_dq", "read"),
         ("phase_of_both", "deadlock|read"),
+        ("tell_after_dq", "read"),
         ("two_buffers", "read"),
         ("meet_after_rows", "read"),
         ("keys_until_products", "read"),
