@@ -139,9 +139,6 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     box = roles.box_bytes // found.operands.q.bytes
     assert roles.dq_columns % box == 0 or roles.dq_by_rows
     assert found.columns_qk[0].width - head_dim < box  # no copy lies outside of a windowed descriptor
-    sizes = {region.name: region.bytes for region in roles.shared}
-    assert sizes["dq"] >= sizes["v"]  # through which dV leaves
-    assert sizes["ds"] >= sizes["k"]
 
 
 def test_two_kernels_of_one_source() -> None:

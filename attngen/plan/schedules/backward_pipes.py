@@ -29,19 +29,26 @@ def backward_pipes(
     """
     consumers, keys = roles.consumers, _KEYS * roles.consumers
     loader, each = "the loader", "each consumer"
-    kv = Ring(
-        "kv", 1, loader, each,
-        guards="K and V of a tile of work stay until all products of its steps are complete",
-        full=Signal(1, loader, "K and V of a tile of work have landed", bytes=True),
-        empty=Signal(consumers, each, "consumers have multiplied the last step of a tile of work"),
-        stored=(("k", keys * qk * operands.k.bytes), ("v", keys * v * operands.v.bytes)),
+    k = Ring(
+        "k", 1, loader, each,
+        guards="K of a tile of work stays until dQ of its last step is complete",
+        full=Signal(1, loader, "K of a tile of work has landed", bytes=True),
+        empty=Signal(consumers, each, "dQ of the last step of a tile of work is complete"),
+        stored=(("k", keys * qk * operands.k.bytes),),
+    )  # fmt: skip
+    value = Ring(
+        "v", 1, loader, each,
+        guards="V of a tile of work stays until dP of its last step is complete",
+        full=Signal(1, loader, "V of a tile of work has landed", bytes=True),
+        empty=Signal(consumers, each, "dP of the last step of a tile of work is complete"),
+        stored=(("v", keys * v * operands.v.bytes),),
     )  # fmt: skip
     q = Ring(
         "q", roles.q_stages, loader, each,
         guards="a tile of Q, the step that it belongs to, and log-sum-exp and D of its rows; the end of a tile of work "
-        "takes a stage, too, which is released when both consumers have met",
+        "takes a stage, too, which a consumer releases when all of its warps have seen it",
         full=Signal(2, f"{loader} twice, for Q and for the row statistics", "a step has landed", bytes=True),
-        empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
+        empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all warps"),
         stored=(
             ("q", tile_m * qk * operands.q.bytes), ("lse", tile_m * 4), ("delta", tile_m * 4), ("step", STEP_BYTES),
         ),
@@ -55,16 +62,15 @@ def backward_pipes(
     )  # fmt: skip
     dq = Ring(
         "dq", consumers, each, "the warp that adds",
-        guards="dQ of a step, a stage for each consumer, until it is added to the dQ accumulator; dV leaves through "
-        "the same memory",
+        guards="dQ of a step, a stage for each consumer, until it is added to the dQ accumulator",
         full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
         empty=Signal(1, "the warp that adds", "dQ of a step has left"),
         stored=(("dq", 64 * roles.dq_columns * operands.accumulator.bytes),),
     )  # fmt: skip
     work = Ring(
         "work", 2, loader, each,
-        guards="the record of a tile of work stays until dK and dV are written; that it is there says the first step",
-        empty=Signal(consumers, each, "dK and dV of a tile of work are written"),
+        guards="the record of a tile of work stays until it is read for dK and dV; that it is there says the first step",
+        empty=Signal(consumers, each, "the record of a tile of work is read by all warps"),
         stored=(("work", WORK_BYTES),),
         alternates=True,
     )  # fmt: skip
@@ -77,8 +83,7 @@ def backward_pipes(
     )  # fmt: skip
     ds = Ring(
         "ds", 2, each, each,
-        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK leaves through the "
-        "same memory",
+        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ",
         full=Signal(warps * consumers, "each warp of both consumers", "dS of both is written")
         if roles.pingpong
         else None,
@@ -87,7 +92,7 @@ def backward_pipes(
     )  # fmt: skip
     sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else SUM_BYTES)
     return Pipes(
-        (kv, q, dout, dq, work, piece, ds),
+        (k, value, q, dout, dq, work, piece, ds),
         named=_named(roles),
         roles=roles.warp_roles,
         order=_ORDER,
@@ -105,16 +110,13 @@ def backward_pipes_of(plan: Plan) -> Pipes:
 
 
 def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
-    """Return the named barriers: all consumers, the warps of each, and the turns at the tensor cores."""
+    """Return the named barriers: the turns at the tensor cores, or all consumers; and the warps of each."""
     threads, consumers = 32 * WARPGROUP, roles.consumers
     return (
-        NamedBarrier("all", 1, 1, threads * consumers, "all consumers meet, around dS and their outputs"),
-        NamedBarrier("group", 2, consumers, threads, "threads of a consumer meet around dK and dV"),
-        *(
-            [NamedBarrier("turn", 2 + consumers, consumers, threads * consumers, "turns at the tensor cores")]
-            if roles.pingpong
-            else []
-        ),
+        NamedBarrier("turn", 1, consumers, threads * consumers, "turns at the tensor cores")
+        if roles.pingpong
+        else NamedBarrier("all", 1, 1, threads * consumers, "consumers meet when both have stored dS"),
+        NamedBarrier("group", 1 + consumers, consumers, threads, "threads of a consumer meet at the end of a tile of work"),
     )
 
 
