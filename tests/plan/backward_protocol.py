@@ -31,7 +31,9 @@ class Rules:
     keys_until_products: bool = True  # K is released when dQ of the last step is complete
     values_until_products: bool = True  # V is released when dP of the last step is complete
     release_end: bool = True  # the end of a tile takes a stage of Q, and gives it back
-    all_see_the_end: bool = True  # before that, lest a slow warp waits for a phase that is long over, or reads another record
+    all_see_the_end: bool = (
+        True  # before that, lest a slow warp waits for a phase that is long over, or reads another record
+    )
     mark_before_end: bool = True  # where the order of sums is fixed: consumers learn of the end when the adder may, too
 
 
@@ -375,6 +377,12 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         release_keys()
         yield from store_dq(before)
 
+    def give_back() -> None:
+        if leader and rules.release_end:
+            q.release()
+        if leader:
+            s.work_empty[slot].arrive()
+
     steps_of = {"pingpong": in_turns, "nothing": plain}.get(case.overlap, overlapping)
     if case.overlap == "pingpong" and c == 1:
         s.turn[0].arrive()
@@ -391,12 +399,6 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             if leader and not rules.values_until_products:
                 v.release()
             yield from steps_of()
-
-        def give_back() -> None:
-            if leader and rules.release_end:
-                q.release()
-            if leader:
-                s.work_empty[slot].arrive()
 
         if not rules.all_see_the_end:
             give_back()

@@ -69,7 +69,7 @@ def backward_pipes(
     )  # fmt: skip
     work = Ring(
         "work", 2, loader, each,
-        guards="the record of a tile of work stays until it is read for dK and dV; that it is there says the first step",
+        guards="the record of a tile of work stays until it is read again; that it is there says the first step",
         empty=Signal(consumers, each, "the record of a tile of work is read by all warps"),
         stored=(("work", WORK_BYTES),),
         alternates=True,
@@ -116,7 +116,9 @@ def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
         NamedBarrier("turn", 1, consumers, threads * consumers, "turns at the tensor cores")
         if roles.pingpong
         else NamedBarrier("all", 1, 1, threads * consumers, "consumers meet when both have stored dS"),
-        NamedBarrier("group", 1 + consumers, consumers, threads, "threads of a consumer meet at the end of a tile of work"),
+        NamedBarrier(
+            "group", 1 + consumers, consumers, threads, "a consumer's threads meet at the end of a tile of work"
+        ),
     )
 
 
