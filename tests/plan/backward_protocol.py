@@ -45,13 +45,15 @@ class Case:
     q_stages: int
     stages: int
     overlap: str
+    adders: int = CONSUMERS  # one for each consumer, or one for both, where sums have a fixed order
 
     @classmethod
     def random(cls, random: Random) -> Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
         overlap = random.choice(("pingpong", "gradients", "dk", "nothing"))
-        return cls(works, random.randint(2, 3), random.randint(2 if overlap == "pingpong" else 1, 3), overlap)
+        stages = random.randint(2 if overlap == "pingpong" else 1, 3)
+        return cls(works, random.randint(2, 3), stages, overlap, random.choice((1, CONSUMERS)))
 
 
 class Backward(Simulation):
@@ -73,7 +75,9 @@ class Backward(Simulation):
         self.ds_full = barriers(found.ring("ds").full, 2)
         self.turn, self.group = named(found, "turn"), named(found, "group")
         self.all = named(found, "all")
-        self.roles = {"loader": loader(self), "adder": adder(self)}
+        parts = CONSUMERS // case.adders
+        self.roles = {"loader": loader(self)}
+        self.roles |= {f"adder {a}": adder(self, range(a * parts, (a + 1) * parts)) for a in range(case.adders)}
         self.roles |= {f"warp {c}.{w}": consumer(self, c, w) for c in range(CONSUMERS) for w in range(WARPS)}
 
 
@@ -125,25 +129,25 @@ def loader(s: Backward) -> Role:
     yield from tell(END_OF_ALL)
 
 
-def adder(s: Backward) -> Role:
-    """``backward/_adder.cu.j2``."""
+def adder(s: Backward, consumers: range) -> Role:
+    """``backward/_adder.cu.j2``, or ``backward/_adder_ordered.cu.j2``: a warp that adds dQ of these consumers."""
     case: Case = s.case  # type: ignore[assignment]
     phase = 0
     expected = [(work, step) for work, steps in enumerate(case.works) for step in range(steps)]
     for count, wanted in enumerate([*expected, END_OF_ALL]):
-        yield s.dq_full[0].done(phase)
+        yield s.dq_full[consumers[0]].done(phase)
         if s.sums[count % SUMS] != wanted:
             raise ProtocolError(f"the adder read {s.sums[count % SUMS]} for {wanted}")
         if wanted == END_OF_ALL:
             return
         if s.last[count % SUMS] != (count + 1 == len(expected) or expected[count + 1][0] != expected[count][0]):
             raise ProtocolError(f"the adder read another end after {wanted}")
-        for c in range(CONSUMERS):
+        for c in consumers:
             yield s.dq_full[c].done(phase)
             yield lambda: True  # the copy reads it later
             if s.dq[c] != wanted:
                 raise ProtocolError(f"added {s.dq[c]} for {wanted}")
-        for c in range(CONSUMERS):
+        for c in consumers:
             s.dq_empty[c].arrive()
         phase ^= 1
 

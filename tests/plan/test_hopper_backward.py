@@ -209,20 +209,24 @@ def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
     assert ("if (++h == hk * group + group)" in text) != by_head
 
 
-def test_counters_stand_behind_the_sums() -> None:
+def test_counters_stand_behind_the_sums_or_alone() -> None:
     for layout in ("dense", "varlen"):
         ordered, other = (backward(head_dim=128, layout=layout, deterministic=d) for d in ("true", "false"))
-        assert ordered.arguments == other.arguments
-        text = render(ordered).text
+        assert {argument.of for argument in other.arguments} - {argument.of for argument in ordered.arguments} == {
+            "dq_state", "dq_state_chunks",
+        }  # fmt: skip
+        text, alone = render(ordered).text, render(other).text
         of_heads = r"const auto done = \[&\]\(int unit\) \{ return counter_at\((.*)unit\); \};"
         assert re.findall(of_heads, text) == ["batch * kv_heads * kv_tiles + "]
-        assert re.findall(of_heads, render(other).text) == [""]
-        for source in (text, render(other).text):
-            (tiles,) = re.findall(
-                r"auto counter_at .*dq_sum_ptr \+ static_cast<long long>\((.*)\) \* kSumsOfTile\) \+ place;", source
-            )
-            names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
-            assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
+        assert re.findall(of_heads, alone) == [""]
+        (tiles,) = re.findall(
+            r"auto counter_at .*dq_sum_ptr \+ static_cast<long long>\((.*)\) \* kSumsOfTile\) \+ place;", text
+        )
+        names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
+        assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
+        assert "return reinterpret_cast<uint32_t*>(dq_state_ptr) + place;" in alone
+        assert "reinterpret_cast<float4*>(dq_state_ptr)[i] = {};" in alone  # all that is cleared
+        assert "reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};" in text
         assert other.structure is not None
         assert ordered.structure.shared_bytes > other.structure.shared_bytes
 

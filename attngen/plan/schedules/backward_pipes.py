@@ -29,6 +29,7 @@ def backward_pipes(
     """
     consumers, keys = roles.consumers, _KEYS * roles.consumers
     loader, each = "the loader", "each consumer"
+    adder = "the warp that adds" if roles.ordered else "its warp that adds"
     k = Ring(
         "k", 1, loader, each,
         guards="K of a tile of work stays until dQ of its last step is complete",
@@ -61,10 +62,10 @@ def backward_pipes(
         stored=(("dout", tile_m * v * operands.dout.bytes),),
     )  # fmt: skip
     dq = Ring(
-        "dq", consumers, each, "the warp that adds",
+        "dq", consumers, each, adder,
         guards="dQ of a step, a stage for each consumer, until it is added to the dQ accumulator",
         full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
-        empty=Signal(1, "the warp that adds", "dQ of a step has left"),
+        empty=Signal(1, adder, "dQ of a step has left"),
         stored=(("dq", 64 * roles.dq_columns * operands.accumulator.bytes),),
     )  # fmt: skip
     work = Ring(
@@ -122,13 +123,13 @@ def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
     )
 
 
-def backward_roles(consumers: int, producer: int, consumer: int) -> tuple[Role, ...]:
+def backward_roles(consumers: int, producer: int, consumer: int, *, ordered: bool) -> tuple[Role, ...]:
     """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
-    producer's, of which the third has nothing to do."""
+    producer's. Where sums are ``ordered``, one warp adds those of both consumers, and the third has nothing to do."""
     first = WARPGROUP * consumers
     return (
         Role("consumers", 0, first, consumer),
         Role("loader", first, 1, producer),
-        Role("adder", first + 1, 1, producer),
+        Role("adder", first + 1, 1 if ordered else consumers, producer),
         Role("rounder", first + 3, 1, producer),
     )
