@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attngen.plan.pipes import WARPGROUP, Barrier, Pipes, Ring
+from attngen.plan.pipes import Barrier, Pipes, Ring
 
 _WIDTH = 118  # of a line of code with its comment
 
@@ -62,8 +62,8 @@ def _named(pipes: Pipes) -> list[str]:
 
 
 def _warps(pipes: Pipes) -> list[str]:
-    """Return the numbers of the warps that have a role of their own, or the first of a few."""
-    alone = [f"{constant(role.name)} = {role.first}" for role in pipes.roles if role.warps < WARPGROUP]
+    """Return the numbers of the warps that have a role alone."""
+    alone = [f"{constant(role.name)} = {role.first}" for role in pipes.roles if role.warps == 1]
     return ["", f"constexpr int {', '.join(alone)};  // warps with a role of their own"] if alone else []
 
 

@@ -63,6 +63,10 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = 
     return -(-rows // tile_m), call.batch * heads
 
 
+#: Units of a section up to which their number is made to divide all of them: 6 became 8 (docs/notebook/hopper_backward.md).
+_FEW = 8
+
+
 def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
     """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
 
@@ -77,10 +81,13 @@ def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
 
 
 def _even(section: int, units: int) -> int:
-    """Return a number of units near ``section`` that divides all of them, if there is one.
+    """Return a number of units near ``section`` that divides all of them, if there is one, and if these are few.
 
     A last section of few units begins with its longest tiles when all others are done, and most blocks find nothing.
+    Where more run side by side, it does not matter, and a larger section leaves L2.
     """
+    if section > _FEW:
+        return min(section, units)
     fit = [each for each in range(-(-5 * section // 8), min(3 * section // 2, units) + 1) if units % each == 0]
     return fit[-1] if fit else min(section, units)
 

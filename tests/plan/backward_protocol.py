@@ -24,16 +24,14 @@ END_OF_TILE, END_OF_ALL = "end of tile", "end of all"
 class Rules:
     """The rules that keep the protocol alive. The templates obey all of them."""
 
-    wait_for_adder: bool = True  # the last dQ was taken before the adder learns that there is no more
+    wait_for_adder: bool = True  # the last dQ of a tile of work was taken before dV goes to its place
     meet_before_dq: bool = True  # dS of both consumers is complete before either multiplies it
     phase_of_both: bool = True  # where consumers take turns: the buffers of dS are waited for in phases of their own
     two_buffers: bool = True  # dS of a step lies elsewhere than that of the step before
-    keys_until_products: bool = True  # K is released when dQ of the last step is complete
-    values_until_products: bool = True  # V is released when dP of the last step is complete
+    meet_after_rows: bool = True  # dK has left the place of dS before the next tile of work writes there
+    keys_until_products: bool = True  # K and V are released when all products are complete
     release_end: bool = True  # the end of a tile takes a stage of Q, and gives it back
-    all_see_the_end: bool = (
-        True  # before that, lest a slow warp waits for a phase that is long over, or reads another record
-    )
+    all_see_the_end: bool = True  # before that, lest a slow warp waits for a phase that is long over
     mark_before_end: bool = True  # where the order of sums is fixed: consumers learn of the end when the adder may, too
 
 
@@ -45,15 +43,13 @@ class Case:
     q_stages: int
     stages: int
     overlap: str
-    adders: int = CONSUMERS  # one for each consumer, or one for both, where sums have a fixed order
 
     @classmethod
     def random(cls, random: Random) -> Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
         overlap = random.choice(("pingpong", "gradients", "dk", "nothing"))
-        stages = random.randint(2 if overlap == "pingpong" else 1, 3)
-        return cls(works, random.randint(2, 3), stages, overlap, random.choice((1, CONSUMERS)))
+        return cls(works, random.randint(2, 3), random.randint(2 if overlap == "pingpong" else 1, 3), overlap)
 
 
 class Backward(Simulation):
@@ -62,7 +58,7 @@ class Backward(Simulation):
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
         self.case, self.rules, self.random = case, rules, random  # type: ignore[assignment]
         found = declared.backward(case.q_stages, case.stages, WARPS, case.overlap)
-        self.q, self.dout, self.k, self.v = (Ring(found.ring(name)) for name in ("q", "dout", "k", "v"))
+        self.q, self.dout, self.kv = (Ring(found.ring(name)) for name in ("q", "dout", "kv"))
         self.steps: list[object] = [None] * case.q_stages
         self.works: list[int | None] = [None, None]
         self.work_empty = barriers(found.ring("work").empty, 2)
@@ -74,10 +70,8 @@ class Backward(Simulation):
         self.ds: list[list[object]] = [[None] * CONSUMERS for _ in range(2)]  # by buffer and consumer
         self.ds_full = barriers(found.ring("ds").full, 2)
         self.turn, self.group = named(found, "turn"), named(found, "group")
-        self.all = named(found, "all")
-        parts = CONSUMERS // case.adders
-        self.roles = {"loader": loader(self)}
-        self.roles |= {f"adder {a}": adder(self, range(a * parts, (a + 1) * parts)) for a in range(case.adders)}
+        (self.all,) = named(found, "all")
+        self.roles = {"loader": loader(self), "adder": adder(self)}
         self.roles |= {f"warp {c}.{w}": consumer(self, c, w) for c in range(CONSUMERS) for w in range(WARPS)}
 
 
@@ -85,7 +79,7 @@ def loader(s: Backward) -> Role:
     """``backward/_loader.cu.j2``."""
     case: Case = s.case  # type: ignore[assignment]
     rules: Rules = s.rules  # type: ignore[assignment]
-    q, dout, k, v = Place(s.q), Place(s.dout), Place(s.k), Place(s.v)
+    q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
     slot = work_phase = count = 0
 
     def tell(what: str) -> Role:
@@ -106,17 +100,13 @@ def loader(s: Backward) -> Role:
             s.sums[count % SUMS], s.last[count % SUMS] = (work, step), False
             count += 1
             s.copy(q, (work, step))
-            s.q.full[q.stage].arrive()
             if step == 0:
-                yield v.empty()
-                s.copy(v, work)
-                v.advance()
+                yield kv.empty()
+                s.copy(kv, work)
+                kv.advance()
+            s.q.full[q.stage].arrive()
             yield dout.empty()
             s.copy(dout, (work, step))
-            if step == 0:
-                yield k.empty()
-                s.copy(k, work)
-                k.advance()
             q.advance()
             dout.advance()
         if steps and rules.mark_before_end:
@@ -129,25 +119,25 @@ def loader(s: Backward) -> Role:
     yield from tell(END_OF_ALL)
 
 
-def adder(s: Backward, consumers: range) -> Role:
-    """``backward/_adder.cu.j2``, or ``backward/_adder_ordered.cu.j2``: a warp that adds dQ of these consumers."""
+def adder(s: Backward) -> Role:
+    """``backward/_adder.cu.j2``."""
     case: Case = s.case  # type: ignore[assignment]
     phase = 0
     expected = [(work, step) for work, steps in enumerate(case.works) for step in range(steps)]
     for count, wanted in enumerate([*expected, END_OF_ALL]):
-        yield s.dq_full[consumers[0]].done(phase)
+        yield s.dq_full[0].done(phase)
         if s.sums[count % SUMS] != wanted:
             raise ProtocolError(f"the adder read {s.sums[count % SUMS]} for {wanted}")
         if wanted == END_OF_ALL:
             return
         if s.last[count % SUMS] != (count + 1 == len(expected) or expected[count + 1][0] != expected[count][0]):
             raise ProtocolError(f"the adder read another end after {wanted}")
-        for c in consumers:
+        for c in range(CONSUMERS):
             yield s.dq_full[c].done(phase)
             yield lambda: True  # the copy reads it later
             if s.dq[c] != wanted:
                 raise ProtocolError(f"added {s.dq[c]} for {wanted}")
-        for c in consumers:
+        for c in range(CONSUMERS):
             s.dq_empty[c].arrive()
         phase ^= 1
 
@@ -157,7 +147,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
     case: Case = s.case  # type: ignore[assignment]
     rules: Rules = s.rules  # type: ignore[assignment]
     leader = w == 0
-    q, dout, k, v = Place(s.q), Place(s.dout), Place(s.k), Place(s.v)
+    q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
     slot = buffer = dq_phase = ds_phase = 0
     work = -1
     step: object = None
@@ -186,7 +176,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         step = s.steps[q.stage]
 
     def sync_consumers() -> Role:
-        yield from s.all[0].sync()
+        yield from s.all.sync()
 
     def store_ds(own: object) -> Role:
         nonlocal buffer
@@ -208,23 +198,13 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             dout.release()
         dout.advance()
 
-    def release_keys() -> None:
-        if leader and rules.keys_until_products:
-            k.release()
-        k.advance()
-
-    def release_values() -> None:
-        if leader and rules.values_until_products:
-            v.release()
-        v.advance()
-
     def product(kind: str, at: tuple[Place, Place, int], own: object) -> tuple[Read, ...]:
         """Return what a product of a step reads."""
         q_at, dout_at, ds_at = at
-        keys, values = of(k, own[0]), of(v, own[0])  # type: ignore[index]
+        keys = of(kv, own[0])  # type: ignore[index]
         both = tuple((s.ds[ds_at], other, own) for other in range(CONSUMERS))
         return {
-            "s": (keys, of(q_at, own)), "dp": (values, of(dout_at, own)), "dv": (of(dout_at, own),),
+            "s": (keys, of(q_at, own)), "dp": (keys, of(dout_at, own)), "dv": (of(dout_at, own),),
             "dk": ((s.ds[ds_at], c, own), of(q_at, own)), "dq": (keys, *both),
         }[kind]  # fmt: skip
 
@@ -272,8 +252,6 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         assert before is not None
         if leader:
             before.release()
-        release_values()
-        release_keys()
 
     def plain() -> Role:
         """``backward/_steps.cu.j2``."""
@@ -320,8 +298,6 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield from complete(*dp_reads)
             own = following
         release_dout()
-        release_values()
-        release_keys()
 
     def in_turns() -> Role:
         """``backward/_steps_pingpong.cu.j2``."""
@@ -375,17 +351,9 @@ def consumer(s: Backward, c: int, w: int) -> Role:
                 used.release()
             before = own
         give_turn()
-        release_values()
         yield from multiply_dq(before)
         yield from complete(*product("dq", (q, dout, buffer), before))
-        release_keys()
         yield from store_dq(before)
-
-    def give_back() -> None:
-        if leader and rules.release_end:
-            q.release()
-        if leader:
-            s.work_empty[slot].arrive()
 
     steps_of = {"pingpong": in_turns, "nothing": plain}.get(case.overlap, overlapping)
     if case.overlap == "pingpong" and c == 1:
@@ -396,26 +364,34 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             break
         work += 1
         if step != END_OF_TILE:
-            yield k.full()
-            yield v.full()
-            if leader and not rules.keys_until_products:
-                k.release()
-            if leader and not rules.values_until_products:
-                v.release()
+            yield kv.full()
+            if not rules.keys_until_products and leader:
+                kv.release()
             yield from steps_of()
-
-        if not rules.all_see_the_end:
-            give_back()
-        yield lambda: True
+            if rules.keys_until_products and leader:
+                kv.release()
+            kv.advance()
+        if leader and rules.release_end and not rules.all_see_the_end:
+            q.release()
+        if rules.wait_for_adder:
+            yield s.dq_empty[c].done(dq_phase ^ 1)
+        yield from sync_consumers()
+        if leader and rules.release_end and rules.all_see_the_end:
+            q.release()
+        q.advance()
         if s.works[slot] != work:
             raise ProtocolError(f"consumer {c} read work {s.works[slot]} for {work}")
+        # the rows of dK take a buffer of dS of both
+        places: list[tuple[list[object], int]] = [(s.ds[c], 0), (s.ds[c], 1), (s.dq, c)]
+        for where, index in places if leader else ():
+            where[index] = ("rows", work, c)
         yield from s.group[c].sync()
-        if rules.all_see_the_end:
-            give_back()
-        q.advance()
+        yield from complete(*((where, index, ("rows", work, c)) for where, index in places))
+        if rules.meet_after_rows:
+            yield from sync_consumers()
+        if leader:
+            s.work_empty[slot].arrive()
         slot ^= 1
     if case.overlap == "pingpong" and c == 0:
         yield from s.turn[0].sync()
-    if rules.wait_for_adder:
-        yield s.dq_empty[c].done(dq_phase ^ 1)
     s.dq_full[c].arrive()

@@ -139,6 +139,19 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     box = roles.box_bytes // found.operands.q.bytes
     assert roles.dq_columns % box == 0 or roles.dq_by_rows
     assert found.columns_qk[0].width - head_dim < box  # no copy lies outside of a windowed descriptor
+    sizes = {region.name: region.bytes for region in roles.shared}
+    assert sizes["dq"] >= sizes["v"]  # through which dV leaves
+    assert sizes["ds"] >= sizes["k"]
+
+
+@pytest.mark.parametrize("head_dim", ["{qk: 64, v: 128}", "{qk: 16, v: 64}", "{qk: 128, v: 64}", "{qk: 8, v: 128}"])
+def test_dk_and_dv_find_room_where_dq_has_other_columns(head_dim: str) -> None:
+    roles = backward(head_dim=head_dim).structure
+    assert roles is not None
+    sizes = {region.name: region.bytes for region in roles.shared}
+    assert sizes["dq"] >= sizes["v"]
+    assert sizes["ds"] >= sizes["k"]
+    assert roles.shared_bytes <= ARCHES["sm90a"].shared_memory
 
 
 def test_two_kernels_of_one_source() -> None:

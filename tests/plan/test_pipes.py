@@ -167,8 +167,8 @@ MODELS = {
     ),
     "backward": (
         [
-            "k_full", "k_empty", "v_full", "v_empty", "q_full", "q_empty", "dout_full", "dout_empty", "dq_full",
-            "dq_empty", "work_empty", "ds_full",
+            "kv_full", "kv_empty", "q_full", "q_empty", "dout_full", "dout_empty", "dq_full", "dq_empty", "work_empty",
+            "ds_full",
         ],
         lambda random: Backward(BackwardCase((5, 5, 5, 5), 2, 2, "pingpong"), BackwardRules(), random).run(),
     ),

@@ -57,10 +57,10 @@ def test_a_cluster_for_each_tile_of_keys_or_as_many_blocks_as_run_at_once(
     units = batch * kv_heads
     of_tiles = tiles * (2 if clusters else 1) if ordered else 0
     counters = of_tiles if clusters else of_tiles + units + 1
-    alone = not clusters and not ordered  # then the first dQ is stored, by states of both consumers' parts
+    alone = not clusters and not ordered  # then the first dQ is stored, by states of tiles
     sizes = workspace_sizes(kernel, geometries(kernel, call, {}))
     assert sizes["dq_sum"] == in_sums * 64 * head_dim + (0 if alone else -(-counters // 4) * 4)
-    assert sizes.get("dq_state") == (-(-(counters + 2 * in_sums) // 4) * 4 if alone else None)
+    assert sizes.get("dq_state") == (-(-(counters + in_sums) // 4) * 4 if alone else None)
     assert [part.counted for part in kernel.launches] == [False, ordered or not clusters, False][: len(kernel.launches)]
 
 

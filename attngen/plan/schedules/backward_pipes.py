@@ -29,27 +29,19 @@ def backward_pipes(
     """
     consumers, keys = roles.consumers, _KEYS * roles.consumers
     loader, each = "the loader", "each consumer"
-    adder = "the warp that adds" if roles.ordered else "its warp that adds"
-    k = Ring(
-        "k", 1, loader, each,
-        guards="K of a tile of work stays until dQ of its last step is complete",
-        full=Signal(1, loader, "K of a tile of work has landed", bytes=True),
-        empty=Signal(consumers, each, "dQ of the last step of a tile of work is complete"),
-        stored=(("k", keys * qk * operands.k.bytes),),
-    )  # fmt: skip
-    value = Ring(
-        "v", 1, loader, each,
-        guards="V of a tile of work stays until dP of its last step is complete",
-        full=Signal(1, loader, "V of a tile of work has landed", bytes=True),
-        empty=Signal(consumers, each, "dP of the last step of a tile of work is complete"),
-        stored=(("v", keys * v * operands.v.bytes),),
+    kv = Ring(
+        "kv", 1, loader, each,
+        guards="K and V of a tile of work stay until all products of its steps are complete",
+        full=Signal(1, loader, "K and V of a tile of work have landed", bytes=True),
+        empty=Signal(consumers, each, "consumers have multiplied the last step of a tile of work"),
+        stored=(("k", keys * qk * operands.k.bytes), ("v", keys * v * operands.v.bytes)),
     )  # fmt: skip
     q = Ring(
         "q", roles.q_stages, loader, each,
         guards="a tile of Q, the step that it belongs to, and log-sum-exp and D of its rows; the end of a tile of work "
-        "takes a stage, too, which a consumer releases when all of its warps have seen it",
+        "takes a stage, too, which is released when both consumers have met",
         full=Signal(2, f"{loader} twice, for Q and for the row statistics", "a step has landed", bytes=True),
-        empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all warps"),
+        empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
         stored=(
             ("q", tile_m * qk * operands.q.bytes), ("lse", tile_m * 4), ("delta", tile_m * 4), ("step", STEP_BYTES),
         ),
@@ -62,16 +54,17 @@ def backward_pipes(
         stored=(("dout", tile_m * v * operands.dout.bytes),),
     )  # fmt: skip
     dq = Ring(
-        "dq", consumers, each, adder,
-        guards="dQ of a step, a stage for each consumer, until it is added to the dQ accumulator",
+        "dq", consumers, each, "the warp that adds",
+        guards="dQ of a step, a stage for each consumer, until it is added to the dQ accumulator; dV leaves through "
+        "the same memory",
         full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
-        empty=Signal(1, adder, "dQ of a step has left"),
-        stored=(("dq", 64 * roles.dq_columns * operands.accumulator.bytes),),
+        empty=Signal(1, "the warp that adds", "dQ of a step has left"),
+        stored=(("dq", max(64 * roles.dq_columns * operands.accumulator.bytes, _KEYS * v * operands.dv.bytes)),),
     )  # fmt: skip
     work = Ring(
         "work", 2, loader, each,
-        guards="the record of a tile of work stays until it is read again; that it is there says the first step",
-        empty=Signal(consumers, each, "the record of a tile of work is read by all warps"),
+        guards="the record of a tile of work stays until dK and dV are written; that it is there says the first step",
+        empty=Signal(consumers, each, "dK and dV of a tile of work are written"),
         stored=(("work", WORK_BYTES),),
         alternates=True,
     )  # fmt: skip
@@ -84,7 +77,8 @@ def backward_pipes(
     )  # fmt: skip
     ds = Ring(
         "ds", 2, each, each,
-        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ",
+        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK leaves through the "
+        "same memory",
         full=Signal(warps * consumers, "each warp of both consumers", "dS of both is written")
         if roles.pingpong
         else None,
@@ -93,7 +87,7 @@ def backward_pipes(
     )  # fmt: skip
     sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else SUM_BYTES)
     return Pipes(
-        (k, value, q, dout, dq, work, piece, ds),
+        (kv, q, dout, dq, work, piece, ds),
         named=_named(roles),
         roles=roles.warp_roles,
         order=_ORDER,
@@ -111,25 +105,26 @@ def backward_pipes_of(plan: Plan) -> Pipes:
 
 
 def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
-    """Return the named barriers: the turns at the tensor cores, or all consumers; and the warps of each."""
+    """Return the named barriers: all consumers, the warps of each, and the turns at the tensor cores."""
     threads, consumers = 32 * WARPGROUP, roles.consumers
     return (
-        NamedBarrier("turn", 1, consumers, threads * consumers, "turns at the tensor cores")
-        if roles.pingpong
-        else NamedBarrier("all", 1, 1, threads * consumers, "consumers meet when both have stored dS"),
-        NamedBarrier(
-            "group", 1 + consumers, consumers, threads, "a consumer's threads meet at the end of a tile of work"
+        NamedBarrier("all", 1, 1, threads * consumers, "all consumers meet, around dS and their outputs"),
+        NamedBarrier("group", 2, consumers, threads, "threads of a consumer meet around dK and dV"),
+        *(
+            [NamedBarrier("turn", 2 + consumers, consumers, threads * consumers, "turns at the tensor cores")]
+            if roles.pingpong
+            else []
         ),
     )
 
 
-def backward_roles(consumers: int, producer: int, consumer: int, *, ordered: bool) -> tuple[Role, ...]:
+def backward_roles(consumers: int, producer: int, consumer: int) -> tuple[Role, ...]:
     """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
-    producer's. Where sums are ``ordered``, one warp adds those of both consumers, and the third has nothing to do."""
+    producer's, of which the third has nothing to do."""
     first = WARPGROUP * consumers
     return (
         Role("consumers", 0, first, consumer),
         Role("loader", first, 1, producer),
-        Role("adder", first + 1, 1 if ordered else consumers, producer),
+        Role("adder", first + 1, 1, producer),
         Role("rounder", first + 3, 1, producer),
     )

@@ -149,7 +149,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     by_rows = choice.tile_m == _KEYS
     draft = HopperBackward(
         consumers=_CONSUMERS,
-        warp_roles=backward_roles(_CONSUMERS, *registers, ordered=spec.deterministic),
+        warp_roles=backward_roles(_CONSUMERS, *registers),
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
@@ -401,8 +401,8 @@ def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
     memory of their own, which is all that is cleared then.
 
     There is a counter for each tile of keys, where the order is fixed; one for each KV head and one for all pieces,
-    where the kernel that adds dQ up rounds it, too; and a state of each consumer's part of a tile of dQ, where the first
-    addition is a store.
+    where the kernel that adds dQ up rounds it, too; and a state of each tile of dQ, where the first addition is a
+    store.
     """
     yield from row_workspaces()
     sums: tuple[int | str, ...] = (plan.tile_m * roles.sum_columns, "sum_tiles")
@@ -413,7 +413,7 @@ def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
         counters += [("kv_units",), (1,)]
     if first_stored(plan):
         yield Workspace("dq_sum", "fp32", (sums,), multiple=4)
-        yield Workspace("dq_state", "fp32", (*counters, (roles.consumers, "sum_tiles")), multiple=4)
+        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",)), multiple=4)
     else:
         yield Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)
 

@@ -23,7 +23,7 @@ from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionV
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
-    "ds": "dS of two steps", "dq": "dQ on its way to the dQ accumulator",
+    "ds": "dS of two steps, then dK for its store", "dq": "dQ on its way to the dQ accumulator, then dV for its store",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
     "other_k": "half of the columns of the other block's K",
