@@ -63,7 +63,7 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = 
     return -(-rows // tile_m), call.batch * heads
 
 
-#: Units of a section up to which their number is made to divide all of them: 6 became 8 (docs/notebook/hopper_backward.md).
+#: Units of a section up to which it is made to divide all of them, as docs/notebook/hopper_backward.md measures it.
 _FEW = 8
 
 

@@ -43,43 +43,41 @@ constexpr uint32_t kK = kShared + 0;  // 32768 B: K
 constexpr uint32_t kV = kShared + 32768;  // 32768 B: V
 constexpr uint32_t kQ = kShared + 65536;  // 49152 B: Q, a tile per stage
 constexpr uint32_t kDout = kShared + 114688;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = kShared + 147456;  // 32768 B: dS of two steps
-constexpr uint32_t kDq = kShared + 180224;  // 32768 B: dQ on its way to the dQ accumulator
+constexpr uint32_t kDs = kShared + 147456;  // 32768 B: dS of two steps, then dK for its store
+constexpr uint32_t kDq = kShared + 180224;  // 32768 B: dQ on its way to the dQ accumulator, then dV for its store
 constexpr uint32_t kPiece = kShared + 212992;  // 16384 B: two pieces of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 229376;  // 768 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 230144;  // 768 B: D of the rows of each stage
 constexpr uint32_t kWork = kShared + 230912;  // 64 B: two tiles of work: the one that is computed and the next
 constexpr uint32_t kStep = kShared + 230976;  // 24 B: the step of each stage of Q: its queries and its head
-constexpr uint32_t kKFull = kShared + 231000;  // 8 B: barriers
-constexpr uint32_t kKEmpty = kShared + 231008;  // 8 B: barriers
-constexpr uint32_t kVFull = kShared + 231016;  // 8 B: barriers
-constexpr uint32_t kVEmpty = kShared + 231024;  // 8 B: barriers
-constexpr uint32_t kQFull = kShared + 231032;  // 24 B: barriers
-constexpr uint32_t kQEmpty = kShared + 231056;  // 24 B: barriers
-constexpr uint32_t kDoutFull = kShared + 231080;  // 16 B: barriers
-constexpr uint32_t kDoutEmpty = kShared + 231096;  // 16 B: barriers
-constexpr uint32_t kDqFull = kShared + 231112;  // 16 B: barriers
-constexpr uint32_t kDqEmpty = kShared + 231128;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 231144;  // 16 B: barriers
-constexpr uint32_t kPieceFull = kShared + 231160;  // 16 B: barriers
-constexpr uint32_t kDsFull = kShared + 231176;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 231192;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 231256;  // 64 B: where dQ of the last steps goes
+constexpr uint32_t kKvFull = kShared + 231000;  // 8 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 231008;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 231016;  // 24 B: barriers
+constexpr uint32_t kQEmpty = kShared + 231040;  // 24 B: barriers
+constexpr uint32_t kDoutFull = kShared + 231064;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 231080;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 231096;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 231112;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 231128;  // 16 B: barriers
+constexpr uint32_t kPieceFull = kShared + 231144;  // 16 B: barriers
+constexpr uint32_t kDsFull = kShared + 231160;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 231176;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 231240;  // 64 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
-using KRing = Ring<kKFull, kKEmpty, 1>;  // the loader -> each consumer
-using VRing = Ring<kVFull, kVEmpty, 1>;  // the loader -> each consumer
+using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
 using QRing = Ring<kQFull, kQEmpty, 3>;  // the loader -> each consumer
 using DoutRing = Ring<kDoutFull, kDoutEmpty, 2>;  // the loader -> each consumer
-using DqRing = Ring<kDqFull, kDqEmpty, 2>;  // each consumer -> its warp that adds
+using DqRing = Ring<kDqFull, kDqEmpty, 2>;  // each consumer -> the warp that adds
 using WorkRing = Pair<kNoBarrier, kWorkEmpty>;  // the loader -> each consumer
 using PieceRing = Pair<kPieceFull, kNoBarrier>;  // the warp that rounds -> the warp that rounds
 using DsRing = Pair<kDsFull, kNoBarrier>;  // each consumer -> each consumer
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kTurn = 1,  // 2 of them: turns at the tensor cores
-  kGroup = 3,  // 2 of them: a consumer's threads meet at the end of a tile of work
+  kAll = 1,  // 1 of them: all consumers meet, around dS and their outputs
+  kGroup = 2,  // 2 of them: threads of a consumer meet around dK and dV
+  kTurn = 4,  // 2 of them: turns at the tensor cores
 };
 
 constexpr int kLoader = 8, kAdder = 9, kRounder = 11;  // warps with a role of their own
@@ -134,7 +132,7 @@ constexpr int kSums = 8;  // steps whose `Sum` is kept; the warp that adds dQ la
 
 static_assert(kKBytes == 32768 && kVBytes == 32768);
 static_assert(QRing::kStages * kQBytes == 49152 && DoutRing::kStages * kDoutBytes == 32768);
-static_assert(DsRing::kStages * kDsBytes == 32768 && DqRing::kStages * kDqBytes == 32768);
+static_assert(DsRing::kStages * kDsBytes == 32768 && DqRing::kStages * kDqBytes <= 32768);
 static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) == 64);
 static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 24);
 static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) == 64);
@@ -216,16 +214,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barriers(kKFull, 1, 1);  // the loader, and the bytes of the copy
-    init_barriers(kKEmpty, 1, 2);  // each consumer
-    init_barriers(kVFull, 1, 1);  // the loader, and the bytes of the copy
-    init_barriers(kVEmpty, 1, 2);  // each consumer
+    init_barriers(kKvFull, 1, 1);  // the loader, and the bytes of the copy
+    init_barriers(kKvEmpty, 1, 2);  // each consumer
     init_barriers(kQFull, 3, 2);  // the loader twice, for Q and for the row statistics, and the bytes of the copy
     init_barriers(kQEmpty, 3, 2);  // each consumer
     init_barriers(kDoutFull, 2, 1);  // the loader, and the bytes of the copy
     init_barriers(kDoutEmpty, 2, 2);  // each consumer
     init_barriers(kDqFull, 2, 4);  // each warp of the consumer
-    init_barriers(kDqEmpty, 2, 1);  // its warp that adds
+    init_barriers(kDqEmpty, 2, 1);  // the warp that adds
     init_barriers(kWorkEmpty, 2, 2);  // each consumer
     init_barriers(kPieceFull, 2, 1);  // the warp that rounds, and the bytes of the copy
     init_barriers(kDsFull, 2, 8);  // each warp of both consumers
@@ -237,10 +233,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   // the order in which heads are computed. Whichever warp is free takes the next piece.
   // Counters, after the dQ accumulator.
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_state_ptr) + place; };
-  // How many parts of tiles of keys of a KV head have been added, one for each consumer; after the last head, how many pieces have been taken.
+  // How many tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
   const auto done = [&](int unit) { return counter_at(unit); };
-  // The state of a consumer's part of a tile of dQ: whether it has been begun, and whether the first sum is in memory.
-  const auto state_of = [&](int tile, int consumer) { return done(batch * kv_heads) + 1 + kConsumers * tile + consumer; };
+  // The state of a tile of the dQ accumulator: whether it has been begun, and whether the first sum is in memory.
+  const auto state_of = [&](int tile) { return done(batch * kv_heads) + 1 + tile; };
   // Takes a piece and waits until it is complete. False if none is left.
   const auto take_piece = [&](Piece& piece) {
     const int units = batch * kv_heads, pieces = group * q_tiles * kPiecesOfTile, pieces_of_all = units * pieces;
@@ -255,11 +251,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       piece.rows = seqlen_q - first_row;
       if (__any_sync(~0u, piece.rows <= 0)) continue;
       const uint32_t tiles = kv_tiles;
-      while (__any_sync(~0u, load_acquire(done(unit)) < kConsumers * tiles)) __nanosleep(500);
+      while (__any_sync(~0u, load_acquire(done(unit)) < tiles)) __nanosleep(500);
       piece.factor = softmax_scale;
       const int sum_tile = (b * heads + h) * q_tiles + q_tile;
       piece.sums = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + part * (kPieceBytes / 4);
-      piece.begun = load_acquire(state_of(sum_tile, part / (kPiecesOfTile / kConsumers))) != kUntouched;
+      piece.begun = load_acquire(state_of(sum_tile)) != kUntouched;
       piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
       return true;
     }
@@ -289,8 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       DoutRing dout_ring;
       QRing q_ring;
       WorkRing work_ring;
-      KRing k_ring;
-      VRing v_ring;
+      KvRing kv_ring;
       int sums = 0;
       // Tells consumers what comes instead of a step.
       const auto tell = [&](int what) {
@@ -337,6 +332,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             }
           }
           ++sums;
+          if (__any_sync(~0u, !keys_loaded)) {
+            kv_ring.acquire();
+            if (lane == 0) {
+              const int rows = min(kBlockN, seqlen_k - kv_start);  // rows after the end become 0
+              kv_ring.arrive_expecting(kKBytes + kVBytes);
+              for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+                load_box(kK + column * kBlockN * kElementBytes, k_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
+              }
+              for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+                load_box(kV + column * kBlockN * kElementBytes, v_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
+              }
+            }
+            kv_ring.advance();
+            keys_loaded = true;
+          }
 #pragma unroll
           for (int i = 0; i < kBlockM / 32; ++i) {
             const uint32_t to = q_ring.stage * kRowBytes + 4 * (32 * i + row_place(lane));
@@ -345,35 +355,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
           if (lane == 0) q_ring.arrive();
-          if (__any_sync(~0u, !keys_loaded)) {  // V is given back before K, and so loaded before it
-            v_ring.acquire();
-            if (lane == 0) {
-              const int rows = min(kBlockN, seqlen_k - kv_start);  // rows after the end become 0
-              v_ring.arrive_expecting(kVBytes);
-              for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-                load_box(kV + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
-              }
-            }
-            v_ring.advance();
-          }
           dout_ring.acquire();
           if (lane == 0) {
             dout_ring.arrive_expecting(kDoutBytes);
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
               load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * kElementBytes, dout_map, dout_ring.full(), column, h, q_start, b);
             }
-          }
-          if (__any_sync(~0u, !keys_loaded)) {
-            k_ring.acquire();
-            if (lane == 0) {
-              const int rows = min(kBlockN, seqlen_k - kv_start);
-              k_ring.arrive_expecting(kKBytes);
-              for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-                load_box(kK + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
-              }
-            }
-            k_ring.advance();
-            keys_loaded = true;
           }
           __syncwarp();
           q_ring.advance();
@@ -407,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (keys_loaded) {
             shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum)).unit = unit;
           } else {
-            add_release(done(unit), kConsumers);
+            add_release(done(unit), 1);
           }
         }
         index = take_in_order(tile_counter, tiles_of_all, lane);
@@ -416,31 +403,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
       __syncwarp();
       tell(kEndOfAll);
-    } else if (warp >= kAdder && warp < kAdder + kConsumers) {
-      // Adds dQ of a consumer to the dQ accumulator, step by step. The first to have dQ of a tile of queries stores it instead, so
-      // that nothing has to clear the accumulator; others wait until that is in memory.
-      const int consumer = warp - kAdder;
+    } else if (warp == kAdder) {
+      // Adds dQ of each step to the dQ accumulator. The first to have dQ of a tile of queries stores it instead, so that nothing
+      // has to clear the accumulator; others wait until that is in memory.
       uint32_t phase = 0;
       for (int i = 0;; ++i) {
-        DqRing(consumer, phase).wait();
+        DqRing(0, phase).wait();
         const Sum sum = shared_at<Sum>(kSumTile + i % kSums * sizeof(Sum));
         if (__any_sync(~0u, sum.tile < 0)) break;
+        float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile;
+        bool first = false;
         if (lane == 0) {
-          float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile + consumer * (kDqBytes / 4);
-          uint32_t* const state = state_of(sum.tile, consumer);
-          const bool first = take_first(state);
+          first = take_first(state_of(sum.tile));
           fence_async_global();
-          fence_async_proxy();  // here, where no stores are in flight that it would wait for
-          if (first) {
-            store_floats(to, kDq + consumer * kDqBytes, kDqBytes);
-          } else {
-            add_floats(to, kDq + consumer * kDqBytes, kDqBytes);
+        }
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+          DqRing(consumer, phase).wait();
+          if (lane == 0) {
+            fence_async_proxy();  // here, where no stores are in flight that it would wait for
+            const uint32_t from = kDq + consumer * kDqBytes;
+            if (first) {
+              store_floats(to + consumer * (kDqBytes / 4), from, kDqBytes);
+            } else {
+              add_floats(to + consumer * (kDqBytes / 4), from, kDqBytes);
+            }
+            commit_stores();
           }
-          commit_stores();
-          wait_stores_read();
-          DqRing(consumer).release();
-          if (first || sum.unit >= 0) wait_stores_written();
-          if (first) store_release(state, kStored);
+          __syncwarp();
+        }
+        if (lane == 0) wait_stores_read();
+        __syncwarp();
+        if (lane < kConsumers) DqRing(lane).release();
+        if (lane == 0 && (first || sum.unit >= 0)) {
+          wait_stores_written();
+          if (first) store_release(state_of(sum.tile), kStored);
           if (sum.unit >= 0) add_release(done(sum.unit), 1);
         }
         __syncwarp();
@@ -551,8 +547,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     DoutRing dout_ring;
     QRing q_ring;
     WorkRing work_ring;
-    KRing k_ring;
-    VRing v_ring;
+    KvRing kv_ring;
     DqRing dq_ring(warpgroup);  // this consumer's stage alone
     int buffer = 0;  // of dS
     uint32_t ds_phase = 0;
@@ -648,6 +643,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       __syncwarp();
       if (lane == 0) dq_ring.arrive();
     };
+    const auto sync_consumers = [&] { named_sync(Named::kAll, 0, 128 * kConsumers); };
     const auto release_dout = [&] {
       if (leader) dout_ring.release();
       dout_ring.advance();
@@ -656,23 +652,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       q_ring.wait();
       return shared_at<Step>(kStep + q_ring.stage * sizeof(Step));
     };
-    // dK and dV, from registers: four neighbouring lanes write 16 bytes each of a row, and of the one 8 below it.
-    const auto store_rows = [&](const auto& acc, float factor, GradElement* rows, long long stride, int count, int columns) {
-      constexpr int kBlocks = sizeof(acc) / sizeof(float) / 4;  // of 8 columns
-      const int row = 16 * (warp % 4) + lane / 4;
+    // dK and dV leave through shared memory, so that stores are whole rows.
+    const auto store_rows = [&](const auto& acc, float factor, uint32_t region, GradElement* rows, long long stride, int count, int columns) {
+      constexpr int kChunks = sizeof(acc) / sizeof(float) * 2 / kGradChunk;
+      const uint32_t own = region + warpgroup * 64 * 16 * kChunks;
+      const int own_lane = not_hoisted(lane), row = 16 * (warp % 4) + own_lane % 16;
 #pragma unroll
-      for (int i = 0; i < kBlocks; i += 4) {
-        float4 blocks[4] = {};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (const int at = 4 * (i + j); at < 4 * kBlocks) blocks[j] = make_float4(acc[at], acc[at + 1], acc[at + 2], acc[at + 3]);
+      for (int i = 0; i < kChunks; i += 2) {
+        const int chunk = i + own_lane / 16, swizzled = chunk ^ (row % 8);
+        const auto pair = [&](int j) { return pack<GradElement>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
+        store_blocks(own + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
+      }
+      named_sync(Named::kGroup, warpgroup, 128);
+      for (int i = group_thread; i < 64 * kChunks; i += 128) {
+        const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row % 8);
+        if (row < count && chunk < columns / kGradChunk) {
+          *reinterpret_cast<int4*>(rows + row * stride + kGradChunk * chunk) = shared_at<int4>(own + 16 * (row * kChunks + swizzled));
         }
-        uint4 upper, lower;
-        round_sums<GradElement>(blocks, factor, lane, upper, lower);
-        const int column = 8 * (i + lane % 4);
-        if (column >= columns) continue;
-        if (row < count) *reinterpret_cast<uint4*>(rows + row * stride + column) = upper;
-        if (row + 8 < count) *reinterpret_cast<uint4*>(rows + (row + 8) * stride + column) = lower;
       }
     };
 
@@ -685,8 +681,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       if (__any_sync(~0u, step.tile >= 0)) {
-        k_ring.wait();
-        v_ring.wait();
+        kv_ring.wait();
         // Ping-pong: the consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of the other.
         // dQ of a step is computed in the next step, so that neither waits for dS of the other.
         const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 128 * kConsumers); };
@@ -760,35 +755,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (leader) used.release();
         }
         give_turn();
-        if (leader) v_ring.release();
         DsRing(buffer, ds_phase).wait();  // dS of both is complete
         fence_async_proxy();  // by who reads: who has just stored would wait for its stores
         ds_phase ^= buffer ^ 1;
         issue_dq(buffer);  // dQ = dS K, of the step before
         wait_products<0>();
         settle(dq);
-        if (leader) k_ring.release();  // before dQ leaves: the next K waits for it
         store_dq();
-        k_ring.advance();
-        v_ring.advance();
+        if (leader) kv_ring.release();
+        kv_ring.advance();
       }
-      const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-      // The end of the tile of work took a stage of Q. After this all warps of the consumer have seen it, and read the record.
-      named_sync(Named::kGroup, warpgroup, 128);
-      if (leader) {
-        q_ring.release();
-        work_ring.release();
-      }
+      // dK leaves through the memory of dS, dV through that of dQ, so that the next K and V may arrive.
+      dq_ring.acquire();
+      sync_consumers();
+      // The end of the tile of work took a stage of Q. By now all warps have seen it.
+      if (leader) q_ring.release();
       q_ring.advance();
-      work_ring.advance();
+      const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
       const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
       const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
-      store_rows(dv, 1.0f, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 128);
-      store_rows(dk, softmax_scale, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 128);
+      store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 128);
+      store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 128);
+      sync_consumers();
+      if (leader) work_ring.release();
+      work_ring.advance();
     }
     if (warpgroup == 0) named_sync(Named::kTurn, 0, 128 * kConsumers);  // the last turn, which the other consumer does not take
-    // Tells the warp that adds dQ that there is no other step, when it has taken the last one.
-    dq_ring.acquire();
+    // Tells the warp that adds dQ that there is no other step.
     if (lane == 0) dq_ring.arrive();
     // No tile of keys is left: helps to round dQ of the last heads, straight from L2.
     Piece piece;
