@@ -8,6 +8,7 @@
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
 #include "pdl.cuh"
+#include "quad.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -415,17 +416,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       float normalize[2];
       finish_sum(row_sum, normalize);
 
-      // Straight from registers: four lanes write 16 bytes of a row at a time.
+      // Straight from registers: each lane of a quad writes 16 bytes of a row, 64 in all.
       const auto store_rows = [&] {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) {
-            OutElement* const to = (out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 2 * (lane % 4);
+          OutElement* const to = (out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 8 * (lane % 4);
 #pragma unroll
-            for (int column = 0; column < 128; column += 8) {
-              const int i = column / 2 + 2 * row;
-              *reinterpret_cast<uint32_t*>(to + column) = pack<OutElement>(acc[i], acc[i + 1]);
+          for (int column = 0; column < 128; column += 32) {
+            uint32_t two_columns[4];
+#pragma unroll
+            for (int block = 0; block < 4; ++block) {
+              const int i = column / 2 + 4 * block + 2 * row;
+              two_columns[block] = pack<OutElement>(acc[i], acc[i + 1]);
+            }
+            gather_block(two_columns);
+            if (q < seqlen_q) {
+              *reinterpret_cast<uint4*>(to + column) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
             }
           }
         }
