@@ -39,7 +39,7 @@ class Options:
 
     ``directions`` are some of ``DIRECTIONS``, ``suites`` of ``SUITES``. ``ladder``: instead of kernels and peers, the
     rungs that lead to each CUDA kernel. ``sustained``: without pauses. ``peers``: only those whose names contain one of
-    these.
+    these. ``taken``: of forwards, only the kernel that a call takes.
     """
 
     part: str | None = None
@@ -54,6 +54,7 @@ class Options:
     suites: Sequence[str] = SUITES
     sustained: bool = False
     peers: Sequence[str] = ()
+    taken: bool = False
 
 
 def dry_run(spec: str | Path, options: Options) -> BenchReport:
@@ -86,6 +87,7 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
             gpu.device, facts["l2_bytes"], clock, _peers(options), options.rounds, options.check, generator,
             monitor.since, partial(workspace, gpu.device),
             Sustaining(random.Random(seed), monitor.within) if options.sustained else None,
+            options.taken,
         )  # fmt: skip
         if cases:
             report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
