@@ -149,6 +149,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)
     softmax, numbers = spec.softmax or SOFTMAXES[0], form.numbers[spec.dtype]
+    skips = specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - ROWS
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -159,7 +160,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         longest_first=spec.order != "natural",
         staged=spec.epilogue != "direct",
         boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
-        skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - ROWS,
+        skips=skips,
+        whole_first=specialized and driver == "ranges" and not skips and not numbers.settled and _one_interval(spec),
         q_stages=1,
         box_bytes=box,
         out_columns=v,
@@ -184,6 +186,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     return HopperTile(
         tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
     )
+
+
+def _one_interval(spec: KernelSpec) -> bool:
+    """Whether the keys that rows see, and those that all rows of a tile see, are an interval, and not all of them."""
+    found = bands_of(spec)
+    return spec.variant.mask != TRUE and len(found.visible) == 1 and len(found.full) == 1
 
 
 def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
