@@ -39,6 +39,9 @@ _FRAGMENT_KEYS = 16
 #: Registers with which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
 
+#: Columns of V up to which it leaves registers and memory for more keys than K has.
+_NARROW_V = 128
+
 #: Keys of a tile and stages among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
 
@@ -254,6 +257,10 @@ def _families(spec: KernelSpec) -> frozenset[str]:
         found.add("light")
         if spec.layout == "dense" and any(interval.lo is not None for interval in bands_of(spec).visible):
             found.add("window")
+        elif spec.layout == "dense" and spec.pack_gqa is not True:
+            found.add("plain")
+            if spec.head_dim_v <= _NARROW_V < spec.head_dim_qk:
+                found.add("narrow_v")
     if gathers(spec.variant):
         found.add("gather")
     if spec.variant.score is not None or spec.variant.dropout:

@@ -35,8 +35,9 @@ from attngen.schema.expand import KernelSpec
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
 #: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
-#: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much.
-#: Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
+#: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much;
+#: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys.
+#: Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (
     Choice("light", 64, 3, 128, "pingpong"),
     Choice("gather", 128, 2, 64, "pingpong"),
@@ -46,7 +47,9 @@ TABLE = (
     Choice("score", 128, 3, 64, "pingpong"),
     Choice("listed", 128, 3, 64, "pingpong"),
     Choice("window", 128, 3, 64, "pingpong"),
+    Choice("plain", 96, 3, 96, "pingpong"),
     Choice("any", 128, 2, 128, "pingpong"),
+    Choice("narrow_v", 192, 2, 128, "pingpong"),
     Choice("any", 192, 2, 96, "pingpong"),
     Choice("any", 256, 2, 64, "pingpong"),
 )
