@@ -253,7 +253,7 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 def _families(spec: KernelSpec) -> frozenset[str]:
     """Return the families of the table that a kernel belongs to."""
     found = {"any"}
-    if is_light(spec.variant) and spec.layout != "varlen" and not spec.variant.dropout:
+    if is_light(spec.variant) and not spec.variant.dropout:
         found.add("light")
         if spec.layout == "dense" and any(interval.lo is not None for interval in bands_of(spec).visible):
             found.add("window")
