@@ -67,8 +67,8 @@ def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
     """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
 
     Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
-    counted, at least ``section_heads`` of them. A last section of few units begins with long tiles of work when there are
-    too few of them for all blocks, so that others are ``balanced`` with it.
+    counted, at least ``section_heads`` of them. A last section of few units begins with long tiles of work, and blocks
+    that find none of them wait: sections are ``balanced``.
     """
     if by_keys:
         kv_heads = -(-launch.section_keys // (call.seqlen_q * group_of(call) + 1))
