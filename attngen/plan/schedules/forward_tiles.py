@@ -56,6 +56,7 @@ class Choice:
     tile_n: int
     schedule: str
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
+    stages: int = 2  # of the ring of K and V with that tile; else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +146,10 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
-    registers = choice.registers if (consumers, tile_n) == (choice.consumers, choice.tile_n) else None
+    as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
+    registers = choice.registers if as_chosen else None
     warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
-    stages = spec.stages or 2
+    stages = spec.stages or (choice.stages if as_chosen else 2)
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)

@@ -1,12 +1,11 @@
-// fwd_sm90a_wgmma_bf16_d192_causal_m128n96s2c2
+// fwd_sm90a_wgmma_bf16_d192_full_m128n64s3c2
 //
-// Attention forward, variant causal: mask `q_pos >= kv`.
+// Attention forward, variant full: mask `True`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
-#include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -18,7 +17,7 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 128;  // query rows of a tile of work
-constexpr int kBlockN = 96;  // keys of one step
+constexpr int kBlockN = 64;  // keys of one step
 constexpr int kHeadDimQk = 192;
 constexpr int kHeadDimV = 192;
 constexpr int kConsumers = 2;  // warpgroups that multiply
@@ -51,19 +50,19 @@ constexpr uint32_t kOut = kShared + 196608;  // 16384 B: O, for its store
 constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
 constexpr uint32_t kQFull = kShared + 213632;  // 8 B: barriers
 constexpr uint32_t kQEmpty = kShared + 213640;  // 8 B: barriers
-constexpr uint32_t kKFull = kShared + 213648;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 213664;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 213680;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 213696;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 213712;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 213728;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 213744;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 213752;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kKFull = kShared + 213648;  // 24 B: barriers
+constexpr uint32_t kKEmpty = kShared + 213672;  // 24 B: barriers
+constexpr uint32_t kVFull = kShared + 213696;  // 24 B: barriers
+constexpr uint32_t kVEmpty = kShared + 213720;  // 24 B: barriers
+constexpr uint32_t kWorkFull = kShared + 213744;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 213760;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 213776;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 213784;  // 12 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 1>;  // the loader of Q -> each consumer
-using KRing = Ring<kKFull, kKEmpty, 2>;  // the loader of K and V -> each consumer
-using VRing = Ring<kVFull, kVEmpty, 2>;  // the loader of K and V -> each consumer
+using KRing = Ring<kKFull, kKEmpty, 3>;  // the loader of K and V -> each consumer
+using VRing = Ring<kVFull, kVEmpty, 3>;  // the loader of K and V -> each consumer
 using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers and both loaders
 
 // Named barriers of the hardware; 0 is __syncthreads.
@@ -113,7 +112,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192_causal_m128n96s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192_full_m128n64s3c2(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
@@ -132,10 +131,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
     init_barriers(kQFull, 1, 1);  // the loader of Q, and the bytes of the copy
     init_barriers(kQEmpty, 1, 2);  // each consumer
-    init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 2);  // each consumer
-    init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 2);  // each consumer
+    init_barriers(kKFull, 3, 1);  // the loader of K and V, and the bytes of the copy
+    init_barriers(kKEmpty, 3, 2);  // each consumer
+    init_barriers(kVFull, 3, 1);  // the loader of K and V, and the bytes of the copy
+    init_barriers(kVEmpty, 3, 2);  // each consumer
     init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
     init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
@@ -172,12 +171,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
           const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
-          const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
-          const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
-          const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {0, visible_hi, 0, full_hi};
+          const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
+          spans = {0, visible_hi, 0, whole_tiles};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
@@ -212,8 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
-      // the last to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -260,11 +254,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
-        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
-        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int place = all.visible_lo + remaining - 1;
-          const int tile = remaining == tiles ? first : place + (place >= first);
+          const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }
@@ -381,34 +372,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
-      const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
+      // S becomes logits.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            int visible_to;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
-          }
+          const int visible_to = seqlen_k - kv_first;
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
               if (key >= visible_to) x = kMasked;
             }
           }
