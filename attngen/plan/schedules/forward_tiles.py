@@ -39,6 +39,9 @@ _FRAGMENT_KEYS = 16
 #: Registers with which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
 
+#: Columns of V up to which it leaves registers and memory for more keys than K has.
+_NARROW_V = 128
+
 #: Keys of a tile and stages among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
 
@@ -53,6 +56,7 @@ class Choice:
     tile_n: int
     schedule: str
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
+    stages: int = 2  # of the ring of K and V with that tile; else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +146,15 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
-    registers = choice.registers if (consumers, tile_n) == (choice.consumers, choice.tile_n) else None
+    as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
+    registers = choice.registers if as_chosen else None
     warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
-    stages = spec.stages or 2
+    stages = spec.stages or (choice.stages if as_chosen else 2)
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)
     softmax, numbers = spec.softmax or SOFTMAXES[0], form.numbers[spec.dtype]
+    skips = specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - ROWS
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -159,7 +165,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         longest_first=spec.order != "natural",
         staged=spec.epilogue != "direct",
         boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
-        skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - ROWS,
+        skips=skips,
+        whole_first=specialized and driver == "ranges" and not skips and not numbers.settled and _one_interval(spec),
         q_stages=1,
         box_bytes=box,
         out_columns=v,
@@ -184,6 +191,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     return HopperTile(
         tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
     )
+
+
+def _one_interval(spec: KernelSpec) -> bool:
+    """Whether the keys that rows see, and those that all rows of a tile see, are an interval, and not all of them."""
+    found = bands_of(spec)
+    return spec.variant.mask != TRUE and len(found.visible) == 1 and len(found.full) == 1
 
 
 def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
@@ -242,10 +255,14 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 def _families(spec: KernelSpec) -> frozenset[str]:
     """Return the families of the table that a kernel belongs to."""
     found = {"any"}
-    if is_light(spec.variant) and spec.layout != "varlen" and not spec.variant.dropout:
+    if is_light(spec.variant) and not spec.variant.dropout:
         found.add("light")
         if spec.layout == "dense" and any(interval.lo is not None for interval in bands_of(spec).visible):
             found.add("window")
+        elif spec.layout == "dense" and spec.pack_gqa is not True:
+            found.add("plain")
+            if spec.head_dim_v <= _NARROW_V < spec.head_dim_qk:
+                found.add("narrow_v")
     if gathers(spec.variant):
         found.add("gather")
     if spec.variant.score is not None or spec.variant.dropout:

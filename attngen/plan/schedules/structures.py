@@ -25,6 +25,7 @@ class HopperForward(Structure):
     q_stages: int  # tiles of Q in flight
     box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once
+    whole_first: bool  # a tile that all rows see, if there is one, comes before the others, from the last to the first
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
     key_values: int  # values of each key that the mask reads, and that come with a tile of K

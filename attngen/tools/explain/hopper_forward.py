@@ -107,7 +107,8 @@ class HopperExplanation(ScheduleExplanation):
         """Yield the parts of a consumer's loop over keys, in order."""
         hopper = self.hopper
         turn, passed = ("take the turn, ", ", pass the turn") if hopper.pingpong else ("", "")
-        yield "order", "tiles of keys from the last that is seen to the first"
+        first = "the last tile of keys that all rows see, then the others" if hopper.whole_first else "tiles of keys"
+        yield "order", f"{first} from the last that is seen to the first"
         yield "first tile", f"{turn}QK(0){passed}, wait; maximum and exponentials make P(0)"
         if hopper.overlap:
             yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
