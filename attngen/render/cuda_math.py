@@ -28,6 +28,7 @@ from attngen.lang.statements import (
     written,
 )
 from attngen.plan.model import Plan
+from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -365,6 +366,8 @@ def elements(plan: Plan) -> Elements:
 def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     """Return the ranges of visible and of full tiles along an axis, or the hull that a listing goes through."""
     found = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
+    if along is KEYS and isinstance(plan.structure, HopperForward) and plan.structure.anchored:
+        return _anchored_tiles(plan, found)
     if plan.driver != "ranges":
         values, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
         lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
@@ -381,6 +384,36 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
     corners = with_corners(lines, values.values(), along=along, any_group=plan.split_kv)
     return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), values)
+
+
+def _anchored_tiles(plan: Plan, found: Bands) -> Tiles:
+    """Return the ranges of tiles of which the last one ends with the last key that any row of a tile of work sees.
+
+    All ends are keys first. From those of all rows follows where tiles begin, which is the same for each consumer.
+    """
+    pairs = {"visible": found.visible[0], **{"full": each for each in found.full[:1]}}
+    ends: dict[str, Expr] = {}
+    for name, each in pairs.items():
+        ends[f"{name}_from"] = integer(0) if each.lo is None else minimum(maximum(each.lo, integer(0)), SEQLEN_K)
+        ends[f"{name}_to"] = SEQLEN_K if each.hi is None else minimum(maximum(each.hi, integer(0)), SEQLEN_K)
+    keys, lines = emit_named(plan, CUDA, ends)
+    named = {name: f"{{{value.text}}}" if value.text.isidentifier() else value.text for name, value in keys.items()}
+    of_all = f"{HopperForward.lanes_of_part} * kConsumers"
+    last = f"({named['visible_to']} + kAnchor - 1) / kAnchor * kAnchor"
+    begins = f"{named['visible_from']} >= kBlockN ? {last} % kBlockN : 0"
+    lines += [
+        int_constant("offset", f"__shfl_sync(~0u, {begins}, {of_all})", comment="of the first key of each tile"),
+        int_constant("visible_lo", f"({named['visible_from']} - {{offset}}) / kBlockN"),
+        int_constant("visible_hi", f"({named['visible_to']} - {{offset}} + kBlockN - 1) / kBlockN"),
+    ]
+    if "full" in pairs:
+        lines += [
+            int_constant("full_lo", f"({named['full_from']} - {{offset}} + kBlockN - 1) / kBlockN"),
+            int_constant("full_hi", f"({named['full_to']} - {{offset}}) / kBlockN"),
+        ]
+    ranges = tuple((f"{name}_lo", f"{name}_hi") for name in pairs)
+    values = {end: leaf(end) for pair in ranges for end in pair}
+    return Tiles(with_corners(lines), ranges[:1], ranges[1:], values)
 
 
 def with_corners(

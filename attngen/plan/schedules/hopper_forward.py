@@ -52,7 +52,11 @@ TABLE = (
 )
 
 #: Sums stay far below the largest float16, and below float32's square root for their own sake.
-PROBABILITIES = {"bf16": Probabilities("0x1p40f"), "fp16": Probabilities("0x1p14f")}
+#: A constant reference leaves bfloat16 room for the sums of 2^20 keys and for values of 2^26, and P of float16 normal.
+PROBABILITIES = {
+    "bf16": Probabilities("0x1p40f", exponents=(-80, 80)),
+    "fp16": Probabilities("0x1p14f", exponents=(-14, 14)),
+}
 
 
 def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
