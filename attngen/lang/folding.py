@@ -67,6 +67,14 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     return Logit(grouped, LOG2E, scaled)
 
 
+def cap_scale(logit: Logit, heads: Heads = "single") -> Expr | None:
+    """Return ``scale`` of a value that is ``tanh(product * scale)``, the same for a tile of rows; None of any other."""
+    match logit.value:
+        case Op(op="tanh", args=(Op(op="mul", args=(product, scale)),)) if product == PRODUCT and not _varies(scale):
+            return None if heads == "packed" and "h" in names(scale) else scale
+    return None
+
+
 def split_keys(value: Expr, first: Var, key: Var) -> Expr:
     """Return ``value`` with ``float(kv)`` as ``float(first) + float(key)``, the terms without ``key`` apart.
 

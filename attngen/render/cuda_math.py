@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
 from attngen.lang.facts import index
-from attngen.lang.folding import PRODUCT, fold_logit, split_keys
+from attngen.lang.folding import PRODUCT, cap_scale, fold_logit, split_keys
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, spelled, walk
 from attngen.lang.ranges import INT32
@@ -97,6 +97,7 @@ class Logits:
     full: Steps
     multiplier: Piece
     drops_products: bool
+    cap_scale: Piece | None  # of a soft-capped score: what leads to the argument of tanh
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +131,13 @@ def logits(plan: Plan) -> Logits:
     variant = plan.variant
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
     value = split_keys(folded.value, KV_FIRST, _KEY) if plan.fast_math else folded.value
+    scale = cap_scale(folded, plan.box_heads)
     work: dict[Statement, None] = {}
     steps = []
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
         bound = _elements(plan, ragged=partial)
-        scored = emit_for(plan, CUDA, [value, folded.multiplier], bound)
+        scored = emit_for(plan, CUDA, [value, folded.multiplier, *([] if scale is None else [scale])], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         if variant.score is not None:
             body.append(statement("{x} = {};", scored.results[0]))
@@ -154,7 +156,8 @@ def logits(plan: Plan) -> Logits:
     elif not _is_leaf(multiplier):
         statements.append(constant("float", "scale_log2e", multiplier))
         multiplier = leaf("scale_log2e")
-    return Logits(tuple(statements), steps[0], steps[1], multiplier, _drops_products(folded.value))
+    capped = None if scale is None else scored.results[2]
+    return Logits(tuple(statements), steps[0], steps[1], multiplier, _drops_products(folded.value), capped)
 
 
 def _is_leaf(value: Piece) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from attngen.lang.bands import Heads
 from attngen.lang.bounded import bounding_maximum, score_bounds
+from attngen.lang.folding import cap_scale, fold_logit
 from attngen.plan.choices import refuse
 from attngen.schema.expand import KernelSpec
 
@@ -26,6 +28,14 @@ def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str
     if spec.softmax == "bounded":
         raise refuse(spec, "softmax", f"{_against(spec, exponents)}; allowed: fixed_reference, lazy, exact_max")
     return "fixed_reference", None
+
+
+def is_soft_capped(spec: KernelSpec) -> bool:
+    """Whether logits are a multiple of tanh of a multiple of the products, and tanh may be approximated."""
+    heads: Heads = "packed" if spec.pack_gqa else "single"
+    if spec.variant.score is None or not spec.fast_math:
+        return False
+    return cap_scale(fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads), heads) is not None
 
 
 def constant_reference(spec: KernelSpec, exponents: tuple[int, int] | None) -> float | None:

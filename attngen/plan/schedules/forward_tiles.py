@@ -24,7 +24,7 @@ from attngen.plan.schedules.forward_memory import (
     with_memory,
 )
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
-from attngen.plan.schedules.forward_softmax import softmax_of
+from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
@@ -161,6 +161,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
+    capped = numbers.exponents is not None and softmax in ("fixed_reference", "bounded") and is_soft_capped(spec)
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -192,7 +193,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         else 0,
         softmax=softmax,
         reference="0.0f" if constant is None else f"{constant:.1f}f",
-        fused=softmax == "bounded",
+        capped=capped,
+        fused=softmax == "bounded" and not capped,
         anchored=specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n),
         shared=(),
     )

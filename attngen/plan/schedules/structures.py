@@ -39,6 +39,7 @@ class HopperForward(Structure):
     softmax: str
     reference: str = "0.0f"  # literal; of all rows, in units of log2, where logits are bounded
     anchored: bool = False  # tiles of keys end with what a tile of work sees, not at multiples of their size
+    capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
 
     def __post_init__(self) -> None:

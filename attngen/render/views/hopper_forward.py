@@ -123,6 +123,7 @@ class CudaView:
     logit_partial: str
     logit_comment: str
     multiplier: Piece
+    cap_scale: Piece | None
     sink: Sink | None
     classifier: ClassifierView | None
 
@@ -235,6 +236,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         logit_partial=masked,
         logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
         multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
+        cap_scale=code.cap_scale,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
