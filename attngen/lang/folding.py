@@ -24,6 +24,8 @@ from attngen.lang.usage import decides
 PRODUCT = own("qk", Type.FLOAT)
 SOFTMAX_SCALE = Var("softmax_scale", Type.FLOAT)
 LOG2E = own("LOG2E", Type.FLOAT)
+#: The first key of a lane, in kernels whose threads hold elements of known places, and the distance of a key from it.
+KV_FIRST, KEY = own("kv_first"), Var("key", Type.INT)
 ONE = Const(1.0, Type.FLOAT)
 
 #: What differs from element to element of a tile.
@@ -75,7 +77,24 @@ def cap_scale(logit: Logit, heads: Heads = "single") -> Expr | None:
     return None
 
 
-def split_keys(value: Expr, first: Var, key: Var) -> Expr:
+def less(value: Expr, reference: Expr) -> Expr | None:
+    """Return ``value - reference``, the reference taken from a term of a sum that is the same for all keys of a lane, so
+    that it costs no operation for each; None if ``value`` is no sum that has one."""
+    if not names(value) & {*_KEYS, KEY.name, PRODUCT.name}:
+        return Op("sub", (value, reference), Type.FLOAT)
+    match value:
+        case Op(op="add", args=(a, b), type=Type.FLOAT):
+            for own, other in ((a, b), (b, a)):
+                found = less(own, reference)
+                if found is not None:
+                    return Op("add", (found, other) if own is a else (other, found), Type.FLOAT)
+        case Op(op="sub", args=(a, b), type=Type.FLOAT):
+            found = less(a, reference)
+            return None if found is None else Op("sub", (found, b), Type.FLOAT)
+    return None
+
+
+def split_keys(value: Expr, first: Var = KV_FIRST, key: Var = KEY) -> Expr:
     """Return ``value`` with ``float(kv)`` as ``float(first) + float(key)``, the terms without ``key`` apart.
 
     For kernels that know ``key`` at compile time: ``(kv - q) * slope`` becomes ``(first - q) * slope + key * slope``,

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
-from attngen.lang.facts import index
-from attngen.lang.folding import PRODUCT, cap_scale, fold_logit, split_keys
+from attngen.lang.folding import KEY, PRODUCT, cap_scale, fold_logit, less, split_keys
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, spelled, walk
+from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, own, spelled, walk
 from attngen.lang.ranges import INT32
 from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
@@ -64,7 +63,8 @@ _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 #: What the mask and the score call keys.
 _KEY_NAMES = frozenset({"kv", "kv_global"})
-_KEY = index("key")
+#: The reference that logits of a tile are counted from, in kernels whose scores take it up.
+_COUNTED_FROM = own("counted_from", Type.FLOAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,9 @@ def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
-    value = split_keys(folded.value, KV_FIRST, _KEY) if plan.fast_math else folded.value
+    value = split_keys(folded.value) if plan.fast_math else folded.value
+    if isinstance(plan.structure, HopperForward) and plan.structure.relative:
+        value = less(value, _COUNTED_FROM) or value
     scale = cap_scale(folded, plan.box_heads)
     work: dict[Statement, None] = {}
     steps = []
@@ -278,7 +280,8 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
         "kv_global": Binding("kv_packed", _KV, below=keys),
         PRODUCT.name: Binding("x", _Q | _KV),
         KV_FIRST.name: Binding("kv_first", _Q),
-        _KEY.name: Binding("key", _KV),
+        KEY.name: Binding("key", _KV),
+        _COUNTED_FROM.name: Binding("{counted_from}[{row}]", _Q),
         **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | heads | rows
@@ -324,7 +327,7 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
 
 def row_names(plan: Plan) -> tuple[str, ...]:
     """Return the names that differ from row to row."""
-    return (*_QUERY_NAMES, "h") if plan.pack_gqa else _QUERY_NAMES
+    return (*_QUERY_NAMES, "counted_from", "h") if plan.pack_gqa else (*_QUERY_NAMES, "counted_from")
 
 
 def _split(

@@ -10,7 +10,7 @@ from typing import Literal
 from attngen.lang.bands import Bands, Interval
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.facts import KV_START, Q_START, Facts
-from attngen.lang.folding import LOG2E, SOFTMAX_SCALE
+from attngen.lang.folding import KV_FIRST, LOG2E, SOFTMAX_SCALE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, own, spelled, tensors
 from attngen.lang.languages import Target
@@ -21,8 +21,6 @@ from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX, argument_name, extent_name, pointer_name, strides
 
 TILE_N, WHOLE_TILES, KV_TILES = own("BLOCK_N"), own("whole_tiles"), own("kv_tiles")
-#: The first key of a lane, in kernels whose threads hold elements of known places.
-KV_FIRST = own("kv_first")
 SEQLEN_K = Var("seqlen_k", Type.INT)
 
 

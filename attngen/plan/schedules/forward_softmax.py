@@ -6,7 +6,7 @@ import math
 
 from attngen.lang.bands import Heads
 from attngen.lang.bounded import bounding_maximum, score_bounds
-from attngen.lang.folding import cap_scale, fold_logit
+from attngen.lang.folding import ONE, cap_scale, fold_logit, less, split_keys
 from attngen.plan.choices import refuse
 from attngen.schema.expand import KernelSpec
 
@@ -36,6 +36,15 @@ def is_soft_capped(spec: KernelSpec) -> bool:
     if spec.variant.score is None or not spec.fast_math:
         return False
     return cap_scale(fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads), heads) is not None
+
+
+def takes_reference(spec: KernelSpec) -> bool:
+    """Whether the reference of a row can be taken from a term of the score that is the same for all keys."""
+    heads: Heads = "packed" if spec.pack_gqa else "single"
+    if spec.variant.score is None or not spec.fast_math:
+        return False
+    folded = fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads)
+    return folded.multiplier == ONE and less(split_keys(folded.value), ONE) is not None
 
 
 def constant_reference(spec: KernelSpec, exponents: tuple[int, int] | None) -> float | None:

@@ -24,7 +24,7 @@ from attngen.plan.schedules.forward_memory import (
     with_memory,
 )
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
-from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of
+from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_reference
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
@@ -161,6 +161,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
+    anchored = specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n)
     capped = numbers.exponents is not None and softmax in ("fixed_reference", "bounded") and is_soft_capped(spec)
     draft = HopperForward(
         specialized=specialized,
@@ -195,7 +196,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         reference="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         fused=softmax == "bounded" and not capped,
-        anchored=specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n),
+        anchored=anchored,
+        redo_by_count=anchored and softmax == "fixed_reference" and not capped,
+        relative=numbers.exponents is not None
+        and softmax == "fixed_reference"
+        and takes_reference(spec)
+        and not spec.variant.dropout,
         shared=(),
     )
     return HopperTile(
