@@ -31,7 +31,7 @@ def score_bounds(score: Expr | None, ranges: Mapping[str, Range]) -> Range | Non
 
 
 def bounding_maximum(variant: Variant, name: str, most: float) -> float | None:
-    """Return the largest ``max`` of a scalar for which a score stays within ``most`` in either direction, to two digits.
+    """Return the largest ``max`` of a scalar, to two digits, with which a score stays within ``most`` on both sides.
 
     None if none does, or if the scalar needs none. For messages, which say what a declaration lacks.
     """

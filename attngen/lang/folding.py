@@ -78,8 +78,10 @@ def cap_scale(logit: Logit, heads: Heads = "single") -> Expr | None:
 
 
 def less(value: Expr, reference: Expr) -> Expr | None:
-    """Return ``value - reference``, the reference taken from a term of a sum that is the same for all keys of a lane, so
-    that it costs no operation for each; None if ``value`` is no sum that has one."""
+    """Return ``value - reference``, the reference taken from a term of a sum that is the same for all keys of a lane.
+
+    It then costs no operation for each. None if ``value`` is no sum that has such a term.
+    """
     if not names(value) & {*_KEYS, KEY.name, PRODUCT.name}:
         return Op("sub", (value, reference), Type.FLOAT)
     match value:

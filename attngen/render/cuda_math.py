@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
-from attngen.lang.folding import KEY, PRODUCT, cap_scale, fold_logit, less, split_keys
+from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, less, split_keys
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, own, spelled, walk
 from attngen.lang.ranges import INT32
@@ -41,7 +41,6 @@ from attngen.render.cuda_statements import (
 from attngen.render.expressions import (
     CUDA,
     KEYS,
-    KV_FIRST,
     LOGIT_SCALE,
     QUERIES,
     SEQLEN_K,
@@ -397,7 +396,7 @@ def _anchored_tiles(plan: Plan, found: Bands) -> Tiles:
 
     All ends are keys first. From those of all rows follows where tiles begin, which is the same for each consumer.
     """
-    pairs = {"visible": found.visible[0], **{"full": each for each in found.full[:1]}}
+    pairs = {"visible": found.visible[0]} | ({"full": found.full[0]} if found.full else {})
     ends: dict[str, Expr] = {}
     for name, each in pairs.items():
         ends[f"{name}_from"] = integer(0) if each.lo is None else minimum(maximum(each.lo, integer(0)), SEQLEN_K)

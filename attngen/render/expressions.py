@@ -10,7 +10,7 @@ from typing import Literal
 from attngen.lang.bands import Bands, Interval
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.facts import KV_START, Q_START, Facts
-from attngen.lang.folding import KV_FIRST, LOG2E, SOFTMAX_SCALE
+from attngen.lang.folding import LOG2E, SOFTMAX_SCALE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, own, spelled, tensors
 from attngen.lang.languages import Target

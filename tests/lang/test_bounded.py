@@ -17,9 +17,7 @@ from tests.sampling import seeds
 
 SCALARS = (Scalar("cap", "fp32", min=0.5, max=30.0), Scalar("gain", "fp32"), Scalar("n", "int32", min=1, max=4))
 TENSORS = (Tensor("bias", "fp32", ("h",), range=(-2.0, 3.0)), Tensor("free", "fp32", ("h",)))
-KINDS = {"s": "float", "cap": "float", "gain": "float", "n": "int", "q_pos": "int", "kv": "int", "h": "int"} | dict.fromkeys(
-    ("bias", "free"), "float"
-)  # fmt: skip
+KINDS = dict.fromkeys(("s", "cap", "gain", "bias", "free"), "float") | dict.fromkeys(("n", "q_pos", "kv", "h"), "int")
 
 
 def _variant(score: str, *scalars: Scalar) -> Variant:
@@ -68,7 +66,9 @@ def test_a_scalar_without_maximum_bounds_nothing_and_the_one_that_would_is_named
 def _score(chance: random.Random, depth: int) -> str:
     """Return a random score, most of whose terms are bounded."""
     if depth == 0:
-        return chance.choice(["s", "tanh(s)", "sigmoid(s / cap)", "cap", "bias[h]", "1.5", "-0.25", "float(n)", "sin(s)"])
+        return chance.choice(
+            ["s", "tanh(s)", "sigmoid(s / cap)", "cap", "bias[h]", "1.5", "-0.25", "float(n)", "sin(s)"]
+        )
     a, b = _score(chance, depth - 1), _score(chance, depth - 1)
     return chance.choice(
         [
@@ -94,7 +94,10 @@ def test_bounds_hold_for_every_product(seed: int) -> None:
             "cap": chance.choice([0.5, 30.0, chance.uniform(0.5, 30.0)]), "n": chance.randint(1, 4),
             "q_pos": chance.randint(0, 9), "kv": chance.randint(0, 9), "h": 0,
         }  # fmt: skip
-        tensors = {"bias": np.array([chance.uniform(-2, 3)], np.float32), "free": np.array([chance.gauss(0, 5)], np.float32)}
+        tensors = {
+            "bias": np.array([chance.uniform(-2, 3)], np.float32),
+            "free": np.array([chance.gauss(0, 5)], np.float32),
+        }
         value = float(Walker(names, tensors, {}, KINDS, np.float32).evaluate(score))
         if value == value:
             assert Fraction(found[0]) <= Fraction(value) <= Fraction(found[1]), (score, names, tensors)

@@ -1,7 +1,7 @@
-"""Tiles of keys that end with what a tile of work sees: the scheduler's own lines, compiled for the host, against the mask.
+"""Tiles of keys that end with what a tile of work sees: the scheduler's own lines, on the host, against the mask.
 
-Every visible key is in a visible tile, every full tile holds only keys that every row sees, and the tiles of all rows end
-less than an anchor after the last key.
+Every visible key is in a visible tile, every full tile holds only keys that every row sees, and the tiles of all rows
+end less than an anchor after the last key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ constexpr int kBlockM = {tile_m}, kBlockN = {tile_n}, kConsumers = {consumers}, 
 static int of_all;
 struct Spans {{ int visible_lo, visible_hi, full_lo, full_hi, offset; }};
 static Spans spans(int part, int q_tile, int group_bits, int seqlen_q, int seqlen_k, int u_window) {{
-  const auto __shfl_sync = [&](unsigned, int value, int lane) {{ return part == kConsumers ? of_all = value : of_all; }};
+  const auto __shfl_sync = [&](unsigned, int value, int) {{ return part == kConsumers ? of_all = value : of_all; }};
   const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits;
   const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
   {lines}
@@ -59,9 +59,13 @@ def test_tiles_that_end_with_what_is_seen_hold_all_of_it(tile: str, tmp_path: Pa
     view = cuda_view(plan, "")
     (tmp_path / "spans.cpp").write_text(
         PROGRAM.format(
-            tile_m=plan.tile_m, tile_n=plan.tile_n, consumers=plan.structure.consumers, anchor=ANCHOR,
-            lines="\n  ".join(map(str, view.span_lines)), values=view.span_values,
-        )  # fmt: skip
+            tile_m=plan.tile_m,
+            tile_n=plan.tile_n,
+            consumers=plan.structure.consumers,
+            anchor=ANCHOR,
+            lines="\n  ".join(map(str, view.span_lines)),
+            values=view.span_values,
+        )
     )
     assert COMPILER is not None
     program = tmp_path / "spans"

@@ -35,7 +35,9 @@ def is_soft_capped(spec: KernelSpec) -> bool:
     heads: Heads = "packed" if spec.pack_gqa else "single"
     if spec.variant.score is None or not spec.fast_math:
         return False
-    return cap_scale(fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads), heads) is not None
+    return (
+        cap_scale(fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads), heads) is not None
+    )
 
 
 def takes_reference(spec: KernelSpec) -> bool:

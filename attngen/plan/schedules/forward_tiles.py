@@ -68,8 +68,9 @@ class Probabilities:
     """How P stays within its dtype: the sum of a lane's probabilities that asks for a new reference, the growth of the
     running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set.
     ``settled``, where the largest P is not far above that, so that a partial first tile, or many logits that are alike,
-    would ask for a new reference often: log2 of the sum at most that one leaves a lane. ``exponents``: log2 of the least
-    and of the largest P of a row whose reference is a constant, whatever its logits are; None: there is no such kernel.
+    would ask for a new reference often: log2 of the sum at most that one leaves a lane. ``exponents``: log2 of the
+    least and of the largest P of a row whose reference is a constant, whatever its logits are; None: there is no such
+    kernel.
     """
 
     redo_above: str
