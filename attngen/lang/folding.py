@@ -77,22 +77,20 @@ def cap_scale(logit: Logit, heads: Heads = "single") -> Expr | None:
     return None
 
 
-def less(value: Expr, reference: Expr) -> Expr | None:
+def less(value: Expr, reference: Expr, sign: str = "sub") -> Expr | None:
     """Return ``value - reference``, the reference taken from a term of a sum that is the same for all keys of a lane.
 
-    It then costs no operation for each. None if ``value`` is no sum that has such a term.
+    It then costs no operation for each key. None if ``value`` is no sum that has such a term. With the sign ``add`` it
+    is added.
     """
     if not names(value) & {*_KEYS, KEY.name, PRODUCT.name}:
-        return Op("sub", (value, reference), Type.FLOAT)
-    match value:
-        case Op(op="add", args=(a, b), type=Type.FLOAT):
-            for own, other in ((a, b), (b, a)):
-                found = less(own, reference)
-                if found is not None:
-                    return Op("add", (found, other) if own is a else (other, found), Type.FLOAT)
-        case Op(op="sub", args=(a, b), type=Type.FLOAT):
-            found = less(a, reference)
-            return None if found is None else Op("sub", (found, b), Type.FLOAT)
+        return Op(sign, (value, reference), Type.FLOAT)
+    if not isinstance(value, Op) or value.type is not Type.FLOAT or value.op not in ("add", "sub"):
+        return None
+    for place, own_sign in enumerate((sign, sign if value.op == "add" else {"add": "sub", "sub": "add"}[sign])):
+        found = less(value.args[place], reference, own_sign)
+        if found is not None:
+            return replace(value, args=(found, value.args[1]) if place == 0 else (value.args[0], found))
     return None
 
 
