@@ -199,10 +199,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         fused=softmax == "bounded" and not capped,
         anchored=anchored,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped,
-        relative=numbers.exponents is not None
-        and softmax == "fixed_reference"
-        and takes_reference(spec)
-        and not spec.variant.dropout,
+        relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
     )
     return HopperTile(
