@@ -174,7 +174,11 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         longest_first=spec.order != "natural",
         staged=spec.epilogue != "direct",
         boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
-        skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - ROWS,
+        skips=specialized
+        and driver == "ranges"
+        and spec.variant.mask != TRUE
+        and tile_n < tile_m - ROWS
+        and not anchored,  # there the rows of all consumers see some key of nearly every tile
         q_stages=1,
         box_bytes=box,
         out_columns=v,
@@ -215,10 +219,10 @@ def tile_bits(tile_n: int) -> int:
 def _can_be_anchored(spec: KernelSpec, driver: str, consumers: int, tile_n: int) -> bool:
     """Whether tiles of keys may begin anywhere, and rows see an interval that ends on both sides, so that it pays.
 
-    A word of a tile says where it begins in steps of ``ANCHOR``, beside its number and two bits for each consumer.
-    Random numbers go by tiles.
+    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``. A word of a tile
+    says where it begins in steps of ``ANCHOR``, beside its number and two bits for each consumer.
     """
-    if driver != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous" or spec.variant.dropout:
+    if not spec.pack_gqa or driver != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous":
         return False
     visible = bands_of(spec).visible
     bits = tile_bits(tile_n) + 2 * consumers + (tile_n // ANCHOR - 1).bit_length()
