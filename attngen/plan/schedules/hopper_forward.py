@@ -41,6 +41,7 @@ TABLE = (
     Choice("light", 64, 3, 128, "pingpong"),
     Choice("gather", 128, 2, 64, "pingpong"),
     Choice("gather", 256, 2, 32, "pingpong"),
+    Choice("scored", 64, 3, 96, "pingpong"),
     Choice("score", 64, 3, 64, "pingpong"),
     Choice("scored", 128, 3, 80, "pingpong"),
     Choice("score", 128, 3, 64, "pingpong"),
