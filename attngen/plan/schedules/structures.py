@@ -38,6 +38,12 @@ class HopperForward(Structure):
     peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top
     settled: int  # log2 of the sum at most that a new reference leaves a lane in a step; 0: what the maximum gives
     softmax: str
+    reference: str = "0.0f"  # literal; of all rows, in units of log2, where logits are bounded
+    anchored: bool = False  # tiles of keys end with what a tile of work sees, not at multiples of their size
+    redo_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
+    relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
+    capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
+    fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
 
     def __post_init__(self) -> None:
         """Check that a warp has lanes for each consumer: the templates count on it."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from attngen.dtypes import DType, dtype
-from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
+from attngen.plan.schedules.forward_tiles import ANCHOR, tile_bits
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.cuda_statements import int_constant
@@ -78,6 +78,8 @@ class CudaView:
     region_bytes: Mapping[str, int]
     pipes: PipesView
     tile_bits: int
+    anchor: int
+    key_start: Callable[[str], str]
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
     uses_kv_tiles: bool
@@ -122,6 +124,7 @@ class CudaView:
     logit_partial: str
     logit_comment: str
     multiplier: Piece
+    cap_scale: Piece | None
     sink: Sink | None
     classifier: ClassifierView | None
 
@@ -149,7 +152,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
-    kv_first = f"{tile} * kBlockN + 2 * (lane % 4)"
+    start = " + (static_cast<uint32_t>(tile_info) >> kOffsetBit) * kAnchor" if hopper.anchored else ""
+    kv_first = f"{tile} * kBlockN{start} + 2 * (lane % 4)"
     v_box = hopper.box_bytes
     if hopper.v_by_columns:
         among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
@@ -177,16 +181,26 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
-        tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
+        tile_bits=tile_bits(plan.tile_n),
+        anchor=ANCHOR,
+        key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
         uses_kv_tiles="kv_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
         uses_q_hi="q_hi" in spans,
         words_use_q_hi="q_hi" in reads(listed),
-        span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
+        span_fields=(
+            *(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
+            *(["offset"] if hopper.anchored else []),
+        ),
         span_lines=found.lines,
-        span_values=", ".join(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
+        span_values=", ".join(
+            [
+                *(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
+                *(["offset"] if hopper.anchored else []),
+            ]
+        ),
         count=_count(found, "spans"),
         count_of_all=_count(found, "all"),
         sees_any=f"{_count(found, 'mine')} > 0",
@@ -224,6 +238,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         logit_partial=masked,
         logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
         multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
+        cap_scale=code.cap_scale,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )

@@ -1,7 +1,7 @@
-// fwd_sm90a_wgmma_bf16_d64_softcap_m192n64s2c3
+// fwd_sm90a_wgmma_bf16_d64_softcap_m192n96s2c3
 //
 // Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
@@ -10,6 +10,7 @@
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
+#include "soft_cap.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -18,7 +19,7 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 64;  // keys of one step
+constexpr int kBlockN = 96;  // keys of one step
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
@@ -45,20 +46,20 @@ constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 16384 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 65536;  // 16384 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 81920;  // 24576 B: O, for its store
-constexpr uint32_t kWork = kShared + 106496;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 107136;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 107152;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 107168;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 107184;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 107200;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 107216;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 107232;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 107248;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 107264;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 107272;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 73728;  // 24576 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 24576 B: O, for its store
+constexpr uint32_t kWork = kShared + 122880;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 123520;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 123536;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 123552;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 123568;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 123584;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 123600;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 123616;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 123632;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 123648;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 123656;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -80,7 +81,7 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 24576);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 16384 && VRing::kStages * kVBytes == 16384);
+static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,7 +114,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_softcap_m192n64s2c3(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_softcap_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
@@ -336,12 +337,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
-    VRing v_ring;
     int tile_info = 0;
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
       k_ring.advance();
+    };
+    // The stage of V whose K was released last. V has no ring of its own here: the compiler would not know it to be uniform.
+    const auto of_v = [&] {
+      const bool wraps = k_ring.stage == 0;
+      return VRing((wraps ? VRing::kStages : k_ring.stage) - 1, k_ring.phase ^ (wraps ? 1 : 0));
     };
     VRing held;        // the tile of V that O += P V still has to read,
     int held_for = 0;  // and how many tiles were skipped since
@@ -351,15 +356,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     // Holds the tile of V that belongs to these logits until O += P V.
     const auto hold_v = [&] {
-      held = v_ring;
+      held = of_v();
       held_for = 0;
-      v_ring.advance();
     };
     const auto skip_v = [&] {
+      const VRing v_ring = of_v();
       // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
       if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
-      v_ring.advance();
     };
     // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
@@ -415,48 +419,53 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
-      const auto finish_logits = [&] {
+      // The products of a tile become logits; pairs that are not visible get -inf.
+      const auto finish_partial = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
-        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            int visible_to;
-          };
-          Row rows[2];
+        struct Row {
+          int visible_to;
+        };
+        Row rows[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          rows[row] = {visible_to};
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
-          }
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
-              if (key >= visible_to) x = kMasked;
-            }
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
-            }
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            const auto [visible_to] = rows[row];
+            x = tanh_approx(x * u_softmax_scale_over_cap);
+            if (key >= visible_to) x = kMasked;
           }
         }
       };
+      const auto finish_full = [&] {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            x = tanh_approx(x * u_softmax_scale_over_cap);
+          }
+        }
+      };
+      const SoftCap soft_cap(u_softmax_scale_over_cap, scale_log2e);
+      bool polynomial = true;  // whether it was as good as tanh so far: tiles of the same rows are alike
 
       // The first tile. Its S is there.
       release_k();
       hold_v();
-      finish_logits();
+      if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+        finish_partial();
+      } else {
+        finish_full();
+      }
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference(maximum, reference, alpha);
@@ -480,15 +489,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<1>();
         settle(s);
         release_k();
-        finish_logits();
-        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
+
+        // P of this tile: from the products where a polynomial is as good as tanh. S is kept until that is known, and the sums say that the
+        // reference of the step before was good enough.
         float sum[2] = {0.0f, 0.0f};
-        wait_products<0>();
-        settle(acc);
-        release_v();
-        exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        const auto begin_p = [&] {
+          wait_products<0>();
+          settle(acc);
+          release_v();
+        };
+        bool products = false;  // whether S still is the products
+        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          finish_partial();
+          begin_p();
+          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        } else {
+          begin_p();
+          products = polynomial && __all_sync(~0u, exponentiate_capped<Element>(s, soft_cap, reference, p, sum));
+          polynomial = products;
+          if (!products) {
+            finish_full();
+            sum[0] = sum[1] = 0.0f;
+            exponentiate<Element>(s, scale_log2e, reference, p, sum);
+          }
+        }
         const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
+          if (products) finish_full();
           find_maximum(s, scale_log2e, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
