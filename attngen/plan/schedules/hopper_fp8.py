@@ -38,7 +38,7 @@ TABLE = (
     Choice("listed", 128, 3, 64, "cooperative"),
     Choice("packed", 128, 2, 192, "pingpong"),
     Choice("paged", 128, 2, 192, "pingpong"),
-    Choice("any", 128, 3, 96, "cooperative"),
+    Choice("any", 128, 3, 96, "pingpong"),
     Choice("any", 192, 2, 128, "cooperative"),
     Choice("any", 256, 2, 128, "cooperative", (24, 240)),
 )

@@ -1,6 +1,6 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d128_sliding_window_m192n96s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d128_causal_m192n96s2c3
 //
-// Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
+// Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
@@ -78,7 +78,8 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -126,7 +127,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_sliding_window_m192n96s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_causal_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -139,7 +140,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
-    int u_window,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -195,12 +195,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-          const int u_window_min_1073741823 = min(u_window, 1073741823);
-          const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
           const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
           const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {visible_lo, visible_hi, full_lo, full_hi};
+          spans = {0, visible_hi, 0, full_hi};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
@@ -380,6 +377,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
+    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
+    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
+    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pass_turn();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -415,7 +416,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = sync_group;
+    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
+      take_turn();
+      pass_turn();
+    };
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
@@ -450,7 +454,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         --left;
         blind = wait_k() && __any_sync(~0u, left > 1);
       }
+      take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
       wait_products<0>();
       settle(s);
     };
@@ -470,7 +476,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
-            int visible_from;
             int visible_to;
           };
           Row rows[2];
@@ -478,9 +483,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_from, visible_to};
+            rows[row] = {visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
@@ -488,8 +492,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_from, visible_to] = rows[row];
-              if (key < visible_from || key >= visible_to) x = kMasked;
+              const auto [visible_to] = rows[row];
+              if (key >= visible_to) x = kMasked;
             }
           }
         }
@@ -516,9 +520,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           ++held_for;
           continue;
         }
+        take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(held.stage);  // O += P V of the tile before
+        pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
@@ -615,8 +621,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       left = next.tiles;
       const bool blind = more && first_is_blind();
       wait_v();
+      take_turn();
       if (blind) {
         issue_pv(held.stage);
+        pass_turn();
         free_out();
         wait_products<0>();
         write_out();
@@ -624,6 +632,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       } else {
         issue_pv(held.stage);
         issue_qk(k_ring.stage, q_ring.stage);
+        pass_turn();
         free_out();
         wait_products<1>();
         write_out();
@@ -639,5 +648,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
+    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }
