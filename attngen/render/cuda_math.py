@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
@@ -71,7 +71,8 @@ class Steps:
     """What happens to the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
 
     ``row_values`` are the values of a row that its elements use, each with its type. No lines for elements: nothing
-    happens to them.
+    happens to them. ``ends``: where they are masked by the keys between two ends and nothing else happens, the names of
+    these, the first one of which may be missing.
     """
 
     tile: tuple[Statement, ...]
@@ -79,6 +80,7 @@ class Steps:
     row_values: tuple[tuple[str, str], ...]
     key: tuple[Statement, ...]
     element: tuple[Statement, ...]
+    ends: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[Statement, ...]:
@@ -144,7 +146,8 @@ def logits(plan: Plan) -> Logits:
             body += [*mask.body, mask.test]
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
-        steps.append(_steps(plan, tile, row, body))
+        found = _steps(plan, tile, row, body)
+        steps.append(replace(found, ends=mask.alone if variant.score is None else ()) if partial else found)
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)
@@ -208,12 +211,14 @@ def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[
 @dataclass(frozen=True, slots=True)
 class Masking:
     """Lines that stand before the loop over keys or queries; those of what it goes along; those that say, by ``ends``,
-    which keys a query sees; and the line that masks an element."""
+    which keys a query sees; and the line that masks an element. ``alone``: the names of the ends, if it asks for
+    nothing else than one pair of them."""
 
     hoisted: Sequence[Statement]
     body: Sequence[Statement]
     ends: Sequence[Statement]
     test: Statement
+    alone: tuple[str, ...]
 
 
 def masking(
@@ -242,7 +247,8 @@ def masking(
     code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken, inner=along.axis)
     *values, condition = code.results
     declarations = [int_constant(name, value) for name, value in zip(ends, values, strict=True)]
-    if len(seen) == 1 and rest == TRUE:
+    alone = len(seen) == 1 and rest == TRUE
+    if alone:
         test = hidden[0]
     else:
         if len(seen) > 1:
@@ -251,7 +257,7 @@ def masking(
             open_ended = "||" in condition.text or "?" in condition.text
             seen.append(written("({})", condition) if open_ended else condition)
         test = written("!({})", joined(" && ", seen))
-    return Masking(code.hoisted, code.body, declarations, statement("if ({}) {x} = kMasked;", test))
+    return Masking(code.hoisted, code.body, declarations, statement("if ({}) {x} = kMasked;", test), tuple(ends) if alone else ())
 
 
 def from_zero(plan: Plan, end: Expr) -> Expr:

@@ -68,6 +68,7 @@ FORM = Form(
     numbers=PROBABILITIES,
     table=TABLE,
     transposes=True,
+    mask_group=16,
 )
 
 
