@@ -28,6 +28,7 @@ from attngen.lang.statements import (
     written,
 )
 from attngen.plan.model import Plan
+from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -71,8 +72,8 @@ class Steps:
     """What happens to the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
 
     ``row_values`` are the values of a row that its elements use, each with its type. No lines for elements: nothing
-    happens to them. ``ends``: where they are masked by the keys between two ends and nothing else happens, the names of
-    these, the first one of which may be missing.
+    happens to them. ``ends``: where they are masked in groups, by the keys between two ends and nothing else, the names
+    of these, the first one of which may be missing.
     """
 
     tile: tuple[Statement, ...]
@@ -147,7 +148,7 @@ def logits(plan: Plan) -> Logits:
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
         found = _steps(plan, tile, row, body)
-        steps.append(replace(found, ends=mask.alone if variant.score is None else ()) if partial else found)
+        steps.append(replace(found, ends=mask.alone) if partial and _in_groups(plan) else found)
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)
@@ -157,6 +158,11 @@ def logits(plan: Plan) -> Logits:
         statements.append(constant("float", "scale_log2e", multiplier))
         multiplier = leaf("scale_log2e")
     return Logits(tuple(statements), steps[0], steps[1], multiplier, _drops_products(folded.value))
+
+
+def _in_groups(plan: Plan) -> bool:
+    """Whether keys that all rows of a warp see are left alone, in groups."""
+    return isinstance(plan.structure, HopperForward) and plan.structure.mask_group > 0
 
 
 def _is_leaf(value: Piece) -> bool:
