@@ -45,6 +45,7 @@ constexpr int kVBoxBytes = 64;  // of a row of V, once it is transposed
 constexpr int kAhead = 4;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kMaskGroup = 16;  // keys that are masked together, unless all rows of a warp see all of them
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
@@ -427,10 +428,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return place_at(work_ring.stage);
     };
     // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
-    const auto logit_scale_of = [&](const Place& work) {
+    const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.h / group;
-      return softmax_scale * q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h] *
-             k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
+      scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
+      scales[1] = k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
     };
     const auto value_scale_of = [&](const Place& work) {
       const int hk = work.h / group;
@@ -439,7 +440,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
     left = next_work().tiles;
     bool more = __any_sync(~0u, left > 0);
-    float next_logit_scale = logit_scale_of(place_at(0));
+    float next_scales[2];
+    read_scales(place_at(0), next_scales);
     const auto wait_operands = [&] {
       q_ring.wait();
       wait_k();
@@ -455,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     if (more) start();
     while (more) {
       const Place& work = place_at(work_ring.stage);
-      const float logit_scale = next_logit_scale;
+      const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
       const int seqlen_k = work.seqlen_k;
       const int seqlen_q = work.seqlen_q;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
@@ -479,14 +481,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
             rows[row] = {visible_to};
           }
+          const int all_visible_to = __reduce_min_sync(~0u, min(rows[0].visible_to, rows[1].visible_to));
 #pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+          for (int first = 0; first < kBlockN; first += kMaskGroup) {
+            // Of most groups all rows of the warp see all keys, of which the last one of a lane is the second in a block of 8.
+            if (first + kMaskGroup - 7 < all_visible_to) continue;
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              if (key >= visible_to) x = kMasked;
+            for (int i = first / 4; i < (first + kMaskGroup) / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to] = rows[row];
+                if (key >= visible_to) x = kMasked;
+              }
             }
           }
         }
@@ -615,8 +623,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();
-      value_scale = value_scale_of(work);  // early, since loads take their time
-      next_logit_scale = logit_scale_of(next);
+      // Early, since loads take their time; what uses them comes after the products are issued.
+      value_scale = value_scale_of(work);
+      read_scales(next, next_scales);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
       if (more) wait_operands();
