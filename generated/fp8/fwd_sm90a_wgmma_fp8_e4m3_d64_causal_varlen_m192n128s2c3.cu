@@ -500,7 +500,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(v_ring.stage);  // O += P V of the tile before
-        pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
@@ -508,6 +507,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
+        pass_turn();  // the products are done
         settle(acc);
         release_v();
         if (__any_sync(~0u, renews)) {

@@ -53,6 +53,7 @@ class Choice:
     tile_n: int
     schedule: str
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
+    keeps_turn: bool = False  # with turns: until the products of a step are done
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         consumers=consumers,
         warp_roles=warp_roles,
         pingpong=schedule == "pingpong",
+        keeps_turn=schedule == "pingpong" and choice.keeps_turn,
         overlap=roles.overlap is not False,
         persistent=specialized and spec.persistent is not False,
         longest_first=spec.order != "natural",
@@ -170,7 +172,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         key_values=key_loads(spec.variant, "packed" if spec.pack_gqa else "single")
         if specialized and not is_paged(spec)
         else 0,
-        mask_group=form.mask_group if spec.variant.score is None else 0,
+        mask_group=form.mask_group if spec.variant.masked and spec.variant.score is None else 0,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,

@@ -1,6 +1,6 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d128_alibi_m192n96s2c3
+// fwd_sm90a_wgmma_fp8_e4m3_d128_packed_documents_m192n96s2c3_cooperative_pack
 //
-// Attention forward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
+// Attention forward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
@@ -19,7 +19,7 @@
 using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 192;  // query rows of a tile of work
+constexpr int kBlockM = 192;  // rows of a tile of work: the heads of a group, then the next query
 constexpr int kBlockN = 96;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
@@ -67,7 +67,8 @@ constexpr uint32_t kVEmpty = kShared + 172784;  // 16 B: barriers
 constexpr uint32_t kWorkFull = kShared + 172800;  // 16 B: barriers
 constexpr uint32_t kWorkEmpty = kShared + 172816;  // 16 B: barriers
 constexpr uint32_t kWorkAsked = kShared + 172832;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 172840;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kKeyValues = kShared + 172840;  // 1536 B: values of the keys of two tiles in each stage of K, which the mask reads
+constexpr uint32_t kTileInfo = kShared + 174376;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the scheduler -> each consumer
@@ -78,8 +79,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
-  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -99,15 +99,26 @@ using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
 
+// What the mask reads of a key; it comes with the tile of K.
+struct KeyValues {
+  int u_doc_kv;
+};
+static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1536);
+
+// What it reads of a row.
+struct RowValues {
+  int u_doc_q_pos;
+};
+
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
   int visible_lo, visible_hi;
   int full_lo, full_hi;
 };
 
-// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
+// A tile of work: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
-  int b, h, q_start, tiles;
+  int b, hk, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
@@ -127,7 +138,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_alibi_m192n96s2c3(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_packed_documents_m192n96s2c3_cooperative_pack(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -135,11 +146,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_q_descale_b, long long stride_q_descale_h,
     long long stride_k_descale_b, long long stride_k_descale_h,
     long long stride_v_descale_b, long long stride_v_descale_h,
-    const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_slope,
+    const int* seqused_k_ptr, uint32_t* tile_counter, const int* u_doc,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int extent_u_slope_0,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k,
+    long long stride_u_doc_0,
+    int extent_u_doc_0, int extent_u_doc_1,
+    int batch, int heads, int kv_heads, int group, int group_bits, int section, int q_tiles, int seqlen_q,
+    int max_seqlen_k, int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
 ) {
@@ -175,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
       // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
-      const int units = batch * heads;
+      const int units = batch * kv_heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
@@ -188,30 +200,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         if (index < q_tiles_of_all) {
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
-          const int b = unit / heads, h = unit % heads;
+          const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
           const int whole_tiles = seqlen_k / kBlockN;
-          const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
-          const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
+          const int q_start = (q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits);
+          const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+          const int u_q_pos_lo_max_0 = max(q_pos_lo, 0);
+          const int u_doc_q_pos_lo_max_0 = (u_q_pos_lo_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_lo_max_0)] : 0;
+          const int u_doc_from = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_q_pos_lo_max_0, false);
+          const int visible_lo = u_doc_from / kBlockN;
           const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {0, visible_hi, 0, full_hi};
+          const int full_lo = (max(u_doc_from, 0) + kBlockN - 1) / kBlockN;
+          const int u_q_pos_hi_max_0 = max(q_pos_hi, 0);
+          const int u_doc_q_pos_hi_max_0 = (u_q_pos_hi_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_hi_max_0)] : 0;
+          const int full_hi = min(max(u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0 ? q_pos_lo + 1 : 0, 0) / kBlockN, whole_tiles);
+          spans = {visible_lo, visible_hi, full_lo, full_hi};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
-          work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
+          work = {b, hk, (q_tile * kBlockM >> group_bits), __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
-          const int rows = min(kBlockM, work.seqlen_q - work.q_start);
+          const int rows = min(kBlockM, (work.seqlen_q - work.q_start) * group);
           for (int i = lane; i < rows * 16; i += 32) {
-            const int q = work.q_start + i / 16;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
+            const int q = work.q_start + (i / 16 >> group_bits);
+            const int h = (work.hk << group_bits) + (i / 16 & group - 1);
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
-            const int q = work.q_start + i;
-            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = kMasked;
+            const int q = work.q_start + (i >> group_bits);
+            const int h = (work.hk << group_bits) + (i & group - 1);
+            lse_ptr[(work.b * static_cast<long long>(heads) + h) * seqlen_q + q] = kMasked;
           }
           index = next_tile();
           continue;
@@ -220,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         work_ring.acquire();
         Work& shared_work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         if (lane == 0) {
-          shared_at<int4>(kWork + work_ring.stage * sizeof(Work)) = {work.b, work.h, work.q_start, work.tiles};
+          shared_at<int4>(kWork + work_ring.stage * sizeof(Work)) = {work.b, work.hk, work.q_start, work.tiles};
           shared_at<int4>(kWork + work_ring.stage * sizeof(Work) + 16) = {work.q_begin, work.k_begin, work.seqlen_q, work.seqlen_k};
         }
         if (lane % 8 == 0 && part <= kConsumers) {
@@ -234,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         if (lane == 0) {
           q_ring.arrive_expecting(kQBytes);
           for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
-                     work.q_start, work.b);
+            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, 0,
+                     work.q_start, work.hk, work.b);
           }
         }
         __syncwarp();
@@ -254,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
-        const int hk = work.h / group;
+        const int b = work.b, hk = work.hk, tiles = work.tiles, seqlen_k = work.seqlen_k;
+        const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
@@ -279,7 +300,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         };
         // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
+          // Before waiting for room, so that they come meanwhile.
+          KeyValues key_values[(kBlockN + 31) / 32];
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int kv = tile * kBlockN + 32 * i + lane;
+            const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
+            key_values[i] = {u_doc_kv};
+          }
           k_ring.acquire();
+          const uint32_t to = kKeyValues + sizeof(KeyValues) * kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase);
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int key = 32 * i + lane;
+            if (key < kBlockN) shared_at<KeyValues>(to + sizeof(KeyValues) * key) = key_values[i];
+          }
+          __syncwarp();
           if (lane == 0) {
             if (remaining == kLookahead && tiles > kLookahead) Event<kWorkAsked>::arrive();
             shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
@@ -378,15 +414,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
-    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
-    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
-    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
-    if (warpgroup == kConsumers - 1) pass_turn();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
     VRing v_ring;
     int tile_info = 0;
+    uint32_t key_values = 0;  // where those of the lane's keys begin
+    const auto of_key = [&](int key) { return shared_at<KeyValues>(key_values + sizeof(KeyValues) * key); };
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
@@ -414,13 +448,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      key_values = kKeyValues + sizeof(KeyValues) * (kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase) + 2 * (lane % 4));
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
-      take_turn();
-      pass_turn();
-    };
+    const auto give_up_turn = sync_group;
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
@@ -428,12 +460,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     };
     // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
     const auto read_scales = [&](const Place& work, float (&scales)[2]) {
-      const int hk = work.h / group;
+      const int hk = work.hk;
       scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
       scales[1] = k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
     };
     const auto value_scale_of = [&](const Place& work) {
-      const int hk = work.h / group;
+      const int hk = work.hk;
       return v_descale_ptr[work.b * stride_v_descale_b + hk * stride_v_descale_h];
     };
 
@@ -456,9 +488,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         --left;
         blind = wait_k() && __any_sync(~0u, left > 1);
       }
-      take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
       wait_products<0>();
       settle(s);
     };
@@ -467,11 +497,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const Place& work = place_at(work_ring.stage);
       const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
       const int seqlen_k = work.seqlen_k;
-      const int h = work.h;
-      const int q_first = work.q_start + 64 * warpgroup + row_in_group;
-      const float u_softmax_scale_times_LOG2E = logit_scale * kLog2e;
-      const float u_slope_h = u_slope[static_cast<long long>(h)];
-      const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
+      const int b = work.b;
+      const int q_first = work.q_start + (64 * warpgroup >> group_bits);
+      const float scale_log2e = logit_scale * kLog2e;
+      const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+      RowValues of_rows[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int q_row = min(q_first + (row_in_group + 8 * row >> group_bits), seqlen_q - 1);  // rows after the end repeat the last one
+        const int q_pos = q_row + (seqlen_k - seqlen_q);
+        const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
+        of_rows[row] = {u_doc_q_pos};
+      }
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -481,49 +518,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
-            float u_row_value;
+            int u_doc_q_pos;
             int visible_to;
           };
           Row rows[2];
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+            const auto [u_doc_q_pos] = of_rows[row];
+            const int q_row = min(q_first + (row_in_group + 8 * row >> group_bits), seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {u_row_value, visible_to};
+            rows[row] = {u_doc_q_pos, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            const auto [u_doc_kv] = of_key(key);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [u_row_value, visible_to] = rows[row];
-              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
-              if (key >= visible_to) x = kMasked;
-            }
-          }
-        } else {
-          struct Row {
-            float u_row_value;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
-            rows[row] = {u_row_value};
-          }
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [u_row_value] = rows[row];
-              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
+              const auto [u_doc_q_pos, visible_to] = rows[row];
+              if (!(key < visible_to && u_doc_q_pos == u_doc_kv)) x = kMasked;
             }
           }
         }
@@ -536,9 +551,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       // Few keys say little about those to come: after a partial tile the next one sets references again.
       bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
-      find_maximum(s, 1.0f, maximum);
+      find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
-      exponentiate<Element>(s, 1.0f, reference, p, row_sum);
+      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -550,11 +565,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           ++held_for;
           continue;
         }
-        take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(held.stage);  // O += P V of the tile before
-        pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
@@ -565,16 +578,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         settle(acc);
         release_v();
         if (__any_sync(~0u, renews)) {
-          find_maximum(s, 1.0f, maximum);
+          find_maximum(s, scale_log2e, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
           row_sum[0] *= alpha[0];
           row_sum[1] *= alpha[1];
         }
-        exponentiate<Element>(s, 1.0f, reference, p, sum);
+        exponentiate<Element>(s, scale_log2e, reference, p, sum);
         const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
-          find_maximum(s, 1.0f, maximum);
+          find_maximum(s, scale_log2e, maximum);
           lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
@@ -584,7 +597,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
           }
-          exponentiate<Element>(s, 1.0f, reference, p, sum);
+          exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
         renews = false;
         row_sum[0] += sum[0];
@@ -617,7 +630,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const auto store_out = [&](int from) {
         if (leader) {
           for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
-            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
+            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, 0,
+                      work.q_start + (64 * warpgroup >> group_bits), work.hk, work.b);
           }
           commit_stores();
         }
@@ -652,10 +666,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       left = next.tiles;
       const bool blind = more && first_is_blind();
       wait_v();
-      take_turn();
       if (blind) {
         issue_pv(held.stage);
-        pass_turn();
         free_out();
         wait_products<0>();
         write_out();
@@ -663,7 +675,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       } else {
         issue_pv(held.stage);
         issue_qk(k_ring.stage, q_ring.stage);
-        pass_turn();
         free_out();
         wait_products<1>();
         write_out();
@@ -671,14 +682,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+          const int q = work.q_start + (64 * warpgroup + row_in_group + 8 * row >> group_bits);
+          const int h = (work.hk << group_bits) + (64 * warpgroup + row_in_group + 8 * row & group - 1);
+          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
         }
       }
       __syncwarp();
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
-    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }
