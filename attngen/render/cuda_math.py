@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
@@ -28,7 +28,6 @@ from attngen.lang.statements import (
     written,
 )
 from attngen.plan.model import Plan
-from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -72,8 +71,7 @@ class Steps:
     """What happens to the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
 
     ``row_values`` are the values of a row that its elements use, each with its type. No lines for elements: nothing
-    happens to them. ``ends``: where they are masked in groups, by the keys between two ends and nothing else, the names
-    of these, the first one of which may be missing.
+    happens to them.
     """
 
     tile: tuple[Statement, ...]
@@ -81,7 +79,6 @@ class Steps:
     row_values: tuple[tuple[str, str], ...]
     key: tuple[Statement, ...]
     element: tuple[Statement, ...]
-    ends: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[Statement, ...]:
@@ -147,8 +144,7 @@ def logits(plan: Plan) -> Logits:
             body += [*mask.body, mask.test]
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
-        found = _steps(plan, tile, row, body)
-        steps.append(replace(found, ends=mask.alone) if partial and _in_groups(plan) else found)
+        steps.append(_steps(plan, tile, row, body))
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)
@@ -158,11 +154,6 @@ def logits(plan: Plan) -> Logits:
         statements.append(constant("float", "scale_log2e", multiplier))
         multiplier = leaf("scale_log2e")
     return Logits(tuple(statements), steps[0], steps[1], multiplier, _drops_products(folded.value))
-
-
-def _in_groups(plan: Plan) -> bool:
-    """Whether keys that all rows of a warp see are left alone, in groups."""
-    return isinstance(plan.structure, HopperForward) and plan.structure.mask_group > 0
 
 
 def _is_leaf(value: Piece) -> bool:
@@ -217,14 +208,12 @@ def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[
 @dataclass(frozen=True, slots=True)
 class Masking:
     """Lines that stand before the loop over keys or queries; those of what it goes along; those that say, by ``ends``,
-    which keys a query sees; and the line that masks an element. ``alone``: the names of the ends, if it asks for
-    nothing else than one pair of them."""
+    which keys a query sees; and the line that masks an element."""
 
     hoisted: Sequence[Statement]
     body: Sequence[Statement]
     ends: Sequence[Statement]
     test: Statement
-    alone: tuple[str, ...]
 
 
 def masking(
@@ -253,8 +242,7 @@ def masking(
     code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken, inner=along.axis)
     *values, condition = code.results
     declarations = [int_constant(name, value) for name, value in zip(ends, values, strict=True)]
-    alone = len(seen) == 1 and rest == TRUE
-    if alone:
+    if len(seen) == 1 and rest == TRUE:
         test = hidden[0]
     else:
         if len(seen) > 1:
@@ -263,7 +251,7 @@ def masking(
             open_ended = "||" in condition.text or "?" in condition.text
             seen.append(written("({})", condition) if open_ended else condition)
         test = written("!({})", joined(" && ", seen))
-    return Masking(code.hoisted, code.body, declarations, statement("if ({}) {x} = kMasked;", test), tuple(ends) if alone else ())
+    return Masking(code.hoisted, code.body, declarations, statement("if ({}) {x} = kMasked;", test))
 
 
 def from_zero(plan: Plan, end: Expr) -> Expr:

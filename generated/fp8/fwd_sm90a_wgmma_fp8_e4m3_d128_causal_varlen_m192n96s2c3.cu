@@ -44,7 +44,6 @@ constexpr int kVBoxBytes = 32;  // of a row of V, once it is transposed
 constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
-constexpr int kMaskGroup = 16;  // keys that are masked together, unless all rows of a warp see all of them
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
@@ -495,20 +494,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
             rows[row] = {visible_to};
           }
-          const int all_visible_to = __reduce_min_sync(~0u, min(rows[0].visible_to, rows[1].visible_to));
 #pragma unroll
-          for (int first = 0; first < kBlockN; first += kMaskGroup) {
-            // Of most groups all rows of the warp see all keys, of which the last one of a lane is the second in a block of 8.
-            if (first + kMaskGroup - 7 < all_visible_to) continue;
+          for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
-            for (int i = first / 4; i < (first + kMaskGroup) / 4; ++i) {
-              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-              for (int row = 0; row < 2; ++row) {
-                float& x = s[4 * (i / 2) + 2 * row + i % 2];
-                const auto [visible_to] = rows[row];
-                if (key >= visible_to) x = kMasked;
-              }
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              const auto [visible_to] = rows[row];
+              if (key >= visible_to) x = kMasked;
             }
           }
         }

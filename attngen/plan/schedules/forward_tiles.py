@@ -87,8 +87,7 @@ class Form:
     roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers that a
     table gives, if it does. ``products`` counts the
     wgmma instructions of a kernel, from those of one Q K^T and of one P V. ``numbers`` says by dtype how probabilities
-    are kept within it. ``transposes``: V has to be turned before its product. ``mask_group``: as in
-    ``HopperForward``.
+    are kept within it. ``transposes``: V has to be turned before its product.
     """
 
     schedule: str
@@ -100,7 +99,6 @@ class Form:
     numbers: Mapping[str, Probabilities]
     table: tuple[Choice, ...]
     transposes: bool = False
-    mask_group: int = 0
 
 
 def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> HopperTile:
@@ -172,7 +170,6 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         key_values=key_loads(spec.variant, "packed" if spec.pack_gqa else "single")
         if specialized and not is_paged(spec)
         else 0,
-        mask_group=form.mask_group if spec.variant.masked and spec.variant.score is None else 0,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,

@@ -71,7 +71,6 @@ FORM = Form(
     numbers=PROBABILITIES,
     table=TABLE,
     transposes=True,
-    mask_group=16,
 )
 
 

@@ -29,7 +29,6 @@ class HopperForward(Structure):
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
     key_values: int  # values of each key that the mask reads, and that come with a tile of K
-    mask_group: int  # keys that are masked together, unless all rows of a warp see all of them; 0: no such groups
     v_by_columns: bool  # V lies in shared memory with keys along the rows, as products of 8 bits want it
     transposes: bool  # it arrives as rows of keys, and warps turn it
     redo_above: str  # literal; see docs/performance.md
