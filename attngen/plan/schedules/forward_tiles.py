@@ -65,6 +65,7 @@ class Choice:
     schedule: str
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
     stages: int = 2  # of the ring of K and V with that tile; else 2
+    keeps_turn: bool = False  # with turns: until the products of a step are done
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         consumers=consumers,
         warp_roles=warp_roles,
         pingpong=schedule == "pingpong",
+        keeps_turn=schedule == "pingpong" and choice.keeps_turn,
         overlap=roles.overlap is not False,
         persistent=specialized and spec.persistent is not False,
         longest_first=spec.order != "natural",
@@ -190,7 +192,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         lookahead=6 if searches(spec) else 2,
         value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
         key_values=key_loads(spec.variant, "packed" if spec.pack_gqa else "single")
-        if specialized and not is_paged(spec) and not form.transposes
+        if specialized and not is_paged(spec)
         else 0,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,

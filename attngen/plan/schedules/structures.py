@@ -18,6 +18,7 @@ class HopperForward(Structure):
 
     specialized: bool  # a warpgroup more produces; else those that multiply also load
     pingpong: bool  # consumers take turns at the tensor cores
+    keeps_turn: bool  # and pass theirs when the products of a step are done, not when these are issued
     overlap: bool  # O += P V runs under the softmax of the next tile
     longest_first: bool  # query tiles from the last to the first, head by head within a section
     staged: bool  # outputs leave through shared memory
