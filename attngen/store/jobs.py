@@ -67,19 +67,27 @@ class Workers:
 
 
 @contextmanager
-def worker_processes(ahead: int = 0, load: str | None = None) -> Iterator[Workers]:
-    """Give processes that several calls of ``run_jobs`` share, one after the other: each takes a while to start.
-
-    So many as ``ahead`` are started at once, and call ``load`` ("module:name") before their first job.
-    """
+def worker_processes() -> Iterator[Workers]:
+    """Give processes that several calls of ``run_jobs`` share, one after the other: each takes a while to start."""
     with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
         workers = Workers(scratch)
         try:
-            workers.idle.extend(_spawn(scratch, load) for _ in range(ahead))
             yield workers
         finally:
-            for worker in workers.idle:
-                _close(worker)
+            close_workers(workers)
+
+
+def start_workers(workers: Workers, count: int, load: str) -> None:
+    """Start processes, which call ``load`` ("module:name") before their first job; one that fails is no error."""
+    workers.idle.extend(_spawn(workers.scratch, load) for _ in range(count))
+
+
+def close_workers(workers: Workers) -> None:
+    """End the processes that have no job."""
+    for worker in workers.idle:
+        worker.process.kill()  # a fork of this process may hold the other end of what it reads, which then never ends
+        _close(worker)
+    workers.idle.clear()
 
 
 def run_jobs(
@@ -137,8 +145,10 @@ class _Pool:
                         yield result
 
     def start(self, index: int, last: bool) -> _Worker:
-        idle = self.workers.idle
-        worker = idle.pop() if idle else _spawn(self.workers.scratch)
+        try:
+            worker = self.workers.idle.pop()
+        except IndexError:  # none waits, or another thread took the last one
+            worker = _spawn(self.workers.scratch)
         job = self.jobs[index]
         worker.index, worker.started = index, time.monotonic()
         worker.log_start = os.fstat(worker.log.fileno()).st_size
