@@ -41,7 +41,8 @@ ASKED_MEAN, ASKED_LEAST = 1.5, 1.2
 #: Calls of which one figure of host time is made, and their shape (batch, heads, seqlen, head_dim).
 HOST_CALLS, HOST_SHAPE = 200, (1, 8, 128, 128)
 
-LIBRARIES = ("torch", "attngen")
+#: The module of each library.
+LIBRARIES = {"torch": "torch.nn.attention.flex_attention", "attngen": "attngen.integrations.flex_attention"}
 
 #: Masks of which the median is taken of the time to make one again.
 MASKS = 5
@@ -152,14 +153,8 @@ def first_step(library: str, variant: str) -> float:
     mask_mod, score_mod = functions("cuda")[variant]
     torch.cuda.synchronize()
     began = time.perf_counter()
-    if library == "torch":
-        from torch.nn.attention import flex_attention as used
-
-        call: Any = torch.compile(used.flex_attention, dynamic=False)
-    else:
-        from attngen.integrations import flex_attention as used  # type: ignore[no-redef]
-
-        call = used.flex_attention
+    used = import_module(LIBRARIES[library])
+    call = torch.compile(used.flex_attention, dynamic=False) if library == "torch" else used.flex_attention
     block_mask = used.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
     out = call(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
     torch.autograd.grad(out, (q, k, v), dout)
@@ -327,14 +322,14 @@ def report(cells: list[Cell], host: dict[str, float]) -> str:
 @click.option("--variant", "variants", multiple=True, help="Race these alone; may be repeated.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Samples of each contestant.")
 @click.option("--first-steps", "firsts", is_flag=True, help="Time first steps alone, each in a process of its own.")
-@click.option("--first-step", "first", type=click.Choice(LIBRARIES), hidden=True)
+@click.option("--first-step", "library", type=click.Choice([*LIBRARIES]), hidden=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures there.")
-def main(variants: tuple[str, ...], rounds: int, firsts: bool, first: str | None, json_path: Path | None) -> None:
+def main(variants: tuple[str, ...], rounds: int, firsts: bool, library: str | None, json_path: Path | None) -> None:
     """Race functions that were written for FlexAttention. Needs a GPU."""
     from attngen import jit
 
-    if first is not None:
-        click.echo(f"{first_step(first, variants[0]):.2f}")
+    if library is not None:
+        click.echo(f"{first_step(library, variants[0]):.2f}")
         return
     if firsts:
         click.echo(first_steps(variants or tuple(functions("cpu"))))
