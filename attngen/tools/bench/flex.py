@@ -1,13 +1,13 @@
 """Functions written for FlexAttention: attngen's kernels beside torch's compiled ``flex_attention``.
 
     python -m attngen.tools.bench.flex [--variant NAME ...] [--rounds N] [--json FILE]
-    python -m attngen.tools.bench.flex --first-steps [--variant NAME ...]
+    python -m attngen.tools.bench.flex --first-calls [--variant NAME ...]
 
 One sequence of 16,384, 32 query heads, 8 KV heads, head dim 128, bf16. Each function is called by both libraries as its
 author would: by the import alone. Raced are the forward and the backward; measured besides are the first call with its
 gradient, tracing and compiling included, the making of the mask, at first and again over other tensors, and what a
-small call costs the host. ``--first-steps`` times the first alone, each in a process of its own that has imported torch
-and nothing else.
+small call costs the host. ``--first-calls`` times these alone, each in a process of its own that has imported torch and
+nothing else.
 """
 
 from __future__ import annotations
@@ -147,9 +147,10 @@ def _milliseconds(function: Callable[[], Any]) -> tuple[float, Any]:
     return 1e3 * (time.perf_counter() - began), found
 
 
-def first_step(library: str, variant: str) -> float:
-    """Return the seconds of a process's first step with one library: making the mask, forward and backward."""
-    q, k, v, dout = inputs()
+def first_call(library: str, variant: str, *, learns: bool) -> float:
+    """Return the seconds of a process's first call of one library, with the making of its mask; if it ``learns``, with
+    its gradients too."""
+    q, k, v, dout = (tensor if learns else tensor.detach() for tensor in inputs())
     mask_mod, score_mod = functions("cuda")[variant]
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -157,24 +158,27 @@ def first_step(library: str, variant: str) -> float:
     call = torch.compile(used.flex_attention, dynamic=False) if library == "torch" else used.flex_attention
     block_mask = used.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
     out = call(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
-    torch.autograd.grad(out, (q, k, v), dout)
+    if learns:
+        torch.autograd.grad(out, (q, k, v), dout)
     torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
-def first_steps(variants: Sequence[str]) -> str:
-    """Return a table of first steps, each in a process of its own with empty caches."""
-    lines = [f"{'first step, s':20s}    torch  attngen"]
+def first_calls(variants: Sequence[str]) -> str:
+    """Return a table of first calls, each in a process of its own with empty caches."""
+    lines = [f"{'':20s} {'forward, s':>20s} {'and backward, s':>21s}", " " * 21 + "    torch  attngen   " * 2]
     for variant in variants:
-        seconds = {}
-        for library in LIBRARIES:
-            command = [sys.executable, "-m", "attngen.tools.bench.flex", "--first-step", library, "--variant", variant]
-            with _fresh_caches():
-                done = subprocess.run(
-                    command, env={**os.environ, "ATTNGEN_JIT": "1"}, capture_output=True, text=True, check=False
-                )
-            seconds[library] = done.stdout.strip() if not done.returncode else done.stderr.strip()[-60:]
-        lines.append(f"{variant:20s} {seconds['torch']:>8s} {seconds['attngen']:>8s}")
+        cells = []
+        for kind in ("forward", "step"):
+            for library in LIBRARIES:
+                command = [
+                    sys.executable, "-m", "attngen.tools.bench.flex", "--variant", variant, "--first", library, kind
+                ]  # fmt: skip
+                with _fresh_caches():
+                    environment = {**os.environ, "ATTNGEN_JIT": "1"}
+                    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                cells.append(done.stdout.strip() if not done.returncode else done.stderr.strip()[-60:])
+        lines.append(f"{variant:20s} {cells[0]:>9s} {cells[1]:>8s}   {cells[2]:>9s} {cells[3]:>8s}")
         click.echo(lines[-1], err=True)
     return "\n".join(lines)
 
@@ -321,18 +325,20 @@ def report(cells: list[Cell], host: dict[str, float]) -> str:
 @click.command()
 @click.option("--variant", "variants", multiple=True, help="Race these alone; may be repeated.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Samples of each contestant.")
-@click.option("--first-steps", "firsts", is_flag=True, help="Time first steps alone, each in a process of its own.")
-@click.option("--first-step", "library", type=click.Choice([*LIBRARIES]), hidden=True)
+@click.option("--first-calls", "firsts", is_flag=True, help="Time first calls alone, each in a process of its own.")
+@click.option("--first", type=(click.Choice([*LIBRARIES]), click.Choice(["forward", "step"])), hidden=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures there.")
-def main(variants: tuple[str, ...], rounds: int, firsts: bool, library: str | None, json_path: Path | None) -> None:
+def main(
+    variants: tuple[str, ...], rounds: int, firsts: bool, first: tuple[str, str] | None, json_path: Path | None
+) -> None:
     """Race functions that were written for FlexAttention. Needs a GPU."""
     from attngen import jit
 
-    if library is not None:
-        click.echo(f"{first_step(library, variants[0]):.2f}")
+    if first is not None:
+        click.echo(f"{first_call(first[0], variants[0], learns=first[1] == 'step'):.2f}")
         return
     if firsts:
-        click.echo(first_steps(variants or tuple(functions("cpu"))))
+        click.echo(first_calls(variants or tuple(functions("cpu"))))
         return
     cells, host = [], {}
     with _fresh_caches(), jit():
