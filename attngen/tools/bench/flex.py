@@ -347,8 +347,8 @@ def main(
             try:
                 cells.append(measure(name, rounds))
             except Exception as error:  # whatever a library raises for what it does not support
-                first = str(error).strip().splitlines()[:1]
-                cells.append(Cell(name, Side(), Side(), error=f"{type(error).__name__}: {' '.join(first)}"))
+                told = str(error).strip().splitlines()[:1]
+                cells.append(Cell(name, Side(), Side(), error=f"{type(error).__name__}: {' '.join(told)}"))
             click.echo(report(cells[-1:], {}).splitlines()[2], err=True)
         host = host_times()
     click.echo(report(cells, host))
