@@ -169,13 +169,17 @@ class _Maker:
             for other in reversed(soon):  # a backward takes longer: the forward is planned while it is compiled
                 with suppress(AttngenError):  # told when it is asked for
                     compiling.append(begin(other))
-            kernels, failures = begin(asked).result()
-            for failure in failures:
-                raise failure.error
-            built.extend(kernels.values())
-            for each in compiling:
-                with suppress(AttngenError):
-                    built.extend(each.result()[0].values())
+            try:
+                kernels, failures = begin(asked).result()
+                for failure in failures:
+                    raise failure.error
+                built.extend(kernels.values())
+                for each in compiling:
+                    with suppress(AttngenError):
+                        built.extend(each.result()[0].values())
+            except KeyboardInterrupt:
+                workers.stop()
+                raise
         self._compiles = any(kernel.origin == "built" for kernel in built)
         for kernel in built:
             registry.add_compiled(read_kernel(store.path(kernel.key), sealed=True))

@@ -49,7 +49,7 @@ class Result:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
@@ -60,10 +60,16 @@ class _Worker:
 
 @dataclass
 class Workers:
-    """Processes that wait for jobs."""
+    """Processes for jobs: those that wait for one, and those that have one."""
 
     scratch: str  # temporary files of all of them, those that are killed too
     idle: list[_Worker] = field(default_factory=list)
+    busy: list[_Worker] = field(default_factory=list)
+
+    def stop(self) -> None:
+        """Stop the jobs, which fail."""
+        for worker in tuple(self.busy):
+            worker.process.kill()
 
 
 @contextmanager
@@ -153,6 +159,7 @@ class _Pool:
         worker.index, worker.started = index, time.monotonic()
         worker.log_start = os.fstat(worker.log.fileno()).st_size
         self.busy[_answers(worker)] = worker
+        self.workers.busy.append(worker)
         try:
             assert worker.process.stdin is not None
             pickle.dump((job.function, (*job.arguments, last)), worker.process.stdin)
@@ -174,6 +181,7 @@ class _Pool:
         return [self.busy.pop(fd) for fd in ready]
 
     def finish(self, worker: _Worker) -> Result:
+        self.workers.busy.remove(worker)
         try:
             assert worker.process.stdout is not None
             ok, value, messages, retired = pickle.load(worker.process.stdout)
@@ -210,6 +218,7 @@ class _Pool:
 
     def close(self) -> None:
         for worker in self.busy.values():
+            self.workers.busy.remove(worker)
             worker.process.kill()
             _close(worker)
 

@@ -37,7 +37,6 @@ class SpareWorkers:
             if workers is None or self._owner != os.getpid():  # those of a parent are its own
                 workers = self._workers = Workers(tempfile.mkdtemp(prefix="attngen-"))
                 self._owner = os.getpid()
-                atexit.register(self.close)
             workers.idle[:] = [worker for worker in workers.idle if worker.process.poll() is None]
             start_workers(workers, ahead - len(workers.idle), load)
         try:
@@ -64,3 +63,4 @@ class SpareWorkers:
 
 
 spare = SpareWorkers()
+atexit.register(spare.close)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,12 @@ def test_a_container_bounds_cores_and_memory(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert (limits.available_bytes() or 0) > 3000
+
+
+def test_jobs_that_are_stopped_fail() -> None:
+    with worker_processes() as workers:
+        timer = threading.Timer(0.5, workers.stop)
+        timer.start()
+        found = run([job("hang")], shared=workers)[0]
+    assert "SIGKILL" in str(found.error)
+    assert not workers.busy
