@@ -54,17 +54,18 @@ def plain(trace: Trace) -> bool:
 def _bits(step: Step, known: Mapping[Step, int]) -> int | None:
     """Return the bits of a step, or None if it is not known that the language takes it."""
     name, args = step.name, step.args
+    found: int
     if name == "index":
         return _element(*args[:2])
     if name in _CONSTANTS:
         return 0 if step.dtype is torch.bool else None
-    if step.kwargs or any(type(one) not in (Step, int) for one in args):
+    sizes = [size for one in args if (size := _size(one, known)) is not None]
+    if step.kwargs or len(sizes) < len(args):
         return None
-    dtypes = [one.dtype for one in args if type(one) is Step]
-    sizes = [known[one] if type(one) is Step else one.bit_length() + 1 for one in args]
+    dtypes = [one.dtype for one in args if type(one) is not int]
     if name in _LOGIC:
         return 0 if len(dtypes) == len(args) and all(dtype is torch.bool for dtype in dtypes) else None
-    if torch.bool in dtypes or any(type(one) is int and one.bit_length() > _WIDEST for one in args):
+    if torch.bool in dtypes:
         return None
     if name in _COMPARISONS:
         return 0
@@ -77,6 +78,16 @@ def _bits(step: Step, known: Mapping[Step, int]) -> int | None:
     else:
         found = sum(sizes) if name == "mul" else _WIDEST + 1
     return found if found <= _WIDEST else None
+
+
+def _size(operand: Any, known: Mapping[Step, int]) -> int | None:
+    """Return the bits of an operand: a step, a number, or a captured tensor of one number."""
+    if type(operand) is Step:
+        return known[operand]
+    if type(operand) is int:
+        return operand.bit_length() + 1 if operand.bit_length() <= _WIDEST else None
+    number = type(operand) is Given and not operand.shape and not operand.requires_grad
+    return _LEAVES.get(operand.dtype) if number else None
 
 
 def _element(tensor: Any, indices: Sequence[Any]) -> int | None:

@@ -182,10 +182,11 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def direct(self, name: str, rule: Rule, args: Sequence[Any]) -> Tensor | None:
-        """Return the result of an operation on steps and Python's numbers, which is not run; None of any other."""
+        """Return the result of an operation on steps and numbers, which is not run; None of any other."""
         operands: list[Any] = []
         dtypes: list[torch.dtype] = []
         numbers: list[float] = []
+        depends = False
         for value in args:
             if type(value) is int or type(value) is float:
                 if not dtypes:
@@ -194,11 +195,15 @@ class _Recorder(TorchDispatchMode):
                 operands.append(value)
             else:
                 found = self.known.get(id(value))
-                if type(found) is not Step or found.shape:
+                if type(found) is Step:
+                    depends = True
+                elif type(found) is not Given or found.requires_grad:
+                    return None
+                if found.shape:
                     return None
                 dtypes.append(found.dtype)
                 operands.append(found)
-        dtype = rule(dtypes, numbers) if dtypes else None
+        dtype = rule(dtypes, numbers) if depends else None
         return None if dtype is None else self._written(name, f"aten.{name}", tuple(operands), dtype)
 
     def gather(self, tensor: Tensor, indices: Sequence[Any]) -> Tensor | None:

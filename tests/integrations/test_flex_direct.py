@@ -72,7 +72,7 @@ def _declared_counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_making_an_ordinary_mask_checks_no_expression(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _declared_counts(monkeypatch)
-    doc, flex_size = torch.arange(64) // 10, 8
+    doc, width, flex_size = torch.arange(64) // 10, torch.tensor(7), 8
     flex_meaning.forget()
     masks: list[Callable[..., Tensor]] = [
         lambda b, h, q, kv: q >= kv,
@@ -80,6 +80,7 @@ def test_making_an_ordinary_mask_checks_no_expression(monkeypatch: pytest.Monkey
         lambda b, h, q, kv: (q >= kv) & (doc[q] == doc[kv]),
         lambda b, h, q, kv: ((q // flex_size) - (kv // flex_size)).abs() <= 2,
         lambda b, h, q, kv: ~((q % 4 != kv % 4) | (q < kv)),
+        lambda b, h, q, kv: (q - kv < width) | (kv < width),
         ours.noop_mask,
         ours.and_masks(lambda b, h, q, kv: q >= kv, ours.or_masks(lambda b, h, q, kv: kv < 4)),
     ]
@@ -115,7 +116,7 @@ def test_names_that_clash_are_checked_when_the_mask_is_made(monkeypatch: pytest.
     assert made
 
 
-def _random_mask(random_: random.Random, tensors: list[Tensor]) -> Callable[..., Tensor]:
+def _random_mask(random_: random.Random, tensors: list[Tensor], numbers: list[Tensor]) -> Callable[..., Tensor]:
     """Return a mask of what is taken for certain, and of some that may be, such as large products."""
 
     def number(depth: int, names: tuple[Tensor, ...]) -> Tensor:
@@ -145,7 +146,7 @@ def _random_mask(random_: random.Random, tensors: list[Tensor]) -> Callable[...,
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         random_.seed(seed)
-        return condition(3, (b, h, q, kv))
+        return condition(3, (b, h, q, kv, *numbers)) & (q >= 0)
 
     return mask_mod
 
@@ -170,7 +171,8 @@ def _certain(function: Any, monkeypatch: pytest.MonkeyPatch, answer: bool) -> tu
 def test_what_is_taken_for_certain_is_taken(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random_ = random.Random(count)
     tensors = [torch.arange(64, dtype=dtype) // 9 for dtype in (torch.int32, torch.int64, torch.uint8)]
-    functions = [_random_mask(random.Random(random_.random()), tensors) for _ in range(count)]
+    numbers = [torch.tensor(5), torch.tensor(9, dtype=torch.int32)]
+    functions = [_random_mask(random.Random(random_.random()), tensors, numbers) for _ in range(count)]
     functions += [mask for maker in MODS.values() if (mask := maker("cpu")[0]) is not None]
     counts = {True: 0, False: 0}
     for function in functions:
