@@ -9,7 +9,14 @@ import pytest
 from attngen.dtypes import dtype
 from attngen.plan import choices, draft
 from attngen.plan.operands import Operands, operands_of
-from attngen.plan.schedules import hopper_backward, hopper_forward, triton_backward, triton_forward
+from attngen.plan.schedules import (
+    forward_registers,
+    forward_tiles,
+    hopper_backward,
+    hopper_forward,
+    triton_backward,
+    triton_forward,
+)
 from attngen.schema import KernelSpec
 
 E4M3 = dtype("fp8_e4m3")
@@ -28,5 +35,9 @@ def one_byte(spec: KernelSpec) -> Operands:
 
 def use_one_byte(patch: pytest.MonkeyPatch) -> None:
     """Have plans be made of such operands."""
-    for module in (choices, draft, hopper_forward, hopper_backward, triton_forward, triton_backward):
+    reading = (
+        choices, draft, forward_registers, forward_tiles, hopper_forward, hopper_backward, triton_forward,
+        triton_backward,
+    )  # fmt: skip
+    for module in reading:
         patch.setattr(module, "operands_of", one_byte)

@@ -10,8 +10,9 @@ import pytest
 
 from attngen.errors import PlanError
 from attngen.plan import Plan
-from attngen.plan.schedules import hopper_forward
-from attngen.plan.schedules.hopper_forward import HopperForward, widths
+from attngen.plan.schedules import forward_registers, hopper_forward
+from attngen.plan.schedules.forward_memory import widths
+from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
 
@@ -385,8 +386,8 @@ def test_no_table_has_more_consumers_than_a_warp_has_lanes_for() -> None:
     """The scheduler has eight lanes for each consumer, and eight for all rows: tables must not have more."""
     most = HopperForward.most_consumers
     assert most == 32 // 8 - 1
-    assert set(hopper_forward._REGISTERS) == set(hopper_forward._SEARCHING_REGISTERS)
-    assert max(hopper_forward._REGISTERS) == most
+    assert set(forward_registers.REGISTERS) == set(forward_registers._SEARCHING_REGISTERS)
+    assert max(forward_registers.REGISTERS) == most
     assert max(row.consumers for row in hopper_forward.TABLE) <= most
     roles = roles_of(on_hopper())
     for consumers in (0, most + 1):

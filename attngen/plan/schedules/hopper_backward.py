@@ -23,7 +23,7 @@ from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of, backward_roles
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
-from attngen.plan.schedules.hopper_forward import widest_box, widths
+from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
 from attngen.schema.expand import Backward, KernelSpec

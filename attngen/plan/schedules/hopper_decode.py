@@ -19,7 +19,8 @@ from attngen.plan.operands import operands_of
 from attngen.plan.pipes import BARRIER_BYTES, Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.decode_pipes import LOADERS, ROW_PADDING, decode_pipes, decode_pipes_of, memory, multiplied
-from attngen.plan.schedules.hopper_forward import BOX_BYTES, keep_promises, widest_box, widths
+from attngen.plan.schedules.forward_memory import BOX_BYTES, widest_box, widths
+from attngen.plan.schedules.hopper_forward import keep_promises
 from attngen.schema.expand import KernelSpec
 
 _DTYPES = (*BESIDE_CACHES, *CACHE_DTYPES)

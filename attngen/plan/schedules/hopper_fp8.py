@@ -16,17 +16,9 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.hopper_forward import (
-    Choice,
-    Form,
-    Probabilities,
-    alternatives,
-    keep_promises,
-    plan_forward,
-    products_with_roles,
-    tunable,
-    warp_roles,
-)
+from attngen.plan.schedules.forward_registers import warp_roles
+from attngen.plan.schedules.forward_tiles import Choice, Form, Probabilities, alternatives, tunable
+from attngen.plan.schedules.hopper_forward import keep_promises, plan_forward, products_with_roles
 from attngen.schema.expand import KernelSpec, Roles
 
 #: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the reference is set, and may

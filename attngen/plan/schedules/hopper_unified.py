@@ -7,15 +7,9 @@ from attngen.plan.choices import refuse
 from attngen.plan.model import Role
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import alike, forward_pipes_of
-from attngen.plan.schedules.hopper_forward import (
-    PROBABILITIES,
-    TABLE,
-    Form,
-    alternatives,
-    check_registers,
-    keep_promises,
-    plan_forward,
-)
+from attngen.plan.schedules.forward_registers import check_registers
+from attngen.plan.schedules.forward_tiles import Form, alternatives
+from attngen.plan.schedules.hopper_forward import PROBABILITIES, TABLE, keep_promises, plan_forward
 from attngen.schema.expand import KernelSpec, Roles
 
 #: Of a thread, which an instruction can name.

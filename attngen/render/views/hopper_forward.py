@@ -10,8 +10,8 @@ from attngen.dtypes import DType, dtype
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.hopper_forward import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.cuda_statements import int_constant

@@ -1,0 +1,80 @@
+"""Shared memory of the Hopper forwards: bytes of a row that a copy brings, and the regions that fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attngen.arch import Arch
+from attngen.dtypes import SWIZZLE_BYTES, DType
+from attngen.plan.choices import refuse
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Columns
+from attngen.plan.operands import Operands
+from attngen.plan.schedules.forward_pipes import forward_pipes
+from attngen.plan.schedules.structures import HopperForward
+from attngen.schema.expand import KernelSpec
+
+#: Bytes of a row that one copy may bring, swizzled: as many as divide the rows of all operands. Rows are padded to
+#: the fewest.
+BOX_BYTES = (SWIZZLE_BYTES, 64)
+
+#: Bytes of a row of V where a kernel transposes it, so that no copy brings it.
+TRANSPOSED_BYTES = (*BOX_BYTES, 32)
+
+
+def widths(head_dim: int, element: DType, parts: int = 1) -> Columns:
+    """Return the columns that a head dim takes in shared memory: whole copies, of each of its ``parts``."""
+    columns = parts * BOX_BYTES[-1] // element.bytes
+    return Columns(0, -(-head_dim // columns) * columns, head_dim)
+
+
+def is_paged(spec: KernelSpec) -> bool:
+    return LAYOUTS[spec.layout].key_access == "paged"
+
+
+def operand_widths(spec: KernelSpec, operands: Operands) -> tuple[Columns, Columns]:
+    """Return the columns of q and k, and those of v. A copy of a page may bring a single row, of 128 bytes then: it
+    begins at a multiple of these in shared memory."""
+    parts = BOX_BYTES[0] // BOX_BYTES[-1] if is_paged(spec) else 1
+    return widths(spec.head_dim_qk, operands.q, parts), widths(spec.head_dim_v, operands.v, parts)
+
+
+def widest_box(*row_bytes: int, among: tuple[int, ...] = BOX_BYTES) -> int:
+    """Return the bytes of a row of one copy: the most of which each of ``row_bytes`` is a whole number."""
+    return next(box for box in among if all(size % box == 0 for size in row_bytes))
+
+
+def with_memory(
+    spec: KernelSpec,
+    arch: Arch,
+    draft: HopperForward,
+    driver: str,
+    tile_m: int,
+    tile_n: int,
+    stages: int,
+    qk: int,
+    v: int,
+    operands: Operands,
+) -> HopperForward:
+    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
+    box = draft.box_bytes // operands.out.bytes
+    parts = [columns for columns in (v // 2, 64, 32) if columns % box == 0 and v % columns == 0]
+    choices = ((2, v), (1, v), *((1, columns) for columns in parts)) if draft.specialized else ((1, v),)
+    for q_stages, out_columns in choices:
+        roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
+        pipes = forward_pipes(
+            roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands,
+            scale_block=spec.scale_block,
+        )  # fmt: skip
+        regions = pipes.regions
+        # 1 KiB of the arch's limit is the system's, and stands before ours
+        if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
+            return replace(roles, shared=regions)
+    sizes = {region.name: region.bytes for region in regions}
+    total = regions[-1].offset + regions[-1].bytes
+    raise refuse(
+        spec,
+        "tile",
+        f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + K {sizes['k']} + "
+        f"V {sizes['v']} ({stages} stages) + O {sizes.get('out', 0)} + barriers and records",
+    )

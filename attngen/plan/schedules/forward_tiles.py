@@ -1,0 +1,276 @@
+"""Tiles of the Hopper forwards: keys, rows and order of consumers by table, and others where these do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+
+from attngen.arch import Arch
+from attngen.errors import PlanError
+from attngen.lang.simplify import TRUE
+from attngen.plan.choices import refuse
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Plan, Role
+from attngen.plan.operands import Operands, operands_of
+from attngen.plan.schedules.forward_memory import (
+    BOX_BYTES,
+    TRANSPOSED_BYTES,
+    is_paged,
+    operand_widths,
+    widest_box,
+    with_memory,
+)
+from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
+from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
+from attngen.schema.expand import KernelSpec, Roles
+
+SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
+ROWS = 64  # query rows of a consumer: M of wgmma
+
+#: Keys that N of wgmma goes by in these kernels, at least.
+_LEAST_KEYS = 16
+
+#: Keys of a fragment of V that is transposed.
+_FRAGMENT_KEYS = 16
+
+#: Registers with which a warp that transposes V has four fragments in flight, not three.
+_REGISTERS_OF_FOUR = 40
+
+#: Keys of a tile and stages among which the fastest are looked for.
+_TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What kernels of a family get, up to ``head_dim``."""
+
+    family: str
+    head_dim: int
+    consumers: int
+    tile_n: int
+    schedule: str
+    registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
+
+
+@dataclass(frozen=True, slots=True)
+class Probabilities:
+    """How P stays within its dtype: the sum of a lane's probabilities that asks for a new reference, the growth of the
+    running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set.
+    ``settled``, where the largest P is not far above that, so that a partial first tile, or many logits that are alike,
+    would ask for a new reference often: log2 of the sum at most that one leaves a lane."""
+
+    redo_above: str
+    raise_above: str = "8.0f"
+    peak: int = 0
+    settled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """The tile and the roles of a Hopper kernel, before its arguments are known."""
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    roles: HopperForward
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What tells the Hopper forwards apart, each from a module of its own.
+
+    ``check`` refuses what the roles of a spec and the driver of its tiles do not allow. ``warp_roles`` returns the
+    roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers that a
+    table gives, if it does. ``products`` counts the
+    wgmma instructions of a kernel, from those of one Q K^T and of one P V. ``numbers`` says by dtype how probabilities
+    are kept within it. ``transposes``: V has to be turned before its product.
+    """
+
+    schedule: str
+    label: str
+    specialized: bool
+    check: Callable[[KernelSpec, Roles, str], None]
+    warp_roles: Callable[[KernelSpec, Roles, int, int, int, tuple[int, int] | None], tuple[Role, ...]]
+    products: Callable[[HopperForward, int, int], int]
+    numbers: Mapping[str, Probabilities]
+    table: tuple[Choice, ...]
+    transposes: bool = False
+
+
+def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> HopperTile:
+    """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
+
+    Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
+    """
+    qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
+    families = _families(spec)
+    choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
+    step = _key_step(operands_of(spec), form.transposes, spec.transposed_v)
+    fewer = [n for n in FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
+    usual = choice.tile_n // step * step
+    usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
+    *larger, least = spec.tile_n or usual, *fewer
+    for tile_n in larger:
+        with suppress(PlanError):
+            return _tile(spec, arch, driver, form, choice, tile_n)
+    return _tile(spec, arch, driver, form, choice, least)
+
+
+def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int) -> HopperTile:
+    """Return the tile of ``tile_n`` keys."""
+    operands = operands_of(spec)
+    size = operands.bytes_of("q", "k", "v", "p")
+    qk, v = (columns.width for columns in operand_widths(spec, operands))
+    roles = spec.roles or Roles()
+    consumers = _consumers(spec, roles, choice)
+    tile_m = ROWS * consumers
+    step = _key_step(operands, form.transposes, spec.transposed_v)
+    if spec.scale_block > 1 and spec.scale_block % tile_n:
+        raise refuse(
+            spec,
+            "tile.n",
+            f"keys of a tile share a scale, and {tile_n} do not divide {spec.scale_block}; nearest: {spec.scale_block}",
+        )
+    if tile_n % step or not step <= tile_n <= 256:
+        nearest = min(max(round(tile_n / step) * step, step), 256)
+        raise refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
+    specialized = form.specialized
+    form.check(spec, roles, driver)
+    schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
+    if schedule == "pingpong" and consumers == 1:
+        raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
+    registers = choice.registers if (consumers, tile_n) == (choice.consumers, choice.tile_n) else None
+    warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
+    stages = spec.stages or 2
+    if not 2 <= stages <= 8:
+        raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
+    box = widest_box(qk * size, v * size)
+    softmax, numbers = spec.softmax or SOFTMAXES[0], form.numbers[spec.dtype]
+    draft = HopperForward(
+        specialized=specialized,
+        consumers=consumers,
+        warp_roles=warp_roles,
+        pingpong=schedule == "pingpong",
+        overlap=roles.overlap is not False,
+        persistent=specialized and spec.persistent is not False,
+        longest_first=spec.order != "natural",
+        staged=spec.epilogue != "direct",
+        boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
+        skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - ROWS,
+        q_stages=1,
+        box_bytes=box,
+        out_columns=v,
+        lookahead=6 if searches(spec) else 2,
+        value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
+        key_values=key_loads(spec.variant, "packed" if spec.pack_gqa else "single")
+        if specialized and not is_paged(spec) and not form.transposes
+        else 0,
+        v_by_columns=form.transposes,
+        transposes=form.transposes and not spec.transposed_v,
+        redo_above=numbers.redo_above,
+        redo_growth="4.0f",
+        raise_above=numbers.raise_above,
+        peak=numbers.peak,
+        settled=numbers.settled,
+        ahead=min(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3, tile_n // _FRAGMENT_KEYS)
+        if form.transposes and not spec.transposed_v
+        else 0,
+        softmax=softmax,
+        shared=(),
+    )
+    return HopperTile(
+        tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
+    )
+
+
+def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
+    """Return the number of consumers, which the rows of the tile and the roles must agree on."""
+    if roles.producer not in (None, 0, 1):
+        raise refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 0, 1")
+    from_tile = spec.tile_m // ROWS if spec.tile_m and spec.tile_m % ROWS == 0 else None
+    if spec.tile_m and from_tile not in REGISTERS:
+        raise refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
+    # heads are packed where queries are few: the rows of one consumer hold them, and K and V bind, not the products
+    by_default = 1 if spec.pack_gqa else choice.consumers
+    consumers = roles.consumer or from_tile or by_default
+    if consumers not in REGISTERS:
+        raise refuse(
+            spec,
+            "warps",
+            f"{consumers} consumers are not allowed; allowed: {', '.join(map(str, REGISTERS))}: a warp finds what the "
+            f"rows of each see in {HopperForward.lanes_of_part} of its 32 lanes, and in as many what all rows see",
+        )
+    if from_tile not in (None, consumers):
+        raise refuse(
+            spec, "tile.m", f"{spec.tile_m} rows are not {consumers} consumers x {ROWS}; nearest: {ROWS * consumers}"
+        )
+    return consumers
+
+
+def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with other choices than those of its ``first`` plan, each with fewer registers taken:
+    narrower tiles, then fewer consumers, which have more registers each, then probabilities that wait for V."""
+    given, most = spec.roles or Roles(), first.structure.consumers
+    fixed = given.consumer is not None or spec.tile_m is not None
+    assert isinstance(first.structure, HopperForward)
+    step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
+    narrower = [n for n in FEWER_KEYS if n < first.tile_n and n % step == 0] if spec.tile_n is None else []
+    tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
+    if not fixed:
+        tiles += [(n_consumers, n) for n_consumers in range(most - 1, 0, -1) for n in (first.tile_n, *narrower)]
+    for consumers, tile_n in tiles:
+        yield replace(spec, tile_n=tile_n, roles=replace(given, consumer=consumers))
+    if given.overlap is None and tiles:
+        yield replace(spec, tile_n=tiles[-1][1], roles=replace(given, consumer=tiles[-1][0], overlap=False))
+    elif given.overlap is None:
+        yield replace(spec, roles=replace(given, overlap=False))
+
+
+def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with each tile, depth and order of consumers that may be the fastest."""
+    assert isinstance(first.structure, HopperForward)
+    step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
+    consumers = (1, 2) if spec.pack_gqa else (2, 3)
+    keys = [n for n in _TUNED_KEYS if n % step == 0]
+    for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, ("pingpong", "cooperative")):
+        yield replace(spec, tile_n=tile_n, stages=stages, roles=Roles(consumer=count, schedule=schedule, overlap=True))
+
+
+def _families(spec: KernelSpec) -> frozenset[str]:
+    """Return the families of the table that a kernel belongs to."""
+    found = {"any"}
+    if is_light(spec.variant) and spec.layout != "varlen" and not spec.variant.dropout:
+        found.add("light")
+        if spec.layout == "dense" and any(interval.lo is not None for interval in bands_of(spec).visible):
+            found.add("window")
+    if gathers(spec.variant):
+        found.add("gather")
+    if spec.variant.score is not None or spec.variant.dropout:
+        found.add("score")
+    if reads_data_per_key(spec.variant):
+        found.add("listed")
+    elif _only_scores(spec):
+        found.add("scored")
+    if spec.pack_gqa:
+        found.add("packed")
+    if is_paged(spec):
+        found.add("paged")
+    if spec.scale_block:
+        found.add("tokens" if spec.scale_block == 1 else "blocks")
+    return frozenset(found)
+
+
+def _only_scores(spec: KernelSpec) -> bool:
+    """Whether a kernel does arithmetic on every logit, and there is no reason for tiles of few keys."""
+    plain = spec.layout == "dense" and spec.pack_gqa is not True and not spec.variant.dropout
+    return plain and spec.variant.score is not None and all(each.lo is None for each in bands_of(spec).visible)
+
+
+def _key_step(operands: Operands, v_by_columns: bool, transposed_v: bool) -> int:
+    """Return what the keys of a tile are a multiple of; where they are columns of V, they fill swizzled rows."""
+    if v_by_columns:
+        return (BOX_BYTES if transposed_v else TRANSPOSED_BYTES)[-1] // operands.v.bytes
+    return max(_LEAST_KEYS, operands.p.mma_k)
