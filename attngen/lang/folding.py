@@ -24,6 +24,8 @@ from attngen.lang.usage import decides
 PRODUCT = own("qk", Type.FLOAT)
 SOFTMAX_SCALE = Var("softmax_scale", Type.FLOAT)
 LOG2E = own("LOG2E", Type.FLOAT)
+#: The first key of a lane, in kernels whose threads hold elements of known places, and the distance of a key from it.
+KV_FIRST, KEY = own("kv_first"), Var("key", Type.INT)
 ONE = Const(1.0, Type.FLOAT)
 
 #: What differs from element to element of a tile.
@@ -67,7 +69,32 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     return Logit(grouped, LOG2E, scaled)
 
 
-def split_keys(value: Expr, first: Var, key: Var) -> Expr:
+def cap_scale(logit: Logit, heads: Heads = "single") -> Expr | None:
+    """Return ``scale`` of a value that is ``tanh(product * scale)``, the same for a tile of rows; None of any other."""
+    match logit.value:
+        case Op(op="tanh", args=(Op(op="mul", args=(product, scale)),)) if product == PRODUCT and not _varies(scale):
+            return None if heads == "packed" and "h" in names(scale) else scale
+    return None
+
+
+def less(value: Expr, reference: Expr, sign: str = "sub") -> Expr | None:
+    """Return ``value - reference``, the reference taken from a term of a sum that is the same for all keys of a lane.
+
+    It then costs no operation for each key. None if ``value`` is no sum that has such a term. With the sign ``add`` it
+    is added.
+    """
+    if not names(value) & {*_KEYS, KEY.name, PRODUCT.name}:
+        return Op(sign, (value, reference), Type.FLOAT)
+    if not isinstance(value, Op) or value.type is not Type.FLOAT or value.op not in ("add", "sub"):
+        return None
+    for place, own_sign in enumerate((sign, sign if value.op == "add" else {"add": "sub", "sub": "add"}[sign])):
+        found = less(value.args[place], reference, own_sign)
+        if found is not None:
+            return replace(value, args=(found, value.args[1]) if place == 0 else (value.args[0], found))
+    return None
+
+
+def split_keys(value: Expr, first: Var = KV_FIRST, key: Var = KEY) -> Expr:
     """Return ``value`` with ``float(kv)`` as ``float(first) + float(key)``, the terms without ``key`` apart.
 
     For kernels that know ``key`` at compile time: ``(kv - q) * slope`` becomes ``(first - q) * slope + key * slope``,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from attngen.lang.bands import classify
 from attngen.lang.emit import Binding
-from attngen.lang.folding import PRODUCT, fold_logit, is_finite
+from attngen.lang.folding import KV_FIRST, PRODUCT, fold_logit, is_finite
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Piece, Statement, declared, depending, leaf, needed, reads, statement, written
@@ -28,7 +28,6 @@ from attngen.render.cuda_statements import (
 )
 from attngen.render.expressions import (
     CUDA,
-    KV_FIRST,
     QUERIES,
     corner_bindings,
     emit_for,

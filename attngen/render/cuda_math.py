@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
-from attngen.lang.facts import index
-from attngen.lang.folding import PRODUCT, fold_logit, split_keys
+from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, less, split_keys
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, spelled, walk
+from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, own, spelled, walk
 from attngen.lang.ranges import INT32
 from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
@@ -28,6 +27,7 @@ from attngen.lang.statements import (
     written,
 )
 from attngen.plan.model import Plan
+from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -41,7 +41,6 @@ from attngen.render.cuda_statements import (
 from attngen.render.expressions import (
     CUDA,
     KEYS,
-    KV_FIRST,
     LOGIT_SCALE,
     QUERIES,
     SEQLEN_K,
@@ -63,7 +62,8 @@ _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 #: What the mask and the score call keys.
 _KEY_NAMES = frozenset({"kv", "kv_global"})
-_KEY = index("key")
+#: The reference that logits of a tile are counted from, in kernels whose scores take it up.
+_COUNTED_FROM = own("counted_from", Type.FLOAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class Logits:
     full: Steps
     multiplier: Piece
     drops_products: bool
+    cap_scale: Piece | None  # of a soft-capped score: what leads to the argument of tanh
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,16 @@ def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
-    value = split_keys(folded.value, KV_FIRST, _KEY) if plan.fast_math else folded.value
+    value = split_keys(folded.value) if plan.fast_math else folded.value
+    if isinstance(plan.structure, HopperForward) and plan.structure.relative:
+        value = less(value, _COUNTED_FROM) or value
+    scale = cap_scale(folded, plan.box_heads)
     work: dict[Statement, None] = {}
     steps = []
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
         bound = _elements(plan, ragged=partial)
-        scored = emit_for(plan, CUDA, [value, folded.multiplier], bound)
+        scored = emit_for(plan, CUDA, [value, folded.multiplier, *([] if scale is None else [scale])], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         if variant.score is not None:
             body.append(statement("{x} = {};", scored.results[0]))
@@ -153,7 +157,8 @@ def logits(plan: Plan) -> Logits:
     elif not _is_leaf(multiplier):
         statements.append(constant("float", "scale_log2e", multiplier))
         multiplier = leaf("scale_log2e")
-    return Logits(tuple(statements), steps[0], steps[1], multiplier, _drops_products(folded.value))
+    capped = None if scale is None else scored.results[2]
+    return Logits(tuple(statements), steps[0], steps[1], multiplier, _drops_products(folded.value), capped)
 
 
 def _is_leaf(value: Piece) -> bool:
@@ -274,7 +279,8 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
         "kv_global": Binding("kv_packed", _KV, below=keys),
         PRODUCT.name: Binding("x", _Q | _KV),
         KV_FIRST.name: Binding("kv_first", _Q),
-        _KEY.name: Binding("key", _KV),
+        KEY.name: Binding("key", _KV),
+        _COUNTED_FROM.name: Binding("{counted_from}[{row}]", _Q),
         **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | heads | rows
@@ -320,7 +326,7 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
 
 def row_names(plan: Plan) -> tuple[str, ...]:
     """Return the names that differ from row to row."""
-    return (*_QUERY_NAMES, "h") if plan.pack_gqa else _QUERY_NAMES
+    return (*_QUERY_NAMES, "counted_from", "h") if plan.pack_gqa else (*_QUERY_NAMES, "counted_from")
 
 
 def _split(
@@ -365,6 +371,8 @@ def elements(plan: Plan) -> Elements:
 def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     """Return the ranges of visible and of full tiles along an axis, or the hull that a listing goes through."""
     found = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
+    if along is KEYS and isinstance(plan.structure, HopperForward) and plan.structure.anchored:
+        return _anchored_tiles(plan, found)
     if plan.driver != "ranges":
         values, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
         lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
@@ -381,6 +389,36 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
     corners = with_corners(lines, values.values(), along=along, any_group=plan.split_kv)
     return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), values)
+
+
+def _anchored_tiles(plan: Plan, found: Bands) -> Tiles:
+    """Return the ranges of tiles of which the last one ends with the last key that any row of a tile of work sees.
+
+    All ends are keys first. From those of all rows follows where tiles begin, which is the same for each consumer.
+    """
+    pairs = {"visible": found.visible[0]} | ({"full": found.full[0]} if found.full else {})
+    ends: dict[str, Expr] = {}
+    for name, each in pairs.items():
+        ends[f"{name}_from"] = integer(0) if each.lo is None else minimum(maximum(each.lo, integer(0)), SEQLEN_K)
+        ends[f"{name}_to"] = SEQLEN_K if each.hi is None else minimum(maximum(each.hi, integer(0)), SEQLEN_K)
+    keys, lines = emit_named(plan, CUDA, ends)
+    named = {name: f"{{{value.text}}}" if value.text.isidentifier() else value.text for name, value in keys.items()}
+    of_all = f"{HopperForward.lanes_of_part} * kConsumers"
+    last = f"({named['visible_to']} + kAnchor - 1) / kAnchor * kAnchor"
+    begins = f"{named['visible_from']} >= kBlockN ? {last} % kBlockN : 0"
+    lines += [
+        int_constant("offset", f"__shfl_sync(~0u, {begins}, {of_all})", comment="of the first key of each tile"),
+        int_constant("visible_lo", f"({named['visible_from']} - {{offset}}) / kBlockN"),
+        int_constant("visible_hi", f"({named['visible_to']} - {{offset}} + kBlockN - 1) / kBlockN"),
+    ]
+    if "full" in pairs:
+        lines += [
+            int_constant("full_lo", f"({named['full_from']} - {{offset}} + kBlockN - 1) / kBlockN"),
+            int_constant("full_hi", f"({named['full_to']} - {{offset}}) / kBlockN"),
+        ]
+    ranges = tuple((f"{name}_lo", f"{name}_hi") for name in pairs)
+    values = {end: leaf(end) for pair in ranges for end in pair}
+    return Tiles(with_corners(lines), ranges[:1], ranges[1:], values)
 
 
 def with_corners(

@@ -21,8 +21,6 @@ from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX, argument_name, extent_name, pointer_name, strides
 
 TILE_N, WHOLE_TILES, KV_TILES = own("BLOCK_N"), own("whole_tiles"), own("kv_tiles")
-#: The first key of a lane, in kernels whose threads hold elements of known places.
-KV_FIRST = own("kv_first")
 SEQLEN_K = Var("seqlen_k", Type.INT)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from attngen.lang.folding import KV_FIRST
 from attngen.lang.ir import spelled
 from attngen.lang.statements import Statement, declared, depending, needed, reads, statement
 from attngen.plan.model import Plan
@@ -13,7 +14,6 @@ from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.symbols import pointer_name
 from attngen.render.cuda_math import Steps, row_names
 from attngen.render.cuda_statements import int_constant
-from attngen.render.expressions import KV_FIRST
 
 #: The types that values are held in; bool takes as much room as int.
 _HELD = {"bool": "int", "int": "int", "float": "float"}

@@ -46,7 +46,7 @@ from attngen.schema.fields import (
 )
 from attngen.schema.quoting import show
 
-Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference"))]
+Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference", "bounded"))]
 Layout = Annotated[str, Choice(("dense", "varlen", "paged"))]
 Pass = Annotated[str, Choice(("forward", "backward"))]
 Backend = Annotated[str, Choice(("triton", "cuda"))]

@@ -336,12 +336,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
-    VRing v_ring;
     int tile_info = 0;
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
       k_ring.advance();
+    };
+    // The stage of V whose K was released last. V has no ring of its own here: the compiler would not know it to be uniform.
+    const auto of_v = [&] {
+      const bool wraps = k_ring.stage == 0;
+      return VRing((wraps ? VRing::kStages : k_ring.stage) - 1, k_ring.phase ^ (wraps ? 1 : 0));
     };
     VRing held;        // the tile of V that O += P V still has to read,
     int held_for = 0;  // and how many tiles were skipped since
@@ -351,15 +355,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     // Holds the tile of V that belongs to these logits until O += P V.
     const auto hold_v = [&] {
-      held = v_ring;
+      held = of_v();
       held_for = 0;
-      v_ring.advance();
     };
     const auto skip_v = [&] {
+      const VRing v_ring = of_v();
       // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
       if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
-      v_ring.advance();
     };
     // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
@@ -417,6 +420,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
+      // Logits of a tile are counted from the reference of its row, which saves a subtraction for each; of a row that has seen no
+      // key, from 0.
+      float counted_from[2] = {0.0f, 0.0f};
+      const auto count_from_reference = [&] {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) counted_from[row] = reference[row] == kUnseen ? 0.0f : reference[row];
+      };
+
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
@@ -430,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
+            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E - counted_from[row];
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
             rows[row] = {u_row_value, visible_to};
           }
@@ -454,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
+            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E - counted_from[row];
             rows[row] = {u_row_value};
           }
 #pragma unroll
@@ -478,6 +489,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       find_maximum(s, 1.0f, maximum);
       raise_reference(maximum, reference, alpha);
       exponentiate<Element>(s, 1.0f, reference, p, row_sum);
+      count_from_reference();
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -503,19 +515,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(acc);
         release_v();
-        exponentiate<Element>(s, 1.0f, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        exponentiate<Element>(s, p, sum);
+        const auto kept = [&](int row) { return reference[row] != kUnseen && sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, 1.0f, maximum);
+          maximum[0] += counted_from[0];
+          maximum[1] += counted_from[1];
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
           rescale(acc, alpha);
+          float raised[2];  // from where the logits of this tile are counted
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
+            raised[row] = reference[row] - counted_from[row];
           }
-          exponentiate<Element>(s, 1.0f, reference, p, sum);
+          exponentiate<Element>(s, 1.0f, raised, p, sum);
+          count_from_reference();
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];

@@ -28,6 +28,9 @@ constexpr int kThreads = 256;
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
+// Tiles of a tile of work end with the last key that its rows see: they begin some keys after multiples of kBlockN.
+constexpr int kAnchor = 16, kOffsetBit = kSkippedBit + kConsumers;
+static_assert((kBlockN / kAnchor - 1) >> (32 - kOffsetBit) == 0);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 256;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
@@ -42,6 +45,7 @@ constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
+constexpr float kRedoLeast = kBlockN / 4;  // and more than one for each key of a lane: a first tile may hold few
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
@@ -90,6 +94,7 @@ using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
 struct Spans {
   int visible_lo, visible_hi;
   int full_lo, full_hi;
+  int offset;
 };
 
 // A tile of work: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
@@ -170,17 +175,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
-          const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = (q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits);
           const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
           const int u_window_min_1073741823 = min(u_window, 1073741823);
-          const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
-          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {visible_lo, visible_hi, full_lo, full_hi};
+          const int visible_from = min(max(q_pos_lo - u_window_min_1073741823 + 1, 0), seqlen_k);
+          const int visible_to = min(max(q_pos_hi + 1, 0), seqlen_k);
+          const int full_from = min(max(q_pos_hi - u_window_min_1073741823 + 1, 0), seqlen_k);
+          const int full_to = min(max(q_pos_lo + 1, 0), seqlen_k);
+          const int offset = __shfl_sync(~0u, visible_from >= kBlockN ? (visible_to + kAnchor - 1) / kAnchor * kAnchor % kBlockN : 0, 8 * kConsumers);  // of the first key of each tile
+          const int visible_lo = (visible_from - offset) / kBlockN;
+          const int visible_hi = (visible_to - offset + kBlockN - 1) / kBlockN;
+          const int full_lo = (full_from - offset + kBlockN - 1) / kBlockN;
+          const int full_hi = (full_to - offset) / kBlockN;
+          spans = {visible_lo, visible_hi, full_lo, full_hi, offset};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, hk, (q_tile * kBlockM >> group_bits), __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
@@ -235,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           v_ring.acquire();
           if (lane == 0) {
             v_ring.arrive_expecting(kVBytes);
-            const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
+            const int start = v_tile * kBlockN + all.offset, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
               load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk,
                        kBlockN - rows, start + rows, b);
@@ -243,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask, and where it begins.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -252,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
-                       tile * kBlockN, b);
+                       tile * kBlockN + all.offset, b);
             }
           }
           __syncwarp();
@@ -266,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit);
+          load_step(tile, tile | partial << kPartialBit | static_cast<uint32_t>(all.offset) / kAnchor << kOffsetBit);
         }
         load_v();
       }
@@ -382,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
-        const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
+        const int kv_first = (tile_info & kTileMask) * kBlockN + (static_cast<uint32_t>(tile_info) >> kOffsetBit) * kAnchor + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
             int visible_from;
@@ -434,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         settle(acc);
         release_v();
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        const auto kept = [&](int row) { return sum[row] <= fminf(fmaxf(kRedoGrowth * row_sum[row], kRedoLeast), kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);

@@ -28,6 +28,9 @@ constexpr int kThreads = 512;
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
+// Tiles of a tile of work end with the last key that its rows see: they begin some keys after multiples of kBlockN.
+constexpr int kAnchor = 16, kOffsetBit = kSkippedBit + kConsumers;
+static_assert((kBlockN / kAnchor - 1) >> (32 - kOffsetBit) == 0);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
@@ -42,6 +45,7 @@ constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
+constexpr float kRedoLeast = kBlockN / 4;  // and more than one for each key of a lane: a first tile may hold few
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
@@ -91,6 +95,7 @@ using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
 struct Spans {
   int visible_lo, visible_hi;
   int full_lo, full_hi;
+  int offset;
 };
 
 // A tile of work: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
@@ -171,17 +176,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
-          const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = (q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits);
           const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
           const int u_window_min_1073741823 = min(u_window, 1073741823);
-          const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
-          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {visible_lo, visible_hi, full_lo, full_hi};
+          const int visible_from = min(max(q_pos_lo - u_window_min_1073741823 + 1, 0), seqlen_k);
+          const int visible_to = min(max(q_pos_hi + 1, 0), seqlen_k);
+          const int full_from = min(max(q_pos_hi - u_window_min_1073741823 + 1, 0), seqlen_k);
+          const int full_to = min(max(q_pos_lo + 1, 0), seqlen_k);
+          const int offset = __shfl_sync(~0u, visible_from >= kBlockN ? (visible_to + kAnchor - 1) / kAnchor * kAnchor % kBlockN : 0, 8 * kConsumers);  // of the first key of each tile
+          const int visible_lo = (visible_from - offset) / kBlockN;
+          const int visible_hi = (visible_to - offset + kBlockN - 1) / kBlockN;
+          const int full_lo = (full_from - offset + kBlockN - 1) / kBlockN;
+          const int full_hi = (full_to - offset) / kBlockN;
+          spans = {visible_lo, visible_hi, full_lo, full_hi, offset};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, hk, (q_tile * kBlockM >> group_bits), __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
@@ -226,7 +235,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         const int b = work.b, hk = work.hk, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
-        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -237,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           v_ring.acquire();
           if (lane == 0) {
             v_ring.arrive_expecting(kVBytes);
-            const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
+            const int start = v_tile * kBlockN + all.offset, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
               load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk,
                        kBlockN - rows, start + rows, b);
@@ -245,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask, and where it begins.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -254,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
-                       tile * kBlockN, b);
+                       tile * kBlockN + all.offset, b);
             }
           }
           __syncwarp();
@@ -268,8 +276,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
+          load_step(tile, tile | partial << kPartialBit | static_cast<uint32_t>(all.offset) / kAnchor << kOffsetBit);
         }
         load_v();
       }
@@ -347,34 +354,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       if (leader) k_ring.release();
       k_ring.advance();
     };
-    VRing held;        // the tile of V that O += P V still has to read,
-    int held_for = 0;  // and how many tiles were skipped since
-    const auto wait_v = [&] { held.wait(); };
+    const auto wait_v = [&] { v_ring.wait(); };
     const auto release_v = [&] {
-      if (leader) held.release();
-    };
-    // Holds the tile of V that belongs to these logits until O += P V.
-    const auto hold_v = [&] {
-      held = v_ring;
-      held_for = 0;
-      v_ring.advance();
-    };
-    const auto skip_v = [&] {
-      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
-      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
-    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
-      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
-    };
-    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
-      take_turn();
-      pass_turn();
     };
     const auto next_work = [&] {
       work_ring.wait();
@@ -388,28 +375,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     Place work = next_work();
     bool more = __any_sync(~0u, work.tiles > 0);
     left = work.tiles;
-    // Waits for the first tile; true if these rows see nothing of it, and there is another.
-    const auto first_is_blind = [&] {
+    const auto wait_operands = [&] {
       q_ring.wait();
-      return wait_k() && __any_sync(~0u, left > 1);
+      wait_k();
     };
-    // Skips the tiles that these rows do not see, and computes S of the first that they do.
-    const auto start = [&](bool blind, bool turn_is_spent) {
-      while (blind) {
-        if (!turn_is_spent) give_up_turn();
-        turn_is_spent = false;
-        release_k();
-        skip_v();
-        --left;
-        blind = wait_k() && __any_sync(~0u, left > 1);
-      }
+    const auto start = [&] {
+      wait_operands();
       take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start(first_is_blind(), false);
+    if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
       const int q_first = work.q_start + (64 * warpgroup >> group_bits);
@@ -420,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
-        const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
+        const int kv_first = (tile_info & kTileMask) * kBlockN + (static_cast<uint32_t>(tile_info) >> kOffsetBit) * kAnchor + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
             int visible_from;
@@ -450,7 +428,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The first tile. Its S is there.
       release_k();
-      hold_v();
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
@@ -459,18 +436,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
-        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
-          give_up_turn();
-          release_k();
-          skip_v();
-          ++held_for;
-          continue;
-        }
+        wait_k();
         take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(held.stage);  // O += P V of the tile before
+        issue_pv(v_ring.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
         settle(s);
@@ -482,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         settle(acc);
         release_v();
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        const auto kept = [&](int row) { return sum[row] <= fminf(fmaxf(kRedoGrowth * row_sum[row], kRedoLeast), kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
@@ -497,7 +467,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
-        hold_v();
       }
 
       if (leader) q_ring.release();
@@ -547,24 +516,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      const bool blind = more && first_is_blind();
+      if (more) wait_operands();
       wait_v();
       take_turn();
-      if (blind) {
-        issue_pv(held.stage);
-        pass_turn();
-        free_out();
-        wait_products<0>();
-        write_out();
-        start(true, true);
-      } else {
-        issue_pv(held.stage);
-        issue_qk(k_ring.stage, q_ring.stage);
-        pass_turn();
-        free_out();
-        wait_products<1>();
-        write_out();
-      }
+      issue_pv(v_ring.stage);
+      issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
+      free_out();
+      wait_products<1>();
+      write_out();
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

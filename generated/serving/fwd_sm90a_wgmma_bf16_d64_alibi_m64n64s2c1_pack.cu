@@ -214,7 +214,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
+      // the last to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -260,8 +261,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }
@@ -378,6 +382,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
+      // Logits of a tile are counted from the reference of its row, which saves a subtraction for each; of a row that has seen no
+      // key, from 0.
+      float counted_from[2] = {0.0f, 0.0f};
+      const auto count_from_reference = [&] {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) counted_from[row] = reference[row] == kUnseen ? 0.0f : reference[row];
+      };
+
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
@@ -395,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int q_pos = q_row + (seqlen_k - seqlen_q);
             const float u_slope_h = u_slope[static_cast<long long>(h)];
             const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
+            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E - counted_from[row];
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
             rows[row] = {u_slope_h_times_LOG2E, u_row_value, visible_to};
           }
@@ -423,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int q_pos = q_row + (seqlen_k - seqlen_q);
             const float u_slope_h = u_slope[static_cast<long long>(h)];
             const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
+            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E - counted_from[row];
             rows[row] = {u_slope_h_times_LOG2E, u_row_value};
           }
 #pragma unroll
@@ -446,6 +458,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       find_maximum(s, 1.0f, maximum);
       raise_reference(maximum, reference, alpha);
       exponentiate<Element>(s, 1.0f, reference, p, row_sum);
+      count_from_reference();
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -462,19 +475,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(acc);
         release_v();
-        exponentiate<Element>(s, 1.0f, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        exponentiate<Element>(s, p, sum);
+        const auto kept = [&](int row) { return reference[row] != kUnseen && sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, 1.0f, maximum);
+          maximum[0] += counted_from[0];
+          maximum[1] += counted_from[1];
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
           rescale(acc, alpha);
+          float raised[2];  // from where the logits of this tile are counted
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
+            raised[row] = reference[row] - counted_from[row];
           }
-          exponentiate<Element>(s, 1.0f, reference, p, sum);
+          exponentiate<Element>(s, 1.0f, raised, p, sum);
+          count_from_reference();
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];

@@ -199,5 +199,6 @@ inline unsigned __float_as_uint(float x) {
   std::memcpy(&bits, &x, 4);
   return bits;
 }
+inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
 inline float __uint_as_float(unsigned bits) { return value_of<float>(bits); }
 inline float __int_as_float(int bits) { return value_of<float>(static_cast<unsigned>(bits)); }

@@ -9,11 +9,10 @@ from attngen.lang.check import compile_variant
 from attngen.lang.derivative import differentiate
 from attngen.lang.eager import evaluate
 from attngen.lang.facts import index
-from attngen.lang.folding import LOG2E, ONE, PRODUCT, fold_logit, fold_slope, split_keys
+from attngen.lang.folding import KV_FIRST, LOG2E, ONE, PRODUCT, fold_logit, fold_slope, split_keys
 from attngen.lang.ir import Expr, Load, Op
 from attngen.lang.usage import decides
 from attngen.lang.variant import Scalar, Tensor
-from attngen.render.expressions import KV_FIRST
 from tests.lang import randoms
 from tests.lang.harness import RANGES
 from tests.sampling import seeds

@@ -8,10 +8,9 @@ import pytest
 
 from attngen.lang.check import compile_variant
 from attngen.lang.facts import index
-from attngen.lang.folding import LOG2E, PRODUCT, fold_logit, split_keys
+from attngen.lang.folding import KV_FIRST, LOG2E, PRODUCT, fold_logit, split_keys
 from attngen.lang.ir import names, walk
 from attngen.lang.variant import Scalar
-from attngen.render.expressions import KV_FIRST
 from tests.lang.bruteforce import evaluate
 
 FIRST, KEY = KV_FIRST, index("key")

@@ -9,6 +9,7 @@ from itertools import product
 
 from attngen.arch import Arch
 from attngen.errors import PlanError
+from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.simplify import TRUE
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
@@ -23,21 +24,31 @@ from attngen.plan.schedules.forward_memory import (
     with_memory,
 )
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
+from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_reference
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
-SOFTMAXES = ("fixed_reference", "lazy", "exact_max")
+SOFTMAXES = ("fixed_reference", "lazy", "exact_max", "bounded")
 ROWS = 64  # query rows of a consumer: M of wgmma
 
 #: Keys that N of wgmma goes by in these kernels, at least.
 _LEAST_KEYS = 16
+
+#: What the first key of an anchored tile is a multiple of.
+ANCHOR = 16
+
+#: Of what consumers learn of a tile of keys.
+_WORD_BITS = 32
 
 #: Keys of a fragment of V that is transposed.
 _FRAGMENT_KEYS = 16
 
 #: Registers with which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
+
+#: Columns of V up to which it leaves registers and memory for more keys than K has.
+_NARROW_V = 128
 
 #: Keys of a tile and stages among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
@@ -53,6 +64,7 @@ class Choice:
     tile_n: int
     schedule: str
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
+    stages: int = 2  # of the ring of K and V with that tile; else 2
     keeps_turn: bool = False  # with turns: until the products of a step are done
 
 
@@ -61,12 +73,16 @@ class Probabilities:
     """How P stays within its dtype: the sum of a lane's probabilities that asks for a new reference, the growth of the
     running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set.
     ``settled``, where the largest P is not far above that, so that a partial first tile, or many logits that are alike,
-    would ask for a new reference often: log2 of the sum at most that one leaves a lane."""
+    would ask for a new reference often: log2 of the sum at most that one leaves a lane. ``exponents``: log2 of the
+    least and of the largest P of a row whose reference is a constant, whatever its logits are; None: there is no such
+    kernel.
+    """
 
     redo_above: str
     raise_above: str = "8.0f"
     peak: int = 0
     settled: int = 0
+    exponents: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +159,20 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
-    registers = choice.registers if (consumers, tile_n) == (choice.consumers, choice.tile_n) else None
+    as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
+    registers = choice.registers if as_chosen else None
     warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
-    stages = spec.stages or 2
+    stages = spec.stages or (choice.stages if as_chosen else 2)
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)
-    softmax, numbers = spec.softmax or SOFTMAXES[0], form.numbers[spec.dtype]
+    numbers = form.numbers[spec.dtype]
+    softmax, constant = softmax_of(spec, numbers.exponents)
+    anchored = specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n)
+    capped = numbers.exponents is not None and softmax in ("fixed_reference", "bounded") and is_soft_capped(spec)
+    # where tiles are anchored, the rows of all consumers see some key of nearly every tile
+    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not anchored
+    skips = ranges and tile_n < tile_m - ROWS
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -161,7 +184,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         longest_first=spec.order != "natural",
         staged=spec.epilogue != "direct",
         boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
-        skips=specialized and driver == "ranges" and spec.variant.mask != TRUE and tile_n < tile_m - ROWS,
+        skips=skips,
+        whole_first=ranges and not skips and not numbers.settled and _one_interval(spec),
         q_stages=1,
         box_bytes=box,
         out_columns=v,
@@ -181,11 +205,41 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
+        reference="0.0f" if constant is None else f"{constant:.1f}f",
+        capped=capped,
+        fused=softmax == "bounded" and not capped,
+        anchored=anchored,
+        redo_by_count=anchored and softmax == "fixed_reference" and not capped,
+        relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
     )
     return HopperTile(
         tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
     )
+
+
+def _one_interval(spec: KernelSpec) -> bool:
+    """Whether the keys that rows see, and those that all rows of a tile see, are an interval each."""
+    found = bands_of(spec)
+    return len(found.visible) == 1 and len(found.full) == 1
+
+
+def tile_bits(tile_n: int) -> int:
+    """Return the bits that the number of any tile of keys has."""
+    return ((MAX_SEQLEN - 1) // tile_n).bit_length()
+
+
+def _can_be_anchored(spec: KernelSpec, driver: str, consumers: int, tile_n: int) -> bool:
+    """Whether tiles of keys may begin anywhere, and rows see an interval that ends on both sides, so that it pays.
+
+    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``. A word of a
+    tile says where it begins in steps of ``ANCHOR``, beside its number and two bits for each consumer.
+    """
+    if not spec.pack_gqa or driver != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous":
+        return False
+    visible = bands_of(spec).visible
+    bits = tile_bits(tile_n) + 2 * consumers + (tile_n // ANCHOR - 1).bit_length()
+    return len(visible) == 1 and visible[0].lo is not None and visible[0].hi is not None and bits <= _WORD_BITS
 
 
 def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
@@ -244,10 +298,14 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 def _families(spec: KernelSpec) -> frozenset[str]:
     """Return the families of the table that a kernel belongs to."""
     found = {"any"}
-    if is_light(spec.variant) and spec.layout != "varlen" and not spec.variant.dropout:
+    if is_light(spec.variant) and not spec.variant.dropout:
         found.add("light")
         if spec.layout == "dense" and any(interval.lo is not None for interval in bands_of(spec).visible):
             found.add("window")
+        elif spec.layout == "dense" and spec.pack_gqa is not True:
+            found.add("plain")
+            if spec.head_dim_v <= _NARROW_V < spec.head_dim_qk:
+                found.add("narrow_v")
     if gathers(spec.variant):
         found.add("gather")
     if spec.variant.score is not None or spec.variant.dropout:

@@ -26,6 +26,7 @@ class HopperForward(Structure):
     q_stages: int  # tiles of Q in flight
     box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once
+    whole_first: bool  # a tile that all rows see, if there is one, comes before the others, from the last to the first
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
     key_values: int  # values of each key that the mask reads, and that come with a tile of K
@@ -38,6 +39,12 @@ class HopperForward(Structure):
     peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top
     settled: int  # log2 of the sum at most that a new reference leaves a lane in a step; 0: what the maximum gives
     softmax: str
+    reference: str = "0.0f"  # literal; of all rows, in units of log2, where logits are bounded
+    anchored: bool = False  # tiles of keys end with what a tile of work sees, not at multiples of their size
+    redo_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
+    relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
+    capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
+    fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
 
     def __post_init__(self) -> None:
         """Check that a warp has lanes for each consumer: the templates count on it."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from attngen.dtypes import DType, dtype
-from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Piece, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
+from attngen.plan.schedules.forward_tiles import ANCHOR, tile_bits
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.cuda_statements import int_constant
@@ -78,6 +78,8 @@ class CudaView:
     region_bytes: Mapping[str, int]
     pipes: PipesView
     tile_bits: int
+    anchor: int
+    key_start: Callable[[str], str]
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
     uses_kv_tiles: bool
@@ -91,6 +93,7 @@ class CudaView:
     count_of_all: str
     sees_any: str
     loader_lines: tuple[str, ...]
+    order_lines: tuple[str, ...]
     tile_lines: tuple[str, ...]
     whole: str
     seen: str
@@ -121,6 +124,7 @@ class CudaView:
     logit_partial: str
     logit_comment: str
     multiplier: Piece
+    cap_scale: Piece | None
     sink: Sink | None
     classifier: ClassifierView | None
 
@@ -148,7 +152,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
-    kv_first = f"{tile} * kBlockN + 2 * (lane % 4)"
+    start = " + (static_cast<uint32_t>(tile_info) >> kOffsetBit) * kAnchor" if hopper.anchored else ""
+    kv_first = f"{tile} * kBlockN{start} + 2 * (lane % 4)"
     v_box = hopper.box_bytes
     if hopper.v_by_columns:
         among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
@@ -176,21 +181,32 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
-        tile_bits=((MAX_SEQLEN - 1) // plan.tile_n).bit_length(),
+        tile_bits=tile_bits(plan.tile_n),
+        anchor=ANCHOR,
+        key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
         uses_kv_tiles="kv_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
         uses_q_hi="q_hi" in spans,
         words_use_q_hi="q_hi" in reads(listed),
-        span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
+        span_fields=(
+            *(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
+            *(["offset"] if hopper.anchored else []),
+        ),
         span_lines=found.lines,
-        span_values=", ".join(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
+        span_values=", ".join(
+            [
+                *(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
+                *(["offset"] if hopper.anchored else []),
+            ]
+        ),
         count=_count(found, "spans"),
         count_of_all=_count(found, "all"),
         sees_any=f"{_count(found, 'mine')} > 0",
         loader_lines=_loader_lines(plan, [*listed, *by_key]),
-        tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
+        order_lines=_order_lines(found) if hopper.whole_first else (),
+        tile_lines=_tile_lines(found, hopper.whole_first) if plan.driver == "ranges" else (),
         whole=_inside(found.full, "mine"),
         seen=_inside(found.visible, "mine"),
         word_lines=listed,
@@ -222,6 +238,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         logit_partial=masked,
         logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
         multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
+        cap_scale=code.cap_scale,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
@@ -350,9 +367,23 @@ def _inside(pairs: Sequence[tuple[str, str]], spans: str) -> str:
     return tests[0] if len(tests) == 1 else " || ".join(f"({test})" for test in tests) or "false"
 
 
-def _tile_lines(found: Tiles) -> tuple[str, ...]:
+def _order_lines(found: Tiles) -> tuple[str, ...]:
+    """Return the lines that find the tile that comes first: the last one that all rows see, or else the last one."""
+    ((lo, hi),), ((full_lo, full_hi),) = found.visible, found.full
+    return (
+        f"const bool any_whole = min(all.{full_hi}, all.{hi}) > max(all.{full_lo}, all.{lo});",
+        f"const int first = (any_whole ? min(all.{full_hi}, all.{hi}) : all.{hi}) - 1;",
+    )
+
+
+def _tile_lines(found: Tiles, whole_first: bool) -> tuple[str, ...]:
     """Return the lines that find a tile by its place, counted from the first visible one."""
     (lo, hi), *others = found.visible
+    if whole_first:
+        return (
+            f"const int place = all.{lo} + remaining - 1;",
+            "const int tile = remaining == tiles ? first : place + (place >= first);",
+        )
     if not others:
         return (f"const int tile = all.{lo} + remaining - 1;",)
     lines = [f"int tile = all.{lo} + remaining - 1, before = max(all.{hi} - all.{lo}, 0);"]

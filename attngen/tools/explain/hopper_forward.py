@@ -107,13 +107,18 @@ class HopperExplanation(ScheduleExplanation):
         """Yield the parts of a consumer's loop over keys, in order."""
         hopper = self.hopper
         turn, passed = ("take the turn, ", ", pass the turn") if hopper.pingpong else ("", "")
-        yield "order", "tiles of keys from the last that is seen to the first"
-        yield "first tile", f"{turn}QK(0){passed}, wait; maximum and exponentials make P(0)"
+        anchored = ", which ends with the last key that is" if hopper.anchored else ""
+        first = "the last tile of keys that all rows see, then the others" if hopper.whole_first else "tiles of keys"
+        yield "order", f"{first} from the last that is seen{anchored} to the first"
+        found = "exponentials make" if hopper.softmax == "bounded" else "maximum and exponentials make"
+        yield "first tile", f"{turn}QK(0){passed}, wait; {found} P(0)"
         if hopper.overlap:
             yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
         else:
             yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
-        softmax = _SOFTMAX[self.plan.softmax].format(above=hopper.redo_above, growth=hopper.redo_growth.rstrip("f"))
+        softmax = _SOFTMAX[self.plan.softmax].format(
+            above=hopper.redo_above, growth=hopper.redo_growth.rstrip("f"), reference=hopper.reference.rstrip("f")
+        )
         if hopper.settled and self.plan.softmax == "fixed_reference":
             softmax += "; from a new maximum after a partial first tile"
         yield "softmax", softmax
@@ -160,6 +165,7 @@ _SOFTMAX = {
     "{growth} times",
     "lazy": "maximum; O is rescaled only if it has grown by 2^8; exponentials make P(j)",
     "exact_max": "maximum, O rescaled, exponentials make P(j)",
+    "bounded": "exponentials make P(j) from a constant reference, {reference}: the score is bounded",
 }
 
 

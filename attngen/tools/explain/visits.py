@@ -23,6 +23,8 @@ from attngen.lang.simplify import integer
 from attngen.lang.spans import Interval
 from attngen.plan.floors import ROWS
 from attngen.plan.model import Plan
+from attngen.plan.schedules.forward_tiles import ANCHOR
+from attngen.plan.schedules.structures import HopperForward
 from attngen.tools.explain.assumed import extents_of
 
 #: Bytes that the values of one block of pairs, of all nodes of an expression, may take together.
@@ -136,11 +138,13 @@ def _cost(expr: Expr) -> int:
 def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor) -> int:
     """Count the tiles that consumers multiply where each skips what its own rows do not see."""
     consumers = plan.structure.consumers
-    loaded = _Grid(plan, seqlen, arguments, first).loaded()
+    whole = _Grid(plan, seqlen, arguments, first)
+    loaded = whole.loaded()
     starts = first[:, None] + ROWS * torch.arange(consumers)
     own = starts < seqlen  # consumers whose rows lie after the end see nothing
     seen = torch.zeros(*starts.shape, loaded.shape[1], dtype=torch.bool)
-    seen[own] = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments, starts[own]).loaded()
+    offsets = whole.offsets[:, None].expand(starts.shape)[own]
+    seen[own] = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments, starts[own], offsets).loaded()
     return sum(
         _steps_of(rows[tiles].flip(0).tolist(), plan.stages)
         for tiles, consumers_seen in zip(loaded, seen, strict=True)
@@ -168,8 +172,10 @@ def _steps_of(seen: Sequence[bool], stages: int) -> int:
 class _Grid:
     """Some query tiles at once: their corners as a column of numbers."""
 
-    def __init__(self, plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor) -> None:
-        """``first`` are the first queries of the tiles."""
+    def __init__(
+        self, plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor, offsets: Tensor | None = None
+    ) -> None:
+        """``first`` are the first queries of the tiles; ``offsets`` say where keys begin, if not as their own would."""
         self._plan = plan
         self._seqlen = seqlen
         self._whole = seqlen // plan.tile_n
@@ -187,6 +193,16 @@ class _Grid:
         self._corners = {"q_lo": first, "q_hi": last, "q_pos_lo": first, "q_pos_hi": last}  # as many keys as queries
         self._found: Bands = bands(plan.variant.mask, self._facts, over="kv", heads=plan.box_heads)
         self.outside = ""
+        self._anchored = isinstance(plan.structure, HopperForward) and plan.structure.anchored
+        #: Of the first key of each tile of keys from a multiple of their size.
+        self.offsets = offsets if offsets is not None else self._own_offsets()
+
+    def _own_offsets(self) -> Tensor:
+        if not self._anchored:
+            return torch.zeros(self._tiles, dtype=torch.int64)
+        n, (lo, hi) = self._plan.tile_n, self._ends(self._found.visible[0])
+        last = (hi.clamp(0, self._seqlen) + ANCHOR - 1) // ANCHOR * ANCHOR
+        return torch.where(lo >= n, last % n, 0)
 
     def mask(self) -> tuple[int, Tensor]:
         """Return the number of visible pairs, and for each tile 0 (nothing), 1 (part) or 2 (all of it visible)."""
@@ -223,6 +239,8 @@ class _Grid:
     def in_ranges(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that loops over ranges, and tests each tile for the full ones."""
         n = self._plan.tile_n
+        if self._anchored:
+            return self._in_anchored_ranges()
         tiles = torch.arange(self._whole)[None, :]
         visited = self._in_ranges(self._whole, self._whole * n)
         full = torch.zeros_like(visited)
@@ -231,6 +249,16 @@ class _Grid:
             full |= (tiles * n >= first[:, None]) & (tiles * n + n <= last[:, None])
         return int((visited & full).sum()), int((visited & ~full).sum()) + self.ragged()
 
+    def _in_anchored_ranges(self) -> tuple[int, int]:
+        """Return the same where the tiles of keys of a query tile begin anywhere."""
+        visited = self.loaded()
+        start = torch.arange(visited.shape[1])[None, :] * self._plan.tile_n + self.offsets[:, None]
+        full = torch.zeros_like(visited)
+        for interval in self._found.full:
+            first, last = self._ends(interval)
+            full |= (start >= first[:, None]) & (start + self._plan.tile_n <= last[:, None].clamp(max=self._seqlen))
+        return int((visited & full).sum()), int((visited & ~full).sum())
+
     def loaded(self) -> Tensor:
         """Return which tiles of keys, a ragged last one too, the ranges of a query tile hold: (q_tiles, kv_tiles)."""
         return self._in_ranges(-(-self._seqlen // self._plan.tile_n), self._seqlen)
@@ -238,6 +266,10 @@ class _Grid:
     def _in_ranges(self, count: int, extent: int) -> Tensor:
         bounded = Bands(self._found.visible, (), exact=True)
         tiles = torch.arange(count)[None, :]
+        if self._anchored:
+            start, n = tiles * self._plan.tile_n + self.offsets[:, None], self._plan.tile_n
+            lo, hi = (end[:, None].clamp(0, self._seqlen) for end in self._ends(self._found.visible[0]))
+            return (start + n > lo) & (start < hi) & (lo < hi)
         visited = torch.zeros(self._tiles, count, dtype=torch.bool)
         for lo, hi in segments(bounded, self._plan.tile_n, integer(extent), self._facts).partial:
             visited |= (tiles >= self._value(lo)[:, None]) & (tiles < self._value(hi)[:, None])

@@ -95,6 +95,18 @@ __device__ __forceinline__ void exponentiate(
   }
 }
 
+// The same of logits in units of log2 that are counted from the reference.
+template <typename Element, int kCount>
+__device__ __forceinline__ void exponentiate(const float (&s)[kCount], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
+  static_assert(sizeof(Element) == 2);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    const float low = exp2_approx(s[i]), high = exp2_approx(s[i + 1]);
+    sum[row_of(i)] += low + high;
+    p[i / 2] = pack<Element>(low, high);
+  }
+}
+
 // The same in 8 bits. A register holds the two columns of a lane in one block of 8, and those in the next: V has its keys
 // in that order (transpose.cuh).
 template <typename Element, int kCount, typename Scale>

@@ -1,12 +1,11 @@
-// fwd_sm90a_wgmma_bf16_d64_alibi_m192n64s2c3
+// fwd_sm90a_wgmma_bf16_d64_full_varlen_m192n128s2c3
 //
-// Attention forward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Attention forward, variant full: mask `True`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
-#include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -18,17 +17,17 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 64;  // keys of one step
+constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -39,26 +38,26 @@ constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 16384 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 65536;  // 16384 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 81920;  // 24576 B: O, for its store
-constexpr uint32_t kWork = kShared + 106496;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 107136;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 107152;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 107168;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 107184;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 107200;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 107216;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 107232;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 107248;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 107264;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 107272;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 32768 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 81920;  // 32768 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 114688;  // 24576 B: O, for its store
+constexpr uint32_t kWork = kShared + 139264;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 139904;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 139920;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 139936;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 139952;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 139968;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 139984;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 140000;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 140016;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 140032;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 140040;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -80,7 +79,7 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 24576);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 16384 && VRing::kStages * kVBytes == 16384);
+static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,13 +112,13 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_alibi_m192n64s2c3(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_full_varlen_m192n128s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_slope,
-    long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int extent_u_slope_0,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    bf16* out_ptr, float* lse_ptr, const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr,
+    const int* seqused_k_ptr, uint32_t* tile_counter,
+    long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int max_seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
@@ -169,16 +168,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
           const int b = unit / heads, h = unit % heads;
-          const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
-          const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+          const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
+          const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
+          int seqlen_k = cu_seqlens_k_ptr[b + 1] - k_begin;
+          if (has_seqused_k) seqlen_k = seqused_k_ptr[b];
+          if (q_tile * kBlockM >= seqlen_q) {  // a shorter sequence than the longest
+            index = next_tile();
+            continue;
+          }
           const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
-          const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
-          const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
-          const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {0, visible_hi, 0, full_hi};
+          const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
+          spans = {0, visible_hi, 0, whole_tiles};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
@@ -187,11 +188,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
           for (int i = lane; i < rows * 8; i += 32) {
             const int q = work.q_start + i / 8;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 8)) = {};
+            *reinterpret_cast<int4*>((out_ptr + work.h * stride_out_h + (work.q_begin + q) * stride_out_s) + kOutChunk * (i % 8)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
-            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = kMasked;
+            lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = kMasked;
           }
           index = next_tile();
           continue;
@@ -219,10 +220,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
+        const int tiles = work.tiles, k_begin = work.k_begin, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
-        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -236,12 +236,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
               load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk,
-                       kBlockN - rows, start + rows, b);
+                       kBlockN - rows, k_begin + start + rows);
             }
           }
           __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
-                       tile * kBlockN, b);
+                       k_begin + tile * kBlockN);
             }
           }
           __syncwarp();
@@ -264,8 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
+          load_step(tile, tile | partial << kPartialBit);
         }
         load_v();
       }
@@ -286,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           q_ring.arrive_expecting(kQBytes);
           for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
             load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
-                     work.q_start, work.b);
+                     work.q_begin + work.q_start);
           }
         }
         __syncwarp();
@@ -343,34 +342,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       if (leader) k_ring.release();
       k_ring.advance();
     };
-    VRing held;        // the tile of V that O += P V still has to read,
-    int held_for = 0;  // and how many tiles were skipped since
-    const auto wait_v = [&] { held.wait(); };
+    const auto wait_v = [&] { v_ring.wait(); };
     const auto release_v = [&] {
-      if (leader) held.release();
-    };
-    // Holds the tile of V that belongs to these logits until O += P V.
-    const auto hold_v = [&] {
-      held = v_ring;
-      held_for = 0;
-      v_ring.advance();
-    };
-    const auto skip_v = [&] {
-      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
-      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
-    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
-      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
-    };
-    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
-      take_turn();
-      pass_turn();
     };
     const auto next_work = [&] {
       work_ring.wait();
@@ -384,87 +363,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     Place work = next_work();
     bool more = __any_sync(~0u, work.tiles > 0);
     left = work.tiles;
-    // Waits for the first tile; true if these rows see nothing of it, and there is another.
-    const auto first_is_blind = [&] {
+    const auto wait_operands = [&] {
       q_ring.wait();
-      return wait_k() && __any_sync(~0u, left > 1);
+      wait_k();
     };
-    // Skips the tiles that these rows do not see, and computes S of the first that they do.
-    const auto start = [&](bool blind, bool turn_is_spent) {
-      while (blind) {
-        if (!turn_is_spent) give_up_turn();
-        turn_is_spent = false;
-        release_k();
-        skip_v();
-        --left;
-        blind = wait_k() && __any_sync(~0u, left > 1);
-      }
+    const auto start = [&] {
+      wait_operands();
       take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start(first_is_blind(), false);
+    if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
-      const int h = work.h;
-      const int q_first = work.q_start + 64 * warpgroup + row_in_group;
-      const float u_softmax_scale_times_LOG2E = softmax_scale * kLog2e;
-      const float u_slope_h = u_slope[static_cast<long long>(h)];
-      const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
+      const float scale_log2e = softmax_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
+      // S becomes logits.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            float u_row_value;
-            int visible_to;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {u_row_value, visible_to};
-          }
+          const int visible_to = seqlen_k - kv_first;
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [u_row_value, visible_to] = rows[row];
-              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
               if (key >= visible_to) x = kMasked;
-            }
-          }
-        } else {
-          struct Row {
-            float u_row_value;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E;
-            rows[row] = {u_row_value};
-          }
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [u_row_value] = rows[row];
-              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
             }
           }
         }
@@ -472,27 +402,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The first tile. Its S is there.
       release_k();
-      hold_v();
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
-      find_maximum(s, 1.0f, maximum);
+      find_maximum(s, scale_log2e, maximum);
       raise_reference(maximum, reference, alpha);
-      exponentiate<Element>(s, 1.0f, reference, p, row_sum);
+      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
-        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
-          give_up_turn();
-          release_k();
-          skip_v();
-          ++held_for;
-          continue;
-        }
+        wait_k();
         take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(held.stage);  // O += P V of the tile before
+        issue_pv(v_ring.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
         settle(s);
@@ -503,10 +425,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(acc);
         release_v();
-        exponentiate<Element>(s, 1.0f, reference, p, sum);
+        exponentiate<Element>(s, scale_log2e, reference, p, sum);
         const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
-          find_maximum(s, 1.0f, maximum);
+          find_maximum(s, scale_log2e, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -515,11 +437,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
           }
-          exponentiate<Element>(s, 1.0f, reference, p, sum);
+          exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
-        hold_v();
       }
 
       if (leader) q_ring.release();
@@ -540,12 +461,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         fence_async_proxy();
       };
+      // Rows after the end belong to the next sequence, so that a box is copied only if all of its rows exist.
       const auto store_out = [&](int from) {
-        if (leader) {
-          for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
-            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
+        const int rows = min(64, work.seqlen_q - work.q_start - 64 * warpgroup);
+        if (rows == 64) {
+          if (leader) {
+            for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
+              store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h,
+                        work.q_begin + work.q_start + 64 * warpgroup);
+            }
+            commit_stores();
           }
-          commit_stores();
+          return;
+        }
+        for (int i = 0; i < 64 * kOutColumns / kOutChunk / 128; ++i) {
+          const int row = (group_thread + 128 * i) / (kOutColumns / kOutChunk);
+          const int column = (group_thread + 128 * i) % (kOutColumns / kOutChunk) * kOutChunk;
+          const int chunk = column % kOutBoxColumns / kOutChunk, swizzled = chunk ^ (row % 8);
+          const int q = work.q_start + 64 * warpgroup + row;
+          if (row < rows && from + column < 64) {
+            *reinterpret_cast<int4*>((out_ptr + work.h * stride_out_h + (work.q_begin + q) * stride_out_s) + from + column) =
+                shared_at<int4>(out_rows + column / kOutBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled);
+          }
         }
       };
       // Waits until the stores of the last tile of work have read their shared memory.
@@ -568,29 +505,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      const bool blind = more && first_is_blind();
+      if (more) wait_operands();
       wait_v();
       take_turn();
-      if (blind) {
-        issue_pv(held.stage);
-        pass_turn();
-        free_out();
-        wait_products<0>();
-        write_out();
-        start(true, true);
-      } else {
-        issue_pv(held.stage);
-        issue_qk(k_ring.stage, q_ring.stage);
-        pass_turn();
-        free_out();
-        wait_products<1>();
-        write_out();
-      }
+      issue_pv(v_ring.stage);
+      issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
+      free_out();
+      wait_products<1>();
+      write_out();
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+          if (q < work.seqlen_q) lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(reference[row], row_sum[row]);
         }
       }
       work = next;

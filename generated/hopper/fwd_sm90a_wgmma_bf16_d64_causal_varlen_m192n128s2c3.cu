@@ -1,9 +1,9 @@
-// fwd_sm90a_wgmma_bf16_d64_causal_varlen_m128n128s2c2
+// fwd_sm90a_wgmma_bf16_d64_causal_varlen_m192n128s2c3
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
@@ -17,18 +17,18 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockM = 192;  // query rows of a tile of work
 constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
-constexpr int kConsumers = 2;  // warpgroups that multiply
-constexpr int kThreads = 384;
+constexpr int kConsumers = 3;  // warpgroups that multiply
+constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -44,21 +44,21 @@ constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that ask
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
-constexpr uint32_t kK = kShared + 32768;  // 32768 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 65536;  // 32768 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 98304;  // 16384 B: O, for its store
-constexpr uint32_t kWork = kShared + 114688;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 115328;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 115344;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 115360;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 115376;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 115392;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 115408;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 115424;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 115440;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 115456;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 115464;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
+constexpr uint32_t kK = kShared + 49152;  // 32768 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 81920;  // 32768 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 114688;  // 24576 B: O, for its store
+constexpr uint32_t kWork = kShared + 139264;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 139904;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 139920;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 139936;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 139952;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 139968;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 139984;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 140000;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 140016;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 140032;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 140040;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -68,18 +68,18 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
-  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
+constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 16384);
-static_assert(QRing::kStages * kQBytes == 32768);
+static_assert(kConsumers * kOutBytes == 24576);
+static_assert(QRing::kStages * kQBytes == 49152);
 static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
@@ -113,7 +113,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_causal_varlen_m128n128s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_causal_varlen_m192n128s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr,
@@ -132,13 +132,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
     init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 2, 2);  // each consumer
+    init_barriers(kQEmpty, 2, 3);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 2);  // each consumer
+    init_barriers(kKEmpty, 2, 3);  // each consumer
     init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 2);  // each consumer
-    init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
+    init_barriers(kVEmpty, 2, 3);  // each consumer
+    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 13);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -219,7 +219,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
+      // the last to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -266,8 +267,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }

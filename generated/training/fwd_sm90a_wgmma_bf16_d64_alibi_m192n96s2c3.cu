@@ -1,7 +1,7 @@
-// fwd_sm90a_wgmma_bf16_d64_softcap_m192n64s2c3
+// fwd_sm90a_wgmma_bf16_d64_alibi_m192n96s2c3
 //
-// Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Attention forward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
@@ -18,7 +18,7 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 64;  // keys of one step
+constexpr int kBlockN = 96;  // keys of one step
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
@@ -28,7 +28,7 @@ constexpr int kThreads = 512;
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -39,26 +39,26 @@ constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 16384 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 65536;  // 16384 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 81920;  // 24576 B: O, for its store
-constexpr uint32_t kWork = kShared + 106496;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 107136;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 107152;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 107168;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 107184;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 107200;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 107216;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 107232;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 107248;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 107264;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 107272;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 73728;  // 24576 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 24576 B: O, for its store
+constexpr uint32_t kWork = kShared + 122880;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 123520;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 123536;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 123552;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 123568;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 123584;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 123600;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 123616;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 123632;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 123648;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 123656;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -80,7 +80,7 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 24576);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 16384 && VRing::kStages * kVBytes == 16384);
+static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,15 +113,15 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_softcap_m192n64s2c3(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_alibi_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_slope,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int extent_u_slope_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
-    float u_cap,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -336,12 +336,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
-    VRing v_ring;
     int tile_info = 0;
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
       k_ring.advance();
+    };
+    // The stage of V whose K was released last. V has no ring of its own here: the compiler would not know it to be uniform.
+    const auto of_v = [&] {
+      const bool wraps = k_ring.stage == 0;
+      return VRing((wraps ? VRing::kStages : k_ring.stage) - 1, k_ring.phase ^ (wraps ? 1 : 0));
     };
     VRing held;        // the tile of V that O += P V still has to read,
     int held_for = 0;  // and how many tiles were skipped since
@@ -351,15 +355,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     // Holds the tile of V that belongs to these logits until O += P V.
     const auto hold_v = [&] {
-      held = v_ring;
+      held = of_v();
       held_for = 0;
-      v_ring.advance();
     };
     const auto skip_v = [&] {
+      const VRing v_ring = of_v();
       // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
       if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
-      v_ring.advance();
     };
     // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
@@ -408,18 +411,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (more) start(first_is_blind(), false);
     while (more) {
       const int seqlen_k = work.seqlen_k;
+      const int h = work.h;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
-      const float u_softmax_scale_over_cap = softmax_scale / u_cap;
-      const float scale_log2e = u_cap * kLog2e;
+      const float u_softmax_scale_times_LOG2E = softmax_scale * kLog2e;
+      const float u_slope_h = u_slope[static_cast<long long>(h)];
+      const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
+
+      // Logits of a tile are counted from the reference of its row, which saves a subtraction for each; of a row that has seen no
+      // key, from 0.
+      float counted_from[2] = {0.0f, 0.0f};
+      const auto count_from_reference = [&] {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) counted_from[row] = reference[row] == kUnseen ? 0.0f : reference[row];
+      };
 
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
+            float u_row_value;
             int visible_to;
           };
           Row rows[2];
@@ -427,8 +441,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E - counted_from[row];
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
+            rows[row] = {u_row_value, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
@@ -436,18 +451,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
+              const auto [u_row_value, visible_to] = rows[row];
+              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
               if (key >= visible_to) x = kMasked;
             }
           }
         } else {
+          struct Row {
+            float u_row_value;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const float u_row_value = (float(kv_first) - float(q_pos)) * u_slope_h_times_LOG2E - counted_from[row];
+            rows[row] = {u_row_value};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
+              const auto [u_row_value] = rows[row];
+              x = x * u_softmax_scale_times_LOG2E + (u_row_value + float(key) * u_slope_h_times_LOG2E);
             }
           }
         }
@@ -458,9 +486,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       hold_v();
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
-      find_maximum(s, scale_log2e, maximum);
+      find_maximum(s, 1.0f, maximum);
       raise_reference(maximum, reference, alpha);
-      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      exponentiate<Element>(s, 1.0f, reference, p, row_sum);
+      count_from_reference();
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -486,19 +515,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(acc);
         release_v();
-        exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        exponentiate<Element>(s, p, sum);
+        const auto kept = [&](int row) { return reference[row] != kUnseen && sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
-          find_maximum(s, scale_log2e, maximum);
+          find_maximum(s, 1.0f, maximum);
+          maximum[0] += counted_from[0];
+          maximum[1] += counted_from[1];
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
           rescale(acc, alpha);
+          float raised[2];  // from where the logits of this tile are counted
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
+            raised[row] = reference[row] - counted_from[row];
           }
-          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+          exponentiate<Element>(s, 1.0f, raised, p, sum);
+          count_from_reference();
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];

@@ -1,15 +1,16 @@
-// fwd_sm90a_wgmma_bf16_d192_causal_m128n96s2c2
+// fwd_sm90a_wgmma_bf16_d64_softcap_m192n96s2c3
 //
-// Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
+#include "soft_cap.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -17,18 +18,18 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockM = 192;  // query rows of a tile of work
 constexpr int kBlockN = 96;  // keys of one step
-constexpr int kHeadDimQk = 192;
-constexpr int kHeadDimV = 192;
-constexpr int kConsumers = 2;  // warpgroups that multiply
-constexpr int kThreads = 384;
+constexpr int kHeadDimQk = 64;
+constexpr int kHeadDimV = 64;
+constexpr int kConsumers = 3;  // warpgroups that multiply
+constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -45,42 +46,42 @@ constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 73728 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 122880;  // 73728 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 196608;  // 16384 B: O, for its store
-constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 213632;  // 8 B: barriers
-constexpr uint32_t kQEmpty = kShared + 213640;  // 8 B: barriers
-constexpr uint32_t kKFull = kShared + 213648;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 213664;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 213680;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 213696;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 213712;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 213728;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 213744;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 213752;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 73728;  // 24576 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 24576 B: O, for its store
+constexpr uint32_t kWork = kShared + 122880;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 123520;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 123536;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 123552;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 123568;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 123584;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 123600;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 123616;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 123632;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 123648;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 123656;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
-using QRing = Ring<kQFull, kQEmpty, 1>;  // the loader of Q -> each consumer
+using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
 using KRing = Ring<kKFull, kKEmpty, 2>;  // the loader of K and V -> each consumer
 using VRing = Ring<kVFull, kVEmpty, 2>;  // the loader of K and V -> each consumer
 using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers and both loaders
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
-  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
+constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 16384);
+static_assert(kConsumers * kOutBytes == 24576);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 73728 && VRing::kStages * kVBytes == 73728);
+static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,7 +114,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192_causal_m128n96s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_softcap_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
@@ -121,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
+    float u_cap,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -130,14 +132,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barriers(kQFull, 1, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 1, 2);  // each consumer
+    init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
+    init_barriers(kQEmpty, 2, 3);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 2);  // each consumer
+    init_barriers(kKEmpty, 2, 3);  // each consumer
     init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 2);  // each consumer
-    init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
+    init_barriers(kVEmpty, 2, 3);  // each consumer
+    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 13);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -184,9 +186,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 24; i += 32) {
-            const int q = work.q_start + i / 24;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 24)) = {};
+          for (int i = lane; i < rows * 8; i += 32) {
+            const int q = work.q_start + i / 8;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 8)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -221,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
+        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -239,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -262,7 +265,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit);
+          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
+          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
         }
         load_v();
       }
@@ -333,22 +337,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
-    VRing v_ring;
     int tile_info = 0;
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
-      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this tile of work
       k_ring.advance();
     };
-    const auto wait_v = [&] { v_ring.wait(); };
-    const auto release_v = [&] {
-      if (leader) v_ring.release();
-      v_ring.advance();
+    // The stage of V whose K was released last. V has no ring of its own here: the compiler would not know it to be uniform.
+    const auto of_v = [&] {
+      const bool wraps = k_ring.stage == 0;
+      return VRing((wraps ? VRing::kStages : k_ring.stage) - 1, k_ring.phase ^ (wraps ? 1 : 0));
     };
+    VRing held;        // the tile of V that O += P V still has to read,
+    int held_for = 0;  // and how many tiles were skipped since
+    const auto wait_v = [&] { held.wait(); };
+    const auto release_v = [&] {
+      if (leader) held.release();
+    };
+    // Holds the tile of V that belongs to these logits until O += P V.
+    const auto hold_v = [&] {
+      held = of_v();
+      held_for = 0;
+    };
+    const auto skip_v = [&] {
+      const VRing v_ring = of_v();
+      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
+      if (warp % 4 == 0) v_ring.wait();
+      if (leader) v_ring.release();
+    };
+    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
+    };
+    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
+    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
+      take_turn();
+      pass_turn();
     };
     const auto next_work = [&] {
       work_ring.wait();
@@ -362,58 +388,84 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     Place work = next_work();
     bool more = __any_sync(~0u, work.tiles > 0);
     left = work.tiles;
-    const auto wait_operands = [&] {
+    // Waits for the first tile; true if these rows see nothing of it, and there is another.
+    const auto first_is_blind = [&] {
       q_ring.wait();
-      wait_k();
+      return wait_k() && __any_sync(~0u, left > 1);
     };
-    const auto start = [&] {
-      wait_operands();
+    // Skips the tiles that these rows do not see, and computes S of the first that they do.
+    const auto start = [&](bool blind, bool turn_is_spent) {
+      while (blind) {
+        if (!turn_is_spent) give_up_turn();
+        turn_is_spent = false;
+        release_k();
+        skip_v();
+        --left;
+        blind = wait_k() && __any_sync(~0u, left > 1);
+      }
       take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start();
+    if (more) start(first_is_blind(), false);
     while (more) {
       const int seqlen_k = work.seqlen_k;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
-      const float scale_log2e = softmax_scale * kLog2e;
+      const float u_softmax_scale_over_cap = softmax_scale / u_cap;
+      const float scale_log2e = u_cap * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
-      const auto finish_logits = [&] {
+      // The products of a tile become logits; pairs that are not visible get -inf.
+      const auto finish_partial = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
-        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            int visible_to;
-          };
-          Row rows[2];
+        struct Row {
+          int visible_to;
+        };
+        Row rows[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          rows[row] = {visible_to};
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
-          }
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              if (key >= visible_to) x = kMasked;
-            }
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            const auto [visible_to] = rows[row];
+            x = tanh_approx(x * u_softmax_scale_over_cap);
+            if (key >= visible_to) x = kMasked;
           }
         }
       };
+      const auto finish_full = [&] {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            x = tanh_approx(x * u_softmax_scale_over_cap);
+          }
+        }
+      };
+      const SoftCap soft_cap(u_softmax_scale_over_cap, scale_log2e);
+      bool polynomial = true;  // whether it was as good as tanh so far: tiles of the same rows are alike
 
       // The first tile. Its S is there.
       release_k();
-      finish_logits();
+      hold_v();
+      if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+        finish_partial();
+      } else {
+        finish_full();
+      }
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference(maximum, reference, alpha);
@@ -421,24 +473,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        wait_k();
+        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
+        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
+          give_up_turn();
+          release_k();
+          skip_v();
+          ++held_for;
+          continue;
+        }
         take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(v_ring.stage);  // O += P V of the tile before
+        issue_pv(held.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
-        finish_logits();
-        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
+
+        // P of this tile: from the products where a polynomial is as good as tanh. S is kept until that is known, and the sums say that the
+        // reference of the step before was good enough.
         float sum[2] = {0.0f, 0.0f};
-        wait_products<0>();
-        settle(acc);
-        release_v();
-        exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        const auto begin_p = [&] {
+          wait_products<0>();
+          settle(acc);
+          release_v();
+        };
+        bool products = false;  // whether S still is the products
+        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          finish_partial();
+          begin_p();
+          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        } else {
+          begin_p();
+          products = polynomial && __all_sync(~0u, exponentiate_capped<Element>(s, soft_cap, reference, p, sum));
+          polynomial = products;
+          if (!products) {
+            finish_full();
+            sum[0] = sum[1] = 0.0f;
+            exponentiate<Element>(s, scale_log2e, reference, p, sum);
+          }
+        }
         const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
+          if (products) finish_full();
           find_maximum(s, scale_log2e, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
@@ -452,8 +529,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
+        hold_v();
       }
 
+      if (leader) q_ring.release();
       q_ring.advance();
       float normalize[2];
       finish_sum(row_sum, normalize);
@@ -493,31 +572,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(s);
         store_out(0);
-        if (leader) wait_stores_read();
-        sync_group();
-        stage_out(64);
-        sync_group();
-        store_out(64);
-        if (leader) wait_stores_read();
-        sync_group();
-        stage_out(128);
-        sync_group();
-        store_out(128);
       };
 
       // The last O += P V, and after it the first S = Q K^T of the next tile of work.
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      if (more) wait_operands();
+      const bool blind = more && first_is_blind();
       wait_v();
       take_turn();
-      issue_pv(v_ring.stage);
-      issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
-      free_out();
-      wait_products<1>();
-      write_out();
+      if (blind) {
+        issue_pv(held.stage);
+        pass_turn();
+        free_out();
+        wait_products<0>();
+        write_out();
+        start(true, true);
+      } else {
+        issue_pv(held.stage);
+        issue_qk(k_ring.stage, q_ring.stage);
+        pass_turn();
+        free_out();
+        wait_products<1>();
+        write_out();
+      }
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

@@ -1,0 +1,78 @@
+"""Which reference the exponentials of a Hopper forward take: a constant, where the score is bounded."""
+
+from __future__ import annotations
+
+import math
+
+from attngen.lang.bands import Heads
+from attngen.lang.bounded import bounding_maximum, score_bounds
+from attngen.lang.folding import ONE, cap_scale, fold_logit, less, split_keys
+from attngen.plan.choices import refuse
+from attngen.schema.expand import KernelSpec
+
+_LOG2E = math.log2(math.e)
+
+
+def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str, float | None]:
+    """Return how the reference is kept, and what it is if it is a constant, in units of log2.
+
+    A spec that leaves it open gets ``bounded`` where what its variant declares bounds the logits, and P stays within
+    ``exponents`` with one reference for all rows; else ``fixed_reference``. PlanError if it asks for ``bounded`` and
+    that cannot be.
+    """
+    if spec.softmax not in (None, "bounded"):
+        return spec.softmax, None
+    constant = constant_reference(spec, exponents)
+    if constant is not None:
+        return "bounded", constant
+    if spec.softmax == "bounded":
+        raise refuse(spec, "softmax", f"{_against(spec, exponents)}; allowed: fixed_reference, lazy, exact_max")
+    return "fixed_reference", None
+
+
+def is_soft_capped(spec: KernelSpec) -> bool:
+    """Whether logits are a multiple of tanh of a multiple of the products, and tanh may be approximated."""
+    heads: Heads = "packed" if spec.pack_gqa else "single"
+    if spec.variant.score is None or not spec.fast_math:
+        return False
+    return (
+        cap_scale(fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads), heads) is not None
+    )
+
+
+def takes_reference(spec: KernelSpec) -> bool:
+    """Whether the reference of a row can be taken from a term of the score that is the same for all keys."""
+    heads: Heads = "packed" if spec.pack_gqa else "single"
+    if spec.variant.score is None or not spec.fast_math:
+        return False
+    folded = fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads)
+    return folded.multiplier == ONE and less(split_keys(folded.value), ONE) is not None
+
+
+def constant_reference(spec: KernelSpec, exponents: tuple[int, int] | None) -> float | None:
+    """Return a reference that serves all rows, in units of log2: 0 if that does, else a whole number; None if none
+    does."""
+    found = score_bounds(spec.variant.score, spec.variant.ranges)
+    if found is None or exponents is None:
+        return None
+    (low, high), (least, most) = (end * _LOG2E for end in found), exponents
+    reference = 0.0 if least <= low and high <= most else float(math.ceil(high - most))
+    return reference if low - reference >= least else None
+
+
+def _against(spec: KernelSpec, exponents: tuple[int, int] | None) -> str:
+    """Say why no constant is a reference for all rows."""
+    if exponents is None:
+        return f"'bounded' does not exist in {spec.dtype}"
+    least, most = (end / _LOG2E for end in exponents)
+    found = score_bounds(spec.variant.score, spec.variant.ranges)
+    if found is not None:
+        return (
+            f"'bounded' takes logits of a range of {most - least:.3g} at most in {spec.dtype}, and the score may be "
+            f"{found[0]:.4g} to {found[1]:.4g}"
+        )
+    limits = {scalar.name: bounding_maximum(spec.variant, scalar.name, most) for scalar in spec.variant.arguments}
+    hint = [f"{name}: {{max: {limit:g}}}" for name, limit in limits.items() if limit is not None]
+    return "'bounded' needs a score that is bounded whatever q and k are" + (
+        f", as it is with {hint[0]} in scalars" if hint else ", such as a soft-capped one"
+    )

@@ -1,0 +1,127 @@
+"""Tiles of keys that end with what a tile of work sees: the scheduler's own lines, on the host, against the mask.
+
+Every visible key is in a visible tile, every full tile holds only keys that every row sees, and the tiles of all rows
+end less than an anchor after the last key.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from attngen.plan.model import Plan
+from attngen.plan.schedules.forward_tiles import ANCHOR
+from attngen.plan.schedules.structures import HopperForward
+from attngen.render.views.hopper_forward import cuda_view
+from tests.plan.specs import planned
+
+COMPILER = shutil.which("g++")
+
+#: What the lines name beside the corners: numbers of a call, and what shuffles and searches do.
+PROGRAM = """
+#include <cstdio>
+#include <cstdlib>
+#include <algorithm>
+using std::min, std::max;
+constexpr int kBlockM = {tile_m}, kBlockN = {tile_n}, kConsumers = {consumers}, kAnchor = {anchor};
+static int of_all;
+struct Spans {{ int visible_lo, visible_hi, full_lo, full_hi, offset; }};
+static Spans spans(int part, int q_tile, int group_bits, int seqlen_q, int seqlen_k, int u_window) {{
+  const auto __shfl_sync = [&](unsigned, int value, int) {{ return part == kConsumers ? of_all = value : of_all; }};
+  const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits;
+  const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
+  {lines}
+  return {{{values}}};
+}}
+int main(int count, char** given) {{
+  for (int i = 1; i + 4 < count; i += 5) {{
+    const int group_bits = atoi(given[i]), q = atoi(given[i + 1]), k = atoi(given[i + 2]), window = atoi(given[i + 3]);
+    const int q_tile = atoi(given[i + 4]);
+    for (int part = kConsumers; part >= 0; --part) {{
+      const Spans s = spans(part, q_tile, group_bits, q, k, window);
+      printf("%d %d %d %d %d\\n", s.visible_lo, s.visible_hi, s.full_lo, s.full_hi, s.offset);
+    }}
+  }}
+}}
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("tile", ["{m: 192, n: 64}", "{m: 128, n: 96}"])
+def test_tiles_that_end_with_what_is_seen_hold_all_of_it(tile: str, tmp_path: Path) -> None:
+    plan = planned("sliding_window", backend="cuda", head_dim=128, pack_gqa="true", tile=tile)
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.structure.anchored
+    view = cuda_view(plan, "")
+    (tmp_path / "spans.cpp").write_text(
+        PROGRAM.format(
+            tile_m=plan.tile_m,
+            tile_n=plan.tile_n,
+            consumers=plan.structure.consumers,
+            anchor=ANCHOR,
+            lines="\n  ".join(map(str, view.span_lines)),
+            values=view.span_values,
+        )
+    )
+    assert COMPILER is not None
+    program = tmp_path / "spans"
+    subprocess.run([COMPILER, "-std=c++20", "-O0", "-w", str(tmp_path / "spans.cpp"), "-o", str(program)], check=True)
+    chance, cases = random.Random(1), []
+    for _ in range(60):
+        bits, seqlen_q = chance.randint(0, 3), chance.randint(1, 700)
+        tiles = -(-seqlen_q // (plan.tile_m >> bits))
+        seqlen_k = max(chance.randint(1, 900), chance.randint(0, 1) * seqlen_q)
+        cases.append((bits, seqlen_q, seqlen_k, chance.choice([1, 40, 64, 200, 511]), chance.randrange(tiles)))
+    words = [str(number) for case in cases for number in case]
+    printed = subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout.split("\n")
+    found = [tuple(map(int, line.split())) for line in printed if line]
+    each = plan.structure.consumers + 1
+    shifted = [_check(plan, case, found[i * each : (i + 1) * each]) for i, case in enumerate(cases)]
+    assert sum(shifted) > 15
+
+
+def _check(plan: Plan, case: tuple[int, ...], found: list[tuple[int, ...]]) -> bool:
+    bits, seqlen_q, seqlen_k, window, q_tile = case
+    rows, keys, consumers = plan.tile_m >> bits, plan.tile_n, plan.structure.consumers
+    seen: set[int] = set()
+    for part, (lo, hi, full_lo, full_hi, offset) in zip(range(consumers, -1, -1), found, strict=True):
+        assert offset % ANCHOR == 0
+        assert 0 <= offset < keys
+        assert lo >= 0
+        count, first = (rows, rows * q_tile) if part == consumers else (64 >> bits, rows * q_tile + (64 >> bits) * part)
+        queries = range(first, min(first + count, seqlen_q))
+        sees = [{kv for kv in range(seqlen_k) if 0 <= q + seqlen_k - seqlen_q - kv < window} for q in queries]
+        if not queries:
+            continue  # the scheduler drops the spans of rows that do not exist
+        visible = set().union(*sees)
+        seen = seen or visible
+        assert visible <= set(range(lo * keys + offset, hi * keys + offset)), case
+        for tile in range(max(full_lo, lo), min(full_hi, hi)):
+            of_tile = set(range(tile * keys + offset, (tile + 1) * keys + offset))
+            assert all(of_tile <= one for one in sees), case
+        if part == consumers and offset and visible:
+            assert 0 <= hi * keys + offset - 1 - max(visible) < ANCHOR, case
+    return bool(found[0][-1])
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "expected"),
+    [
+        ("sliding_window", {"pack_gqa": "true", "tile": "{m: 192, n: 64}"}, True),
+        ("packed_documents", {}, True),
+        ("causal", {}, False),
+        ("sink_window", {}, False),
+        ("sliding_window", {"layout": "varlen"}, False),
+        ("sliding_window", {"layout": "paged"}, False),
+        ("sliding_window", {"warps": "{producer: 0}"}, False),
+        ("sliding_window", {"dtype": "fp8_e4m3"}, False),
+    ],
+)
+def test_which_kernels_have_such_tiles(variant: str, fields: dict[str, str], expected: bool) -> None:
+    plan = planned(variant, backend="cuda", head_dim=128, **fields)
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.structure.anchored is expected
