@@ -1,4 +1,4 @@
-"""The polynomial that takes the place of tanh in soft-capped kernels, compiled for the host: errors, and where it ends."""
+"""The polynomial that takes the place of tanh in soft-capped kernels, on the host: its errors, and where it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ template <>
 inline uint32_t pack<Noted>(float low, float) { last = low; return 0; }
 int main(int count, char** given) {
   for (int i = 1; i + 3 < count; i += 4) {
-    const float cap = atof(given[i]), scale = atof(given[i + 1]), x = atof(given[i + 2]), reference = atof(given[i + 3]);
+    const float cap = atof(given[i]), scale = atof(given[i + 1]);
+    const float x = atof(given[i + 2]), reference = atof(given[i + 3]);
     const SoftCap soft_cap(scale / cap, cap * kLog2e);
     const float s[2] = {x, x}, references[2] = {reference, reference};
     uint32_t p[1];

@@ -201,7 +201,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         reference="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         fused=softmax == "bounded" and not capped,
-        anchored=anchored,
+        anchor=ANCHOR if anchored else 0,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped,
         relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
@@ -219,8 +219,8 @@ def tile_bits(tile_n: int) -> int:
 def _can_be_anchored(spec: KernelSpec, driver: str, consumers: int, tile_n: int) -> bool:
     """Whether tiles of keys may begin anywhere, and rows see an interval that ends on both sides, so that it pays.
 
-    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``. A word of a tile
-    says where it begins in steps of ``ANCHOR``, beside its number and two bits for each consumer.
+    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``. A word of a
+    tile says where it begins in steps of ``ANCHOR``, beside its number and two bits for each consumer.
     """
     if not spec.pack_gqa or driver != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous":
         return False
